@@ -1,0 +1,275 @@
+"""What a call to an operation is made of: its declared parameters, and one call bound, checked and classified.
+
+The dims of a contract are written in its jaxtyping annotations (`Float[Array, "B T N H"]`). They are read once, here, and
+every check of shape and dtype, every test array and every sharding spec comes from them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+_KINDS = {"Float": "float", "Int": "int", "UInt": "int", "Integer": "int", "Bool": "bool", "Shaped": "any", "Num": "any"}
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One entry of a shape annotation. `name` is empty for a fixed size or a wildcard.
+
+    Written as: `T` (a name), `#T` (that size or 1), `*lead` (any number of dims, bound as a tuple), `T+1` (a name and an
+    offset), `4` (a fixed size), `_` (any size), `...` (any number of dims, unbound).
+    """
+
+    name: str = ""
+    size: int | None = None
+    offset: int = 0
+    broadcast: bool = False
+    variadic: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Dim:
+        if text == "...":
+            return cls(variadic=True)
+        if text == "_":
+            return cls()
+        if text.lstrip("-").isdigit():
+            return cls(size=int(text))
+        match = re.fullmatch(r"([#*]?)([A-Za-z_]\w*)(?:([+-]\d+))?", text)
+        if match is None:
+            raise TypeError(f"cannot read dim {text!r}: write a name, '#name', '*name', 'name+1', an integer, '_' or '...'")
+        mark, name, offset = match.groups()
+        return cls(name=name, offset=int(offset or 0), broadcast=mark == "#", variadic=mark == "*")
+
+    def __str__(self) -> str:
+        if self.size is not None:
+            return str(self.size)
+        sign = f"{self.offset:+d}" if self.offset else ""
+        return ("#" * self.broadcast + "*" * bool(self.variadic and self.name) + self.name + sign) or (
+            "..." if self.variadic else "_"
+        )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a contract. `kind` is None for what is not an array by declaration (options, pytrees)."""
+
+    name: str
+    kind: str | None
+    dims: tuple[Dim, ...]
+    default: Any
+    required: bool
+    positional: bool
+    static: bool  # declared as a Python number, string or bool: compiled in, never traced
+
+
+_STATIC_TYPES = (bool, int, float, str)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _array_annotation(annotation: Any) -> tuple[str, tuple[Dim, ...]] | None:
+    for member in _members(annotation):
+        if hasattr(member, "dim_str") and hasattr(member, "dtypes"):
+            kind = _KINDS.get(member.__name__.split("[")[0], "any")
+            return kind, tuple(Dim.parse(part) for part in member.dim_str.split())
+    return None
+
+
+def parameters_of(function: Callable) -> dict[str, Parameter]:
+    """Returns the parameters of a contract by name, in order, read from its signature and annotations."""
+    hints = typing.get_type_hints(function)
+    result = {}
+    for p in inspect.signature(function).parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise TypeError(f"{function.__name__}: a contract names every parameter; *{p.name} is not allowed")
+        annotation = hints.get(p.name, Any)
+        array = _array_annotation(annotation)
+        members = [m for m in _members(annotation) if m is not type(None)]
+        result[p.name] = Parameter(
+            name=p.name,
+            kind=array[0] if array else None,
+            dims=array[1] if array else (),
+            default=None if p.default is p.empty else p.default,
+            required=p.default is p.empty,
+            positional=p.kind is not p.KEYWORD_ONLY,
+            static=array is None and bool(members) and all(m in _STATIC_TYPES for m in members),
+        )
+    return result
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or isinstance(
+        value, jax.core.Tracer
+    )
+
+
+def is_float_array(value: Any) -> bool:
+    return is_array(value) and jax.dtypes.issubdtype(value.dtype, np.floating)
+
+
+def is_traced_argument(value: Any) -> bool:
+    """Returns whether an argument travels as data: an array, or a pytree whose leaves are all arrays (MaskInfo)."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return False
+    leaves = jax.tree.leaves(value)
+    if not leaves:
+        return not isinstance(value, (tuple, list, dict))
+    return all(is_array(leaf) for leaf in leaves)
+
+
+class Call:
+    """One call, bound to the contract: arguments as attributes, `dims` (dim name -> size), `dtype` (name of the dtype of
+    the first float argument). Predicates of backends read it; arrays may be tracers, so only shape and dtype are to be
+    looked at."""
+
+    def __init__(self, op_name: str, arguments: Mapping[str, Any], dims: dict[str, Any], dtype: str):
+        self.op_name, self.arguments, self.dims, self.dtype = op_name, dict(arguments), dims, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["arguments"][name]
+        except KeyError:
+            raise AttributeError(f"{self.__dict__.get('op_name', 'call')} has no parameter {name!r}") from None
+
+    def traced(self) -> dict[str, Any]:
+        return {k: v for k, v in self.arguments.items() if is_traced_argument(v)}
+
+    def static(self) -> tuple[tuple[str, Any], ...]:
+        return tuple((k, v) for k, v in self.arguments.items() if not is_traced_argument(v))
+
+    def signature(self) -> str:
+        """Returns what identifies the call's shapes, dtypes and static options; the key of tuned configurations."""
+        parts = []
+        for name, value in self.arguments.items():
+            if is_traced_argument(value):
+                leaves, tree = jax.tree.flatten(value)
+                shapes = ",".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+                parts.append(f"{name}={shapes}" if is_array(value) else f"{name}={tree}:{shapes}")
+            else:
+                parts.append(f"{name}={value!r}")
+        return ";".join(parts)
+
+
+def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments by name with defaults filled in.
+
+    Raises:
+      ValueError: too many positional arguments, an unknown or doubled name, a missing argument, an array where the
+        contract wants a Python value.
+    """
+    positional = [p.name for p in parameters.values() if p.positional]
+    if len(args) > len(positional):
+        raise ValueError(
+            f"{op_name}: takes {len(positional)} positional arguments ({', '.join(positional)}), got {len(args)}; "
+            "pass the rest by keyword"
+        )
+    given = dict(zip(positional, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in parameters:
+            raise ValueError(f"{op_name}: unknown argument {name!r}; it takes {', '.join(parameters)}")
+        if name in given:
+            raise ValueError(f"{op_name}: argument {name!r} was given twice")
+        given[name] = value
+    bound = {}
+    for name, p in parameters.items():
+        if name not in given:
+            if p.required:
+                raise ValueError(f"{op_name}: argument {name!r} is missing")
+            bound[name] = p.default
+            continue
+        bound[name] = _normalised(op_name, p, given[name])
+    return bound
+
+
+def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
+    if p.static and is_array(value):
+        if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+            return value.item()
+        raise ValueError(
+            f"{op_name}: argument {p.name!r} is compiled into the program and must be a Python value, not an array"
+        )
+    if p.kind is None or value is None:
+        return value
+    if isinstance(value, (bool, int, float)):
+        # A Python number where the contract wants data: it travels as data, so that another value is not another program.
+        return np.asarray(value, {"float": np.float32, "int": np.int32, "bool": np.bool_}.get(p.kind))
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    if not is_array(value):
+        raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got {type(value).__name__}")
+    wanted = {"float": np.floating, "int": np.integer, "bool": np.bool_}.get(p.kind)
+    if wanted is not None and not jax.dtypes.issubdtype(value.dtype, wanted):
+        raise ValueError(f"{op_name}: argument {p.name!r} must have a {p.kind} dtype, got {value.dtype}; cast it")
+    return value
+
+
+def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dim name -> size (a tuple for `*name`), after checking that every array agrees.
+
+    Raises:
+      ValueError: names the argument, the dim, both sizes and who fixed the first.
+    """
+    sizes: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    later: list[tuple[Parameter, Dim, int, tuple[int, ...]]] = []
+
+    def settle(p: Parameter, dim: Dim, size: Any, shape: tuple[int, ...]) -> None:
+        if dim.size is not None:
+            if size != dim.size:
+                raise ValueError(f"{op_name}: argument {p.name!r} of shape {shape} must have size {dim.size} there, got {size}")
+            return
+        if not dim.name:
+            return
+        base = size - dim.offset if not dim.variadic else size
+        if dim.name not in sizes:
+            sizes[dim.name], owner[dim.name] = base, p.name
+        elif sizes[dim.name] != base:
+            wanted = sizes[dim.name] if dim.variadic else sizes[dim.name] + dim.offset
+            raise ValueError(
+                f"{op_name}: argument {p.name!r} of shape {shape} has {dim} = {size}, but {dim.name} = "
+                f"{sizes[dim.name]} in argument {owner[dim.name]!r}, so {wanted} is needed"
+                + (" (or 1)" if dim.broadcast else "")
+            )
+
+    for p in parameters.values():
+        value = bound[p.name]
+        if p.kind is None or value is None:
+            continue
+        shape = tuple(value.shape)
+        spread = [i for i, d in enumerate(p.dims) if d.variadic]
+        fixed = len(p.dims) - len(spread)
+        if (not spread and len(shape) != fixed) or len(shape) < fixed:
+            raise ValueError(
+                f"{op_name}: argument {p.name!r} must have dims [{' '.join(map(str, p.dims))}], got shape {shape}"
+            )
+        head = spread[0] if spread else len(p.dims)
+        tail = len(p.dims) - head - 1 if spread else 0
+        pairs = list(zip(p.dims[:head], shape[:head], strict=True))
+        if spread:
+            middle = shape[head : len(shape) - tail]
+            pairs += [(p.dims[head], middle)]
+            pairs += list(zip(p.dims[head + 1 :], shape[len(shape) - tail :], strict=True))
+        for dim, size in pairs:
+            if dim.broadcast:
+                later.append((p, dim, size, shape))
+            else:
+                settle(p, dim, size, shape)
+    # Broadcast dims are judged last, once the argument that fixes the size has been seen.
+    for p, dim, size, shape in later:
+        if size != 1:
+            settle(p, dim, size, shape)
+    for _, dim, size, _ in later:
+        sizes.setdefault(dim.name, size)
+    return sizes
