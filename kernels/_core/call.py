@@ -1,7 +1,7 @@
 """What a call to an operation is made of: its declared parameters, and one call bound, checked and classified.
 
-The dims of a contract are written in its jaxtyping annotations (`Float[Array, "B T N H"]`). They are read once, here, and
-every check of shape and dtype, every test array and every sharding spec comes from them.
+The dims of a contract are written in its jaxtyping annotations (`Float[Array, "B T N H"]`). They are read once,
+here, and every check of shape and dtype, every test array and every sharding spec comes from them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,23 @@ from typing import Any
 import jax
 import numpy as np
 
-_KINDS = {"Float": "float", "Int": "int", "UInt": "int", "Integer": "int", "Bool": "bool", "Shaped": "any", "Num": "any"}
+_KINDS = {
+    "Float": "float",
+    "Int": "int",
+    "UInt": "int",
+    "Integer": "int",
+    "Bool": "bool",
+    "Shaped": "any",
+    "Num": "any",
+}
 
 
 @dataclass(frozen=True)
 class Dim:
     """One entry of a shape annotation. `name` is empty for a fixed size or a wildcard.
 
-    Written as: `T` (a name), `#T` (that size or 1), `*lead` (any number of dims, bound as a tuple), `T+1` (a name and an
-    offset), `4` (a fixed size), `_` (any size), `...` (any number of dims, unbound).
+    Written as: `T` (a name), `#T` (that size or 1), `*lead` (any number of dims, bound as a tuple), `T+1` (a name and
+    an offset), `4` (a fixed size), `_` (any size), `...` (any number of dims, unbound).
     """
 
     name: str = ""
@@ -44,7 +52,9 @@ class Dim:
             return cls(size=int(text))
         match = re.fullmatch(r"([#*]?)([A-Za-z_]\w*)(?:([+-]\d+))?", text)
         if match is None:
-            raise TypeError(f"cannot read dim {text!r}: write a name, '#name', '*name', 'name+1', an integer, '_' or '...'")
+            raise TypeError(
+                f"cannot read dim {text!r}: write a name, '#name', '*name', 'name+1', an integer, '_' or '...'"
+            )
         mark, name, offset = match.groups()
         return cls(name=name, offset=int(offset or 0), broadcast=mark == "#", variadic=mark == "*")
 
@@ -130,9 +140,11 @@ def is_traced_argument(value: Any) -> bool:
 
 
 class Call:
-    """One call, bound to the contract: arguments as attributes, `dims` (dim name -> size), `dtype` (name of the dtype of
-    the first float argument). Predicates of backends read it; arrays may be tracers, so only shape and dtype are to be
-    looked at."""
+    """One call, bound to the contract.
+
+    Arguments are attributes; `dims` is dim name -> size; `dtype` names the dtype of the first float argument.
+    Predicates of backends read it; arrays may be tracers, so only shape and dtype are to be looked at.
+    """
 
     def __init__(self, op_name: str, arguments: Mapping[str, Any], dims: dict[str, Any], dtype: str):
         self.op_name, self.arguments, self.dims, self.dtype = op_name, dict(arguments), dims, dtype
@@ -203,7 +215,7 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
     if p.kind is None or value is None:
         return value
     if isinstance(value, (bool, int, float)):
-        # A Python number where the contract wants data: it travels as data, so that another value is not another program.
+        # A Python number where the contract wants data travels as data: another value is not another program.
         return np.asarray(value, {"float": np.float32, "int": np.int32, "bool": np.bool_}.get(p.kind))
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
@@ -228,7 +240,9 @@ def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mappi
     def settle(p: Parameter, dim: Dim, size: Any, shape: tuple[int, ...]) -> None:
         if dim.size is not None:
             if size != dim.size:
-                raise ValueError(f"{op_name}: argument {p.name!r} of shape {shape} must have size {dim.size} there, got {size}")
+                raise ValueError(
+                    f"{op_name}: argument {p.name!r} of shape {shape} must have size {dim.size} there, got {size}"
+                )
             return
         if not dim.name:
             return

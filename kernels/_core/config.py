@@ -1,8 +1,8 @@
 """Which configuration (block sizes, warps, stages) a backend runs with: seven tiers, tried in order.
 
-override → overlay → memory cache → persistent cache → autotune → heuristic → error. A tier is a small function that takes
-the chain and a request and returns a configuration or None. Configurations are tunables only: no value of one changes
-what an operation means. Importing this creates no directory; the persistent cache makes its own when it first writes.
+override → overlay → memory cache → persistent cache → autotune → heuristic → error. A tier is a small function that
+takes the chain and a request and returns a configuration or None. Configurations are tunables only: no
+value of one changes what an operation means. Importing this creates no directory; the persistent cache makes its own when it first writes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -89,10 +90,14 @@ class Request:
         """Whether the call has real arrays of one device: nothing is traced and nothing is a shape only."""
         leaves = jax.tree.leaves(self.call.traced())
         # Constants closed over by a jitted function are real arrays under a trace, so the arrays alone do not tell.
-        return not unsafe_am_i_under_a_jit_DO_NOT_USE() and bool(leaves) and all(
-            not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct))
-            and (not isinstance(x, jax.Array) or len(x.devices()) == 1)
-            for x in leaves
+        return (
+            not unsafe_am_i_under_a_jit_DO_NOT_USE()
+            and bool(leaves)
+            and all(
+                not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct))
+                and (not isinstance(x, jax.Array) or len(x.devices()) == 1)
+                for x in leaves
+            )
         )
 
     @property
@@ -172,7 +177,9 @@ class PersistentCache:
         try:
             return decode(type(like), stored["config"]) if stored["key"] == key else None
         except (KeyError, TypeError, ValueError) as error:
-            warnings.warn(f"ignoring tuning file {path}, which does not hold a {type(like).__name__}: {error}", stacklevel=2)
+            warnings.warn(
+                f"ignoring tuning file {path}, which does not hold a {type(like).__name__}: {error}", stacklevel=2
+            )
             return None
 
     def put(self, key: str, cfg: Any) -> None:
@@ -215,7 +222,8 @@ def completed(partial: Any, full: Any) -> Any:
 
 # -- the seven tiers ------------------------------------------------------------------------------------------------
 
-_overlay: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("config_overlay", default={})
+_NO_OVERLAY: Mapping[str, Any] = MappingProxyType({})
+_overlay: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("config_overlay", default=_NO_OVERLAY)
 
 
 @contextlib.contextmanager

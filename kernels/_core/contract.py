@@ -7,7 +7,6 @@ See README.md in this folder for how rooms of every shape fit.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,27 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from kernels._core import config as _config
+from kernels._core import execute
 from kernels._core.call import Call, bind, is_array, is_float_array, parameters_of, resolve_dims
-from kernels._core.dispatch import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported, by_platform
+from kernels._core.dispatch import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
+from kernels._core.execute import Plan, Saved
 from kernels._core.interpret import interpreting
 
 __all__ = ["Backend", "Call", "Case", "Op", "Saved", "Unsupported"]
 
-# Packages whose absence makes a backend unavailable, with what to install. Any other import error is ours and is raised.
+# Packages whose absence makes a backend unavailable, with what to install. Any other import error is raised.
 _OPTIONAL_PACKAGES = {"triton": "ejdist[cuda]", "jax_triton": "ejdist[cuda]"}
-
-
-class Saved(dict):
-    """What a backward receives beside the inputs: cotangents `d_<output>` and residuals, as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"nothing named {name!r} was saved; there is {', '.join(self)}") from None
 
 
 @dataclass(frozen=True)
@@ -94,10 +84,6 @@ class Backend:
         if differentiated and self.backward is None:
             return "it has no backward"
         return self.rejects(call) if self.rejects else None
-
-
-# A plan says, for each platform that may be lowered for, which backend runs with which configuration, or why none does.
-Plan = tuple[tuple[str, Backend | None, Any, str], ...]
 
 
 class Op:
@@ -174,7 +160,9 @@ class Op:
             raise TypeError(f"{self.name}: unknown platforms {sorted(unknown)}; there are {', '.join(PLATFORMS)}")
         strange = set(features) - set(self.feature_names)
         if strange:
-            raise TypeError(f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.feature_names)}")
+            raise TypeError(
+                f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.feature_names)}"
+            )
 
         def register(forward: Callable) -> Callable:
             stem = name or forward.__module__.rpartition(".")[2]
@@ -210,7 +198,9 @@ class Op:
             self._loaded = True
             for stem in self.order:
                 self._load(stem)
-            ordered = [s for s in self.order if s in self._backends] + [s for s in self._backends if s not in self.order]
+            ordered = [s for s in self.order if s in self._backends] + [
+                s for s in self._backends if s not in self.order
+            ]
             self._backends = {stem: self._backends[stem] for stem in ordered}
         return self._backends
 
@@ -308,9 +298,13 @@ class Op:
                 if device not in {DEVICE_OF_PLATFORM[p] for p in b.platforms}:
                     reasons[b.name] = f"it is not for cfg.backend = {device!r}"
         able = [b for b in pool if reasons[b.name] is None]
-        said = "; ".join(f"{name}: {reason}" for name, reason in [*reasons.items(), *self._unavailable.items()] if reason)
+        said = "; ".join(
+            f"{name}: {reason}" for name, reason in [*reasons.items(), *self._unavailable.items()] if reason
+        )
         if not able:
-            others = [b.name for b in self.backends.values() if b not in pool and not b.refuses(self, call, differentiated)]
+            others = [
+                b.name for b in self.backends.values() if b not in pool and not b.refuses(self, call, differentiated)
+            ]
             hint = f"; platform={others[0]!r} can" if others else ""
             raise Unsupported(f"{self.name} has no backend for this call: {said}{hint}")
         if platform is not None and interpreting():
@@ -334,13 +328,13 @@ class Op:
             raise Unsupported(f"{self.name} on {platform}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
         if platform in ("xla", "triton", "pallas", "cudnn", "cuda") or platform in self.order:
             raise Unsupported(f"{self.name} has no {platform} backend; it has {', '.join(self.backends)}")
-        raise ValueError(f"{self.name}: argument 'platform' = {platform!r} is unknown; use None or one of {', '.join(known)}")
+        raise ValueError(
+            f"{self.name}: argument 'platform' = {platform!r} is unknown; use None or one of {', '.join(known)}"
+        )
 
     def plan(self, call: Call, platform: str | None, cfg: Any, *, differentiated: bool) -> Plan:
         if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
-            raise ValueError(
-                f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}"
-            )
+            raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
         asked = getattr(cfg, "platform", "auto")
         if platform is None and asked != "auto":
             platform = asked
@@ -379,10 +373,12 @@ class Op:
         traced = call.traced()
         inputs = {k: v for k, v in traced.items() if is_float_array(v)}
         others = {k: v for k, v in traced.items() if k not in inputs}
-        run = _compiled(self, primal, gradient, refusal, _static(self, call), interpreting())
+        run = execute.compiled(self, primal, gradient, refusal, _static(self, call), interpreting())
         return run(inputs, others)
 
-    def backward(self, saved: Mapping[str, Any], *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any):
+    def backward(
+        self, saved: Mapping[str, Any], *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any
+    ):
         """Returns name -> gradient for every float array among the arguments, from what is given in `saved`.
 
         `saved` holds what `backward_inputs` returns, for example a `d_out`, and an `lse` and `delta` that came from a
@@ -390,7 +386,7 @@ class Op:
         """
         call = self.bind(*args, **kwargs)
         plan = self.plan(call, platform, cfg, differentiated=True)
-        run = _compiled_backward(self, plan, _static(self, call), interpreting())
+        run = execute.compiled_backward(self, plan, _static(self, call), interpreting())
         return run(dict(saved), call.traced())
 
     def reference(self, *args: Any, dtype: Any = jnp.float32, **kwargs: Any) -> Any:
@@ -437,102 +433,3 @@ def _static(op: Op, call: Call) -> tuple[tuple[str, Any], ...]:
         except TypeError:
             raise ValueError(f"{op.name}: argument {name!r} must be hashable (use a tuple), got {value!r}") from None
     return static
-
-
-def _as_tuple(op: Op, value: Any) -> tuple:
-    return value if len(op.outputs) > 1 else (value,)
-
-
-def _branches(op: Op, plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
-    """Returns a branch per platform; platforms with the same backend and configuration share one, so it is traced once."""
-    shared: dict[Any, Callable] = {}
-    result: dict[str, Callable | str] = {}
-    for platform, backend, cfg, reason in plan:
-        if backend is None:
-            result[platform] = reason
-            continue
-        key = (backend.name, cfg)
-        if key not in shared:
-            shared[key] = make(backend, cfg)
-        result[platform] = shared[key]
-    return result
-
-
-def _run_forward(op: Op, plan: Plan, static: dict[str, Any], traced: dict[str, Any]) -> Any:
-    def make(backend: Backend, cfg: Any) -> Callable:
-        def branch(arrays: dict[str, Any]) -> Any:
-            with jax.named_scope(f"{op.name}.{backend.name}"):
-                arguments = {**static, **arrays}
-                return backend.forward(*(arguments[name] for name in op.parameters), cfg)
-
-        return branch
-
-    result = jax.eval_shape(lambda arrays: op.function(**static, **arrays), traced)
-    return by_platform(_branches(op, plan, make), result, traced)
-
-
-def _run_backward(op: Op, plan: Plan, static: dict[str, Any], saved: dict[str, Any], traced: dict[str, Any]) -> Any:
-    floats = {k: v for k, v in traced.items() if is_float_array(v)}
-
-    def make(backend: Backend, cfg: Any) -> Callable:
-        def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
-            with jax.named_scope(f"{op.name}.{backend.name}.backward"):
-                arguments = {**static, **arrays}
-                gradients = backend.backward(Saved(saved), *(arguments[name] for name in op.parameters), cfg)
-            assert set(gradients) == set(floats), (op.name, backend.name, sorted(gradients), sorted(floats))
-            for name, g in gradients.items():
-                assert g.shape == floats[name].shape, (op.name, backend.name, name, g.shape, floats[name].shape)
-            return {name: g.astype(floats[name].dtype) for name, g in gradients.items()}
-
-        return branch
-
-    result = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in floats.items()}
-    return by_platform(_branches(op, plan, make), result, saved, traced)
-
-
-@functools.lru_cache(maxsize=4096)
-def _compiled(op: Op, primal: Plan, gradient: Plan | None, refusal: str, static_items: tuple, interpreted: bool) -> Callable:
-    """Returns the jitted, differentiable function (float arrays, other arrays) -> outputs of one plan and one set of
-    static options. `interpreted` is in the key because a traced program remembers how its kernels were launched."""
-    static = dict(static_items)
-
-    @jax.custom_vjp
-    def run(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-        return _run_forward(op, primal, static, {**inputs, **others})
-
-    def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-        if gradient is None:
-            raise Unsupported(refusal)
-        outputs = _as_tuple(op, _run_forward(op, gradient, static, {**inputs, **others}))
-        # Named, so that a remat policy can keep what the backward needs instead of running the forward again.
-        outputs = tuple(
-            checkpoint_name(value, f"{op.name}.{name}") if name in op.residuals else value
-            for name, value in zip(op.outputs, outputs, strict=True)
-        )
-        residuals = {n: v for n, v in zip(op.outputs, outputs, strict=True) if n in op.residuals}
-        return outputs if len(op.outputs) > 1 else outputs[0], (inputs, others, residuals)
-
-    def run_bwd(kept: Any, cotangents: Any) -> Any:
-        inputs, others, residuals = kept
-        grads = {
-            f"d_{name}": value
-            for name, value in zip(op.outputs, _as_tuple(op, cotangents), strict=True)
-            if value.dtype != jax.dtypes.float0
-        }
-        saved = op.backward_inputs(residuals, grads) if op.backward_inputs else {**residuals, **grads}
-        return _run_backward(op, gradient, static, saved, {**inputs, **others}), None
-
-    run.defvjp(run_fwd, run_bwd)
-    run.__name__ = op.name
-    return jax.jit(run)
-
-
-@functools.lru_cache(maxsize=4096)
-def _compiled_backward(op: Op, plan: Plan, static_items: tuple, interpreted: bool) -> Callable:
-    static = dict(static_items)
-
-    def run(saved: dict[str, Any], traced: dict[str, Any]) -> Any:
-        return _run_backward(op, plan, static, saved, traced)
-
-    run.__name__ = f"{op.name}_backward"
-    return jax.jit(run)

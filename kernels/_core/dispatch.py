@@ -1,4 +1,4 @@
-"""Dispatch at lowering: one traced program that holds, for each platform it may be compiled for, that platform's backend.
+"""Dispatch at lowering: one traced program that holds the backend of each platform it may be compiled for.
 
 `jax.lax.platform_dependent` keeps only the branch of the platform that the program is lowered for. A platform for which
 no backend qualifies gets a branch that refuses, in our words, when (and only when) it is lowered.

@@ -16,8 +16,8 @@ from kernels._core.call import is_float_array
 if TYPE_CHECKING:
     from kernels._core.config import Request
 
-# A candidate may round differently from the heuristic's configuration, but not be wrong: some tile shapes are known to be
-# miscompiled, so each candidate's numbers are compared before it may win.
+# A candidate may round differently from the heuristic's configuration, but not be wrong: some tile shapes are known to
+# be miscompiled, so each candidate's numbers are compared before it may win.
 _ALLOWED_RELATIVE_ERROR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 
