@@ -1,8 +1,9 @@
 """Which configuration (block sizes, warps, stages) a backend runs with: seven tiers, tried in order.
 
 override → overlay → memory cache → persistent cache → autotune → heuristic → error. A tier is a small function that
-takes the chain and a request and returns a configuration or None. Configurations are tunables only: no
-value of one changes what an operation means. Importing this creates no directory; the persistent cache makes its own when it first writes.
+takes the chain and a request and returns a configuration or None. Configurations are tunables only: no value of one
+changes what an operation means. Importing this creates no directory; the persistent cache makes its own when it first
+writes.
 """
 
 from __future__ import annotations
