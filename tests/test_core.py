@@ -1,0 +1,350 @@
+"""The contract machinery on a small operation made for the purpose."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jaxtyping import Array, Float, Int
+
+from kernels._core.config import (
+    BwdParams,
+    ConfigCache,
+    ConfigSelectorChain,
+    FwdParams,
+    KernelConfig,
+    PersistentCache,
+    completed,
+    config_overlay,
+    use_chain,
+)
+from kernels._core.contract import Case, Op, Unsupported
+from kernels._core.executor import Executor, create_default_executor, module_class
+from kernels._core.interpret import interpret
+from kernels._core.registry import Backend, KernelRegistry, Platform
+
+SEEN: list = []  # configurations that the toy backend ran with
+
+
+def make_op(**options):
+    """A weighted power: y = w * x**2, with an optional traced shift; its backward is written by hand."""
+
+    def toy(
+        x: Float[Array, "*lead D"],
+        weight: Float[Array, " D"] | None = None,
+        shift: Int[Array, "#D"] | None = None,
+        *,
+        power: float = 2.0,
+        flip: bool = False,
+    ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead"]]:
+        square = x.astype(jnp.float32) ** power
+        out = square if weight is None else square * weight
+        out = out if shift is None else out + shift
+        return (-out if flip else out).astype(x.dtype), jnp.sum(square, -1)
+
+    op = Op(
+        toy,
+        outputs=("out", "total"),
+        residuals=("total",),
+        local_dims={"lead"},
+        same_dtype=("x", "weight"),
+        order=("triton_gpu", "xla"),
+        config=KernelConfig,
+        cases=(Case("odd", dims={"lead": (2, 3), "D": 5}, arrays=("weight",)),),
+        **options,
+    )
+
+    def backward(saved, x, weight, shift, power, flip, cfg):
+        d = saved.d_out * (-1 if flip else 1)
+        dx = d * power * x ** (power - 1) * (1 if weight is None else weight) + saved.d_total[
+            ..., None
+        ] * power * x ** (power - 1)
+        grads = {"x": dx}
+        if weight is not None:
+            grads["weight"] = jnp.sum(d * x**power, axis=tuple(range(x.ndim - 1)))
+        return grads
+
+    @op.backend(
+        name="xla",
+        platforms={"cpu", "cuda", "tpu"},
+        dtypes={"float32", "bfloat16"},
+        features={"weight", "shift", "power"},
+        backward=backward,
+        rejects=lambda c: "D must not be 13" if c.dims["D"] == 13 else None,
+        heuristic=lambda c: KernelConfig(FwdParams(q_blocksize=8, kv_blocksize=4), BwdParams(q_blocksize=2)),
+        candidates=lambda c: [KernelConfig(FwdParams(q_blocksize=n)) for n in (16, 32)],
+    )
+    def forward(x, weight, shift, power, flip, cfg):
+        SEEN.append(cfg)
+        if cfg.fwd_params.q_blocksize == 32:  # a miscompiled candidate
+            return x * 0 + 7, jnp.sum(x, -1)
+        return op.function(x, weight, shift, power=power, flip=flip)
+
+    @op.backend(name="triton_gpu", platforms={"cuda"}, dtypes={"float32"}, features={"weight"})
+    def triton_forward(x, weight, shift, power, flip, cfg):
+        return jnp.sin(x), jnp.sum(x, -1)  # told apart from the other by its sine
+
+    return op
+
+
+@pytest.fixture
+def op():
+    SEEN.clear()
+    return make_op()
+
+
+def test_value_and_gradient_reach_every_float_argument(op):
+    a = op.case_inputs(op.cases[0])
+    out, total = op(**a)
+    np.testing.assert_allclose(out, a["x"] ** 2 * a["weight"], rtol=1e-6)
+
+    def scalar(f):
+        return lambda x, w: sum(jnp.sum(jnp.cos(y)) for y in f(x, w))
+
+    got = jax.grad(scalar(op), (0, 1))(a["x"], a["weight"])
+    want = jax.grad(scalar(op.function), (0, 1))(a["x"], a["weight"])
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5), got, want)
+
+
+def test_integers_are_traced_and_have_no_gradient(op):
+    traced = jax.make_jaxpr(lambda x, s: op(x, shift=s)[0])(jnp.ones((2, 5)), jnp.arange(5))
+    assert len(traced.jaxpr.invars) == 2
+    grad = jax.jit(jax.grad(lambda x, s: jnp.sum(op(x, shift=s)[0])))(jnp.ones((2, 5)), jnp.arange(5))
+    np.testing.assert_allclose(grad, 2 * np.ones((2, 5)))
+    # A Python number given for data is data: two values, one program.
+    n = len(SEEN)
+    op(jnp.ones((2, 5)), shift=np.asarray([3]))
+    op(jnp.ones((2, 5)), shift=np.asarray([4]))
+    assert len(SEEN) - n <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"x": np.ones((2, 5), np.float32), "weight": np.ones(3, np.float32)}, ["'weight'", "D = 3", "'x'", "5"]),
+        (
+            {"x": np.ones((2, 5), np.float32), "weight": np.ones(5, np.float16)},
+            ["'weight'", "float16", "'x'", "astype"],
+        ),
+        ({"x": np.ones((2, 5), np.int32)}, ["'x'", "float", "int32"]),
+        ({"x": np.ones((2, 5), np.float32), "shift": np.ones(4, np.int32)}, ["'shift'", "D", "5", "(or 1)"]),
+        ({"x": np.ones((), np.float32)}, ["'x'", "*lead D"]),
+        ({"x": np.ones((2, 5), np.float32), "power": jnp.ones(3)}, ["'power'", "Python value"]),
+        ({"x": np.ones((2, 5), np.float32), "width": 3}, ["'width'", "unknown"]),
+        ({}, ["'x'", "missing"]),
+        ({"x": np.ones((2, 5), np.float32), "platform": "tritn"}, ["'platform'", "tritn", "xla"]),
+        ({"x": np.ones((2, 5), np.float32), "cfg": FwdParams()}, ["'cfg'", "KernelConfig", "FwdParams"]),
+    ],
+)
+def test_a_wrong_call_is_a_value_error_that_names_the_argument(op, arguments, words):
+    with pytest.raises(ValueError) as error:
+        op(**arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_no_backend_can_do_is_unsupported_by_name(op):
+    x = jnp.ones((2, 5))
+    with pytest.raises(Unsupported, match=r"xla: it does not support flip"):
+        op(x, flip=True)
+    with pytest.raises(Unsupported, match="D must not be 13"):
+        op(jnp.ones((2, 13)))
+    with pytest.raises(Unsupported, match=r"triton_gpu: dtype bfloat16.*platform='xla' can"):
+        op(x.astype(jnp.bfloat16), platform="triton")
+    with pytest.raises(Unsupported, match="has no pallas backend"):
+        op(x, platform="pallas")
+    with pytest.raises(Unsupported, match="it has no backward"):
+        jax.grad(lambda x: jnp.sum(op(x, platform="triton")[0]))(x)
+
+
+def test_a_named_backend_never_falls_back_and_refuses_only_when_lowered(op):
+    f = jax.jit(lambda x: op(x, platform="triton")[0])
+    f.trace(jnp.ones((2, 5)))  # a program for another device may be traced here
+    with pytest.raises(Unsupported, match="cannot be compiled for cpu with platform='triton'"):
+        f(jnp.ones((2, 5)))
+    text = export.export(f, platforms=["cuda"])(jnp.ones((2, 5))).mlir_module()
+    assert "stablehlo.sine" in text
+
+
+def test_dispatch_follows_the_platform_that_is_lowered_for(op):
+    f = jax.jit(lambda x: op(x)[0])
+    np.testing.assert_allclose(f(jnp.full((1, 5), 3.0)), 9.0)
+    assert "sine" in export.export(f, platforms=["cuda"])(jnp.ones((1, 5))).mlir_module()
+    assert "sine" not in export.export(f, platforms=["cpu"])(jnp.ones((1, 5))).mlir_module()
+    # Differentiated, the backend without a backward steps aside, because nobody named it.
+    g = jax.jit(jax.grad(lambda x: jnp.sum(op(x)[0])))
+    assert "sine" not in export.export(g, platforms=["cuda"])(jnp.ones((1, 5))).mlir_module()
+
+
+def test_interpretation_runs_a_named_backend_here(op):
+    with interpret():
+        np.testing.assert_allclose(op(jnp.ones((1, 5)), platform="triton")[0], np.sin(np.ones((1, 5))), rtol=1e-6)
+
+
+def test_public_backward_takes_external_residuals(op):
+    a = op.case_inputs(op.cases[0])
+    d = jnp.ones_like(a["x"])
+    grads = op.backward({"d_out": d, "total": jnp.zeros((2, 3)), "d_total": jnp.zeros((2, 3))}, **a)
+    np.testing.assert_allclose(grads["x"], 2 * a["x"] * a["weight"], rtol=1e-6)
+
+
+def test_residuals_are_named_for_remat(op):
+    def f(x):
+        return jnp.sum(jnp.sin(op(x)[1]))
+
+    policy = jax.checkpoint_policies.save_only_these_names("toy.total")
+    kept = jax.make_jaxpr(jax.grad(jax.checkpoint(f, policy=policy)))(jnp.ones((2, 5)))
+    free = jax.make_jaxpr(jax.grad(jax.checkpoint(f)))(jnp.ones((2, 5)))
+    assert str(kept).count("pow") < str(free).count("pow")
+
+
+def test_a_backend_with_another_signature_is_refused_when_it_registers(op):
+    with pytest.raises(TypeError, match="must take"):
+        op.backend(name="other", platforms={"cpu"}, dtypes={"float32"})(lambda x, weight, cfg: None)
+    with pytest.raises(TypeError, match="unknown features"):
+        op.backend(name="other", platforms={"cpu"}, dtypes={"float32"}, features={"colour"})
+    with pytest.raises(TypeError, match="unknown platforms"):
+        op.backend(name="other", platforms={"gpu"}, dtypes={"float32"})
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+def run_config(op, x, **kwargs):
+    """Returns the configuration that a fresh trace ran with."""
+    from kernels._core import execute
+
+    execute.compiled.cache_clear()
+    SEEN.clear()
+    op(x, **kwargs)
+    return SEEN[-1]
+
+
+def test_the_tiers_are_asked_in_order(op, tmp_path):
+    x = jnp.ones((2, 5))
+    heuristic = KernelConfig(FwdParams(q_blocksize=8, kv_blocksize=4), BwdParams(q_blocksize=2))
+    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path / "cache"), autotune=False)
+    with use_chain(chain):
+        assert run_config(op, x) == heuristic
+        given = KernelConfig(FwdParams(q_blocksize=64))
+        used = run_config(op, x, cfg=given)
+        assert used.fwd_params == FwdParams(q_blocksize=64, kv_blocksize=4)  # the rest is completed
+        assert run_config(op, x) == heuristic, "an override must not be stored"
+        with config_overlay({"toy": KernelConfig(FwdParams(q_blocksize=128))}):
+            assert run_config(op, x).fwd_params.q_blocksize == 128
+            assert run_config(op, x, cfg=given).fwd_params.q_blocksize == 64
+        assert run_config(op, x) == heuristic
+    assert not (tmp_path / "cache").exists(), "reading must not create the cache"
+    assert len(chain.cache) == 0
+
+
+def test_autotune_keeps_a_right_candidate_and_persists_it(op, tmp_path, monkeypatch):
+    from kernels._core import tuning
+
+    # Time is decided here, so that the test does not depend on it: the wrong candidate is the fastest.
+    speed = {8: 3.0, 16: 2.0, 32: 1.0}
+    monkeypatch.setattr(tuning, "seconds", lambda f, *a: speed[SEEN[-1].fwd_params.q_blocksize])
+    x = jax.random.normal(jax.random.key(0), (2, 5))
+    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+    with use_chain(chain), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run_config(op, x).fwd_params.q_blocksize == 16
+    assert any("wrong numbers" in str(w.message) for w in caught)
+    again = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(tmp_path), autotune=False)
+    with use_chain(again):
+        assert run_config(op, x).fwd_params.q_blocksize == 16
+        assert run_config(op, jnp.ones((3, 5))).fwd_params.q_blocksize == 8, "another shape is another key"
+
+
+def test_autotune_never_runs_under_a_trace(op):
+    from kernels._core import execute
+
+    constant = jnp.ones((2, 5))
+    with use_chain(ConfigSelectorChain(autotune=True)):
+        for traced in (lambda: jax.jit(lambda x: op(x)[0])(constant), lambda: jax.jit(lambda: op(constant)[0])()):
+            execute.compiled.cache_clear()
+            SEEN.clear()
+            traced()
+            assert {c.fwd_params.q_blocksize for c in SEEN} == {8}
+
+
+def test_a_damaged_tuning_file_is_ignored_aloud(op, tmp_path):
+    cache = PersistentCache(tmp_path)
+    cache.put("key", KernelConfig())
+    assert cache.get("key", KernelConfig()) == KernelConfig()
+    next(tmp_path.glob("*.json")).write_text("{")
+    with pytest.warns(UserWarning, match="unreadable tuning file"):
+        assert cache.get("key", KernelConfig()) is None
+
+
+def test_configs_validate_and_complete():
+    with pytest.raises(ValueError, match="q_blocksize"):
+        FwdParams(q_blocksize=0)
+    assert completed(FwdParams(num_warps=2), FwdParams(num_warps=8, num_stages=3)) == FwdParams(
+        num_warps=2, num_stages=3
+    )
+
+
+def test_config_can_ask_for_a_platform_and_a_device(op):
+    x = jnp.ones((2, 5))
+    with pytest.raises(Unsupported, match="has no pallas backend"):
+        op(x, cfg=KernelConfig(platform="pallas"))
+    with pytest.raises(Unsupported, match=r"cannot be compiled for cpu"):
+        op(x, cfg=KernelConfig(platform="triton", backend="gpu"))
+    with pytest.raises(Unsupported, match=r"not for cfg.backend = 'tpu'"):
+        op(x, cfg=KernelConfig(platform="triton", backend="tpu"))
+    assert op(x, cfg=KernelConfig(platform="xla", backend="cpu"))[0].shape == (2, 5)
+
+
+def test_executor_runs_functions_and_modules(op):
+    def toy(x, weight=None, *, power=2.0, cfg=None):
+        """Returns the toy."""
+        return op(x, weight, power=power, cfg=cfg)[0]
+
+    Toy = module_class("Toy", toy)
+    x = jnp.full((1, 5), 2.0)
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
+    np.testing.assert_allclose(executor(Toy(), x=x), 4.0)
+    np.testing.assert_allclose(executor(Toy(power=3.0), x), 8.0)
+    assert Toy.__name__ == "Toy" and "Returns the toy" in Toy.__doc__ and repr(Toy(power=3.0)) == "Toy(power=3.0)"
+    assert create_default_executor().chain.persistent is not None
+    with pytest.raises(ValueError, match="chain"):
+        Executor(None)
+
+
+# -- registry ---------------------------------------------------------------------------------------------------------
+
+
+def test_registry_as_the_documentation_shows_it():
+    kernel_registry = KernelRegistry()
+
+    @kernel_registry.register("my_kernel", Platform.TRITON, Backend.GPU, priority=100)
+    def my_kernel_triton(x, y):
+        return "triton"
+
+    @kernel_registry.register("my_kernel", Platform.XLA, Backend.ANY, priority=50)
+    def my_kernel_xla(x, y):
+        return "xla"
+
+    assert kernel_registry.get("my_kernel") is my_kernel_xla, "never the kernel of a device that is not here"
+    assert kernel_registry.get("my_kernel", platform=Platform.TRITON) is my_kernel_triton
+    assert kernel_registry.get(algorithm="my_kernel", platform="triton", backend=Backend.GPU) is my_kernel_triton
+    with pytest.raises(Unsupported, match=r"my_kernel has no implementation for pallas; it has triton/gpu, xla/any"):
+        kernel_registry.get("my_kernel", Platform.PALLAS)
+    with pytest.raises(ValueError, match="unknown algorithm 'nothing'; there are my_kernel"):
+        kernel_registry.get("nothing")
+    with pytest.raises(ValueError, match="registered already"):
+        kernel_registry.register("my_kernel", Platform.XLA, Backend.ANY, priority=50)(my_kernel_xla)
+
+
+def test_registry_holds_the_backends_of_an_op(op):
+    registry = KernelRegistry(lambda: [("toy", op, op)])
+    assert [(i.platform, i.backend) for i in registry.list("toy")] == [("triton", "gpu"), ("xla", "any")]
+    np.testing.assert_allclose(registry.get("toy")(jnp.full((1, 5), 3.0))[0], 9.0)
+    assert registry.algorithms() == ["toy"]
+
+
+def test_tuned_configs_are_plain_dataclasses():
+    assert dataclasses.asdict(KernelConfig())["fwd_params"]["num_warps"] is None
