@@ -18,7 +18,7 @@ FLOOR = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 def on_this_machine(backend):
-    """Returns the context in which a backend's numbers can be had on a CPU: its interpreter, unless it compiles here."""
+    """Returns the context in which a backend's numbers can be had on a CPU: its interpreter, if it needs one."""
     return contextlib.nullcontext() if "cpu" in backend.platforms else interpret()
 
 
@@ -68,9 +68,7 @@ def check(op, backend, case, dtype, seed=0):
     with jax.default_matmul_precision("highest"):
         truth, true_gradients, d = value_and_gradients(op.function, exact)
         rounded, rounded_gradients, _ = (
-            (truth, true_gradients, None)
-            if dtype == "float32"
-            else value_and_gradients(op.function, arguments, d)
+            (truth, true_gradients, None) if dtype == "float32" else value_and_gradients(op.function, arguments, d)
         )
     with on_this_machine(backend):
         got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform=backend.name), arguments, d)

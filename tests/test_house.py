@@ -113,8 +113,8 @@ home = pathlib.Path(sys.argv[1]); os.environ["HOME"] = str(home); os.chdir(home)
 import jax
 def settings(): return {k: v for k, v in jax.config.values.items()}
 before, environment = settings(), dict(os.environ)
-import kernels, ejdist, ejdist.types, ejdist.ops, recipes.schema, launch.train, ejdist.training.loop, ejdist.training.data
-import ejdist.models.decoder, ejdist.sequence, kernels._core.checks
+import kernels, ejdist, ejdist.types, ejdist.ops, recipes.schema, launch.train, ejdist.training.loop
+import ejdist.training.data, ejdist.models.decoder, ejdist.sequence, kernels._core.checks
 for op in kernels.operations().values(): op.backends
 assert settings() == before, "an import changed jax.config"
 assert dict(os.environ) == environment, "an import changed the environment"

@@ -4,9 +4,9 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from grid import check, on_this_machine
 
 import kernels
-from grid import check, on_this_machine
 from kernels import Unsupported
 from kernels._core.call import is_float_array
 
