@@ -1,0 +1,294 @@
+"""`MaskInfo`: which keys a query may see, described in O(S) memory.
+
+Everything that is given holds at once: nothing is dropped because something else was said too. A dense S x S mask exists
+only if the caller brought one. Backends read per-element visibility for a block (`visible_block`) and, to skip what is
+fully masked, bounds per block (`active_blocks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Window = tuple[int | None, int | None]
+
+
+def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Window | None:
+    """Returns (left, right): a query at position i sees keys at positions j with i - left <= j <= i + right.
+
+    An integer W means exactly the W keys i - W < j <= i. None on a side leaves it open.
+    """
+    if sliding_window is None:
+        return None
+    if isinstance(sliding_window, (int, np.integer)) and not isinstance(sliding_window, bool):
+        if sliding_window < 1:
+            raise ValueError(f"argument 'sliding_window' must be at least 1 key, got {sliding_window}")
+        return (int(sliding_window) - 1, 0)
+    sides = tuple(sliding_window)
+    if len(sides) != 2 or any(s is not None and (not isinstance(s, (int, np.integer)) or s < 0) for s in sides):
+        raise ValueError(f"argument 'sliding_window' must be W or (left, right), each >= 0 or None, got {sliding_window!r}")
+    left, right = (None if s is None else int(s) for s in sides)
+    return (left, right)
+
+
+def _both(a: Window | None, b: Window | None) -> Window | None:
+    if a is None or b is None:
+        return a if b is None else b
+
+    def smaller(x: int | None, y: int | None) -> int | None:
+        return x if y is None else y if x is None else min(x, y)
+
+    return (smaller(a[0], b[0]), smaller(a[1], b[1]))
+
+
+_DATA = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "attention_mask", "prefix_lengths")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MaskInfo:
+    """Which (query, key) pairs attend: the conjunction of every field that is given. A pytree; arrays are its data.
+
+    Attributes:
+      q_segment_ids, kv_segment_ids: int [B|1, T] and [B|1, S]. A pair attends iff its segments are equal and both >= 0;
+        -1 is padding.
+      q_positions, kv_positions: int [B|1, T] and [B|1, S]; what causal, window, chunk and prefix compare. Left out,
+        key j is at j and query i at i + S - T: the last query sees the last key.
+      attention_mask: bool [B|1, N|1, T, S], dense, only if the caller has one.
+      prefix_lengths: int [B|1]; keys at positions below it escape `causal` (prefix-LM), and nothing else.
+      causal: key position <= query position.
+      window: (left, right), see `window_of`.
+      chunk_size: keys in the same chunk of that many positions.
+    """
+
+    q_segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    kv_positions: jax.Array | None = None
+    attention_mask: jax.Array | None = None
+    prefix_lengths: jax.Array | None = None
+    causal: bool = field(default=False, metadata={"static": True})
+    window: Window | None = field(default=None, metadata={"static": True})
+    chunk_size: int | None = field(default=None, metadata={"static": True})
+
+    @classmethod
+    def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
+        """Returns the mask of packed sequences: int [B, T] ids, -1 for padding; the keys' ids default to the queries'."""
+        q = _integers(q_segment_ids, "q_segment_ids")
+        kv = q if kv_segment_ids is None else _integers(kv_segment_ids, "kv_segment_ids")
+        return cls(q_segment_ids=q, kv_segment_ids=kv, **options)
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: Any, **options: Any) -> MaskInfo:
+        """Returns the mask of a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
+        keys; [B, T, S] and [B, N, T, S] mark pairs, and stay dense."""
+        mask = jnp.asarray(attention_mask)
+        mask = mask if mask.dtype == jnp.bool_ else mask != 0
+        if mask.ndim == 2:
+            return cls.from_segments(jnp.where(mask, 0, -1).astype(jnp.int32), **options)
+        if mask.ndim == 3:
+            mask = mask[:, None]
+        if mask.ndim != 4:
+            raise ValueError(f"argument 'attention_mask' must be [B, S], [B, T, S] or [B, N, T, S], got {mask.shape}")
+        return cls(attention_mask=mask, **options)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_q: Any, total_q: int, cu_k: Any = None, total_k: int | None = None, **options: Any
+    ) -> MaskInfo:
+        """Returns the mask of a packed axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding.
+
+        With other cuts for the keys, a query's position is aligned bottom-right within its own sequence.
+        """
+        q = _segments_of_cuts(cu_q, total_q)
+        if cu_k is None:
+            return cls.from_segments(q, **options)
+        cu_q, cu_k = jnp.asarray(cu_q), jnp.asarray(cu_k)
+        if cu_q.shape != cu_k.shape:
+            raise ValueError(f"'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have the same length")
+        total_k = total_q if total_k is None else total_k
+        k = _segments_of_cuts(cu_k, total_k)
+        shift = jnp.diff(cu_k) - jnp.diff(cu_q)
+        q_positions = jnp.arange(total_q) - cu_q[jnp.maximum(q, 0)] + shift[jnp.maximum(q, 0)]
+        k_positions = jnp.arange(total_k) - cu_k[jnp.maximum(k, 0)]
+        return cls(
+            q_segment_ids=q,
+            kv_segment_ids=k,
+            q_positions=q_positions.astype(jnp.int32),
+            kv_positions=k_positions.astype(jnp.int32),
+            **options,
+        )
+
+    def combine(self, other: MaskInfo) -> MaskInfo:
+        """Returns the mask under which a pair attends iff both masks let it.
+
+        Raises:
+          ValueError: both bring segments, positions, prefixes or chunk sizes; those are not conjoined but would be one
+            or the other.
+        """
+        merged: dict[str, Any] = {}
+        for name in ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "prefix_lengths", "chunk_size"):
+            a, b = getattr(self, name), getattr(other, name)
+            if a is not None and b is not None and a is not b and not (name == "chunk_size" and a == b):
+                raise ValueError(f"argument {name!r} was given twice; merge the two into one")
+            merged[name] = b if a is None else a
+        a, b = self.attention_mask, other.attention_mask
+        merged["attention_mask"] = a if b is None else b if a is None else a & b
+        return MaskInfo(**merged, causal=self.causal or other.causal, window=_both(self.window, other.window))
+
+    def replace(self, **changes: Any) -> MaskInfo:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def data_fields(self) -> tuple[str, ...]:
+        """Names of the array fields that are given."""
+        return tuple(name for name in _DATA if getattr(self, name) is not None)
+
+    def check(self, batch: int, q_length: int, kv_length: int, num_heads: int) -> None:
+        """Raises ValueError, naming the field, where an array does not fit the queries and keys."""
+        for side, length in (("q", q_length), ("kv", kv_length)):
+            for name in (f"{side}_segment_ids", f"{side}_positions"):
+                value = getattr(self, name)
+                if value is not None and not (value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length):
+                    raise ValueError(f"mask field {name!r} must be [{batch} or 1, {length}], got {value.shape}")
+        for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
+            if (getattr(self, a) is None) != (getattr(self, b) is None):
+                raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
+        mask = self.attention_mask
+        if mask is not None:
+            wanted = (batch, num_heads, q_length, kv_length)
+            if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, wanted, strict=True)):
+                raise ValueError(f"mask field 'attention_mask' must broadcast to {wanted}, got {mask.shape}")
+        if self.prefix_lengths is not None and self.prefix_lengths.shape not in ((1,), (batch,)):
+            raise ValueError(f"mask field 'prefix_lengths' must be [{batch} or 1], got {self.prefix_lengths.shape}")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"mask field 'chunk_size' must be positive, got {self.chunk_size}")
+
+    def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
+        """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""
+        if self.q_positions is not None:
+            return self.q_positions, self.kv_positions
+        q = np.arange(q_length, dtype=np.int32) + np.int32(kv_length - q_length)
+        return q[None], np.arange(kv_length, dtype=np.int32)[None]
+
+    def visible(self, q_length: int, kv_length: int) -> jax.Array:
+        """Returns the dense mask, bool [B|1, N|1, T, S]: the meaning of all fields, for oracles and small sizes."""
+        q, k = (jnp.asarray(p) for p in self.positions(q_length, kv_length))
+        seen = visible_block(self, q, k, self.q_segment_ids, self.kv_segment_ids)[:, None]
+        return seen if self.attention_mask is None else seen & self.attention_mask
+
+
+def _integers(value: Any, name: str) -> jax.Array:
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"argument {name!r} must hold integers, got {array.dtype}")
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2:
+        raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
+    return array.astype(jnp.int32)
+
+
+def _segments_of_cuts(cuts: Any, total: int) -> jax.Array:
+    cuts = jnp.asarray(cuts)
+    if cuts.ndim != 1 or cuts.shape[0] < 2:
+        raise ValueError(f"cumulative lengths must be [0, n1, n1 + n2, ...] of length batch + 1, got shape {cuts.shape}")
+    ids = jnp.searchsorted(cuts, jnp.arange(total), side="right") - 1
+    return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
+
+
+def visible_block(mask: MaskInfo, q: jax.Array, k: jax.Array, q_segments: Any, k_segments: Any) -> jax.Array:
+    """Returns bool [B|1, t, s] for a block of query positions [B|1, t] and key positions [B|1, s].
+
+    The dense `attention_mask` is not in it; it has heads.
+    """
+    i, j = q[:, :, None], k[:, None, :]
+    seen = jnp.ones((1, q.shape[1], k.shape[1]), bool)
+    if mask.causal:
+        below = j <= i
+        if mask.prefix_lengths is not None:
+            below |= j < mask.prefix_lengths[:, None, None]
+        seen &= below
+    if mask.window is not None:
+        left, right = mask.window
+        if left is not None:
+            seen &= j >= i - left
+        if right is not None:
+            seen &= j <= i + right
+    if mask.chunk_size is not None:
+        seen &= i // mask.chunk_size == j // mask.chunk_size
+    if q_segments is not None:
+        a, b = q_segments[:, :, None], k_segments[:, None, :]
+        seen &= (a == b) & (a >= 0)
+    return seen
+
+
+def _bounds(values: Any, block: int, valid: Any, xp: Any) -> tuple[Any, Any]:
+    """Returns the least and greatest value of each block [B, n]; an empty block gets bounds that meet nothing."""
+    values, valid = xp.broadcast_arrays(values, valid)
+    batch, length = values.shape
+    blocks = -(-length // block)
+    pad = ((0, 0), (0, blocks * block - length))
+    big = np.int32(2**30)
+    low = xp.pad(xp.where(valid, values, big), pad, constant_values=big).reshape(batch, blocks, block)
+    high = xp.pad(xp.where(valid, values, -big), pad, constant_values=-big).reshape(batch, blocks, block)
+    return low.min(-1), high.max(-1)
+
+
+def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, kv_block: int) -> Any:
+    """Returns bool [q blocks, kv blocks]: False only where no query of the block sees any key of the block.
+
+    NumPy where positions and segments are not given, so that the pattern is a constant of the program; otherwise traced,
+    from the least and greatest position and segment of each block: O(S) work, no S x S array.
+    """
+    static = mask.q_positions is None and mask.q_segment_ids is None and mask.prefix_lengths is None
+    xp: Any = np if static else jnp
+    q, k = mask.positions(q_length, kv_length)
+    everywhere = (np.ones((1, q_length), bool), np.ones((1, kv_length), bool))
+    q_valid, k_valid = everywhere
+    if mask.q_segment_ids is not None:
+        q_valid, k_valid = mask.q_segment_ids >= 0, mask.kv_segment_ids >= 0
+    (q_low, q_high), (k_low, k_high) = _bounds(q, q_block, q_valid, xp), _bounds(k, kv_block, k_valid, xp)
+    q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
+    # A block of nothing but padding has low > high.
+    active = (q_low <= q_high) & (k_low <= k_high)
+    if mask.causal:
+        below = k_low <= q_high
+        if mask.prefix_lengths is not None:
+            below |= k_low < mask.prefix_lengths[:, None, None]
+        active &= below
+    if mask.window is not None:
+        left, right = mask.window
+        if left is not None:
+            active &= k_high >= q_low - left
+        if right is not None:
+            active &= k_low <= q_high + right
+    if mask.chunk_size is not None:
+        active &= (k_high // mask.chunk_size >= q_low // mask.chunk_size) & (
+            k_low // mask.chunk_size <= q_high // mask.chunk_size
+        )
+    if mask.q_segment_ids is not None:
+        (a_low, a_high) = _bounds(mask.q_segment_ids, q_block, q_valid, xp)
+        (b_low, b_high) = _bounds(mask.kv_segment_ids, kv_block, k_valid, xp)
+        active &= (a_low[:, :, None] <= b_high[:, None]) & (b_low[:, None] <= a_high[:, :, None])
+    active = active.any(0)
+    if mask.attention_mask is not None:
+        dense = mask.attention_mask.any((0, 1))
+        dense = jnp.broadcast_to(dense, (max(dense.shape[0], q_length), max(dense.shape[1], kv_length)))
+        pad = [(0, n * b - m) for n, b, m in zip(active.shape, (q_block, kv_block), dense.shape, strict=True)]
+        dense = jnp.pad(dense, pad).reshape(active.shape[0], q_block, active.shape[1], kv_block)
+        active = active & dense.any((1, 3))
+    return active
+
+
+def map_data(mask: MaskInfo | None, function: Callable[[str, Any], Any]) -> MaskInfo | None:
+    """Returns the mask with `function(field name, array)` in place of each array it has."""
+    if mask is None:
+        return None
+    return mask.replace(**{name: function(name, getattr(mask, name)) for name in mask.data_fields})

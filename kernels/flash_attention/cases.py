@@ -1,0 +1,121 @@
+"""Shapes and options of flash attention: tests, benchmarks and tuning read them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.contract import Case
+from kernels._core.masks import MaskInfo
+from kernels.flash_attention.dropout import expand_dropout_seed
+
+SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
+CROSS = {**SMALL, "T": 29, "S": 53}
+
+
+def _mask(**options):
+    return {"mask": lambda rng, dims: MaskInfo(**options)}
+
+
+def _packed(rng, batch, length):
+    """Returns segment ids of a few documents of random lengths, with padding at the end of some rows."""
+    rows = []
+    for row in range(batch):
+        cuts = np.sort(rng.choice(np.arange(1, length), 3, replace=False))
+        ids = np.searchsorted(cuts, np.arange(length), side="right")
+        rows.append(np.where(ids == 3, -1, ids) if row % 2 else ids)
+    return jnp.asarray(np.stack(rows), jnp.int32)
+
+
+def _segments(**options):
+    def make(rng, dims):
+        return MaskInfo.from_segments(_packed(rng, dims["B"], dims["T"]), **options)
+
+    return {"mask": make}
+
+
+def _permuted(**options):
+    """Returns a mask whose tokens lie in another order: positions and segments are permuted together."""
+
+    def make(rng, dims):
+        order = rng.permutation(dims["T"])
+        ids = _packed(rng, dims["B"], dims["T"])[:, order]
+        at = jnp.asarray(order, jnp.int32)[None]
+        return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, q_positions=at, kv_positions=at, **options)
+
+    return {"mask": make}
+
+
+def _dense(rng, dims):
+    shape = (dims["B"], 1, dims["T"], dims["S"])
+    mask = rng.random(shape) < 0.6
+    mask[:, :, 3] = False  # a query with no key
+    return MaskInfo(attention_mask=jnp.asarray(mask), causal=True)
+
+
+def _prefix(rng, dims):
+    return MaskInfo(prefix_lengths=jnp.asarray(rng.integers(1, dims["S"], dims["B"]), jnp.int32), causal=True)
+
+
+def _seed(rng, dims):
+    return expand_dropout_seed(int(rng.integers(2**31)), dims["B"], dims["N"])
+
+
+
+CASES = (
+    Case("causal", SMALL, make=_mask(causal=True), tags=frozenset({"smoke"})),
+    Case("full", SMALL),
+    Case("mha", {**SMALL, "K": 4}, make=_mask(causal=True)),
+    Case("mqa", {**SMALL, "K": 1}, make=_mask(causal=True)),
+    Case("long", {**SMALL, "B": 1, "T": 300, "S": 300}, make=_mask(causal=True), tags=frozenset({"smoke"})),
+    Case("cross", CROSS),
+    Case("cross_causal", CROSS, make=_mask(causal=True)),
+    Case("more_queries_than_keys", {**CROSS, "T": 53, "S": 29}, make=_mask(causal=True)),
+    Case("window", SMALL, make=_mask(causal=True, window=(7, 0))),
+    Case("window_two_sided", SMALL, make=_mask(window=(5, 3))),
+    Case("window_open_left", SMALL, make=_mask(window=(None, 2))),
+    Case("chunk", SMALL, make=_mask(causal=True, chunk_size=8)),
+    Case("prefix", SMALL, make={"mask": _prefix}),
+    Case("segments", SMALL, make=_segments(causal=True), tags=frozenset({"smoke"})),
+    Case("segments_window", SMALL, make=_segments(causal=True, window=(4, 0))),
+    Case("segments_full", SMALL, make=_segments()),
+    Case("permuted", SMALL, make=_permuted(causal=True)),
+    Case("permuted_window_chunk", SMALL, make=_permuted(causal=True, window=(9, 0), chunk_size=16)),
+    Case("dense_mask", SMALL, make={"mask": _dense}),
+    Case("value_width", {**SMALL, "H": 24, "Hv": 16}, make=_mask(causal=True)),
+    Case("scale", SMALL, options={"softmax_scale": 0.7}, make=_mask(causal=True)),
+    Case("soft_cap", SMALL, options={"logits_soft_cap": 1.5}, make=_mask(causal=True)),
+    Case("bias", SMALL, arrays=("bias",), make=_mask(causal=True)),
+    Case("bias_per_head", CROSS, arrays=("bias",), shapes={"bias": (1, 4, 29, 53)}),
+    Case("bias_per_key", SMALL, arrays=("bias",), shapes={"bias": (2, 1, 1, 37)}),
+    Case("sinks", {**SMALL, "M": 1}, arrays=("softmax_aux",), make=_mask(causal=True, window=(7, 0))),
+    Case("several_sinks", {**SMALL, "M": 3}, arrays=("softmax_aux",), make={"mask": _dense}),
+    Case("alibi", SMALL, arrays=("alibi_slopes",), shapes={"alibi_slopes": (1, 4)}, make=_mask(causal=True)),
+    Case("dropout", SMALL, options={"dropout_prob": 0.3}, make={**_mask(causal=True), "dropout_seed": _seed}),
+    Case(
+        "together",
+        {**SMALL, "M": 1},
+        options={"logits_soft_cap": 2.0, "softmax_scale": 0.4, "dropout_prob": 0.2},
+        arrays=("bias", "softmax_aux", "alibi_slopes"),
+        make={**_permuted(causal=True, window=(11, 0)), "dropout_seed": _seed},
+        tags=frozenset({"smoke"}),
+    ),
+    Case(
+        "causal_8k",
+        {"B": 2, "T": 8192, "S": 8192, "N": 16, "K": 16, "H": 128, "Hv": 128},
+        make=_mask(causal=True),
+        tags=frozenset({"bench"}),
+    ),
+    Case(
+        "causal_32k_gqa",
+        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
+        make=_mask(causal=True),
+        tags=frozenset({"bench"}),
+    ),
+    Case(
+        "window_4k_of_32k",
+        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
+        make=_mask(causal=True, window=(4095, 0)),
+        tags=frozenset({"bench"}),
+    ),
+)

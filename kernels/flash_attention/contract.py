@@ -1,0 +1,116 @@
+"""The meaning of flash attention, over canonical arguments. The functions that users call are in `faces.py`."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels._core.config import KernelConfig as FlashAttentionConfig
+from kernels._core.contract import Call, Op
+from kernels._core.masks import MaskInfo
+from kernels.flash_attention.cases import CASES
+from kernels.flash_attention.dropout import dropout_scale
+
+
+def flash_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    mask: MaskInfo | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    softmax_aux: Float[Array, "N M"] | None = None,
+    alibi_slopes: Float[Array, "#B N"] | None = None,
+    dropout_seed: Int[Array, "#B #N"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns (out, lse): out = sum_j p_j v_j with p = softmax of the logits over the visible keys, lse in float32.
+
+    logits = cap(softmax_scale * q.k) + bias - slope * |i - j|, cap(x) = c tanh(x / c); softmax_scale defaults to
+    1/sqrt(H). Query head n reads key head n // (N / K). Sinks `softmax_aux` join the denominator once, uncapped, and have
+    no value. A query with no key (and no sink) gives out = 0 and lse = -inf. Dropout scales kept weights by 1/(1-p) and
+    leaves lse alone. Accumulation is in float32.
+    """
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    B, T, N, H = query.shape
+    S, K = key.shape[1:3]
+    mask = MaskInfo() if mask is None else mask
+    q = query.reshape(B, T, K, N // K, H)
+    logits = jnp.einsum("btkgh,bskh->bkgts", q, key, preferred_element_type=accumulate).reshape(B, N, T, S)
+    logits = logits.astype(accumulate) * (1 / math.sqrt(H) if softmax_scale is None else softmax_scale)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    if bias is not None:
+        logits = logits + bias.astype(accumulate)
+    i, j = (jnp.asarray(p) for p in mask.positions(T, S))
+    if alibi_slopes is not None:
+        distance = jnp.abs(i[:, :, None] - j[:, None, :]).astype(accumulate)
+        logits = logits - alibi_slopes.astype(accumulate)[:, :, None, None] * distance[:, None]
+    visible = jnp.broadcast_to(mask.visible(T, S), logits.shape)
+
+    # Masked logits are replaced before the exponential, so that neither it nor its gradient can overflow there.
+    largest = jnp.max(jnp.where(visible, logits, -jnp.inf), axis=-1, keepdims=True)
+    if softmax_aux is not None:
+        sinks = softmax_aux.astype(accumulate)[None, :, None, :]
+        largest = jnp.maximum(largest, jnp.max(sinks, axis=-1, keepdims=True))
+    largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
+    weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits, largest) - largest), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if softmax_aux is not None:
+        total = total + jnp.sum(jnp.exp(sinks - largest), axis=-1, keepdims=True)
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
+    weights = weights / total
+    if dropout_prob > 0:
+        weights = weights * dropout_scale(dropout_seed, i, j, dropout_prob)
+    weights = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
+    out = jnp.einsum("bkgts,bskv->btkgv", weights, value, preferred_element_type=accumulate)
+    return out.reshape(B, T, N, -1).astype(query.dtype), lse
+
+
+def backward_inputs(residuals: dict, cotangents: dict) -> dict:
+    """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N].
+
+    With ds = p * (dp - delta) the two cotangents need no separate terms; a ring computes delta once, from its global out.
+    """
+    delta = jnp.sum(cotangents["d_out"].astype(jnp.float32) * residuals["out"].astype(jnp.float32), axis=-1)
+    return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents["d_lse"]}
+
+
+def _with_mask(name: str):
+    return lambda call: call.mask is not None and getattr(call.mask, name) is not None
+
+
+def uses_gqa(call: Call) -> bool:
+    return call.dims["N"] != call.dims["K"]
+
+
+op = Op(
+    flash_attention,
+    outputs=("out", "lse"),
+    residuals=("out", "lse"),
+    backward_inputs=backward_inputs,
+    features={
+        "causal": lambda call: call.mask is not None and call.mask.causal,
+        "window": _with_mask("window"),
+        "chunk_size": _with_mask("chunk_size"),
+        "prefix": _with_mask("prefix_lengths"),
+        "segments": _with_mask("q_segment_ids"),
+        "positions": _with_mask("q_positions"),
+        "dense_mask": _with_mask("attention_mask"),
+        "gqa": uses_gqa,
+        "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
+        "value_width": lambda call: call.dims["H"] != call.dims["Hv"],
+    },
+    local_dims={"B", "N", "K"},
+    same_dtype=("query", "key", "value"),
+    order=("triton_gpu", "pallas_tpu", "xla"),
+    config=FlashAttentionConfig,
+    cases=CASES,
+)

@@ -1,0 +1,40 @@
+"""Counter-based attention dropout: the same mask on every backend, for every sharding and in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Returns a bijective scramble of uint32 (the finalizer of MurmurHash3, Appleby 2011)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def expand_dropout_seed(seed: Any, batch: int, num_heads: int) -> jax.Array:
+    """Returns uint32 [B, N]: one stream per batch row and head, derived from a scalar seed that may be traced.
+
+    Expanding before the arrays are sharded gives every shard the streams of its own rows and heads.
+    """
+    seed = jnp.asarray(seed).astype(jnp.uint32).reshape(())
+    row = jnp.arange(batch, dtype=jnp.uint32)[:, None]
+    head = jnp.arange(num_heads, dtype=jnp.uint32)[None, :]
+    return _mix(_mix(_mix(seed + jnp.uint32(0x9E3779B9)) ^ row) + head * jnp.uint32(0x9E3779B1))
+
+
+def dropout_scale(seed: jax.Array, q: jax.Array, k: jax.Array, probability: float) -> jax.Array:
+    """Returns float32 [B, N, t, s]: 0 where a weight is dropped, 1 / (1 - probability) where it is kept.
+
+    A function of (seed[b, n], query position, key position) alone, so any block of it can be made anywhere.
+
+    Args:
+      seed: uint32 [B|1, N|1]. q: int [B|1, t] positions. k: int [B|1, s] positions.
+    """
+    row = _mix(seed[:, :, None] ^ _mix(q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))[:, None])
+    bits = _mix(row[..., None] ^ (k.astype(jnp.uint32) * jnp.uint32(0x85EBCA77))[:, None, None])
+    keep = bits >= jnp.uint32(min(round(probability * 2**32), 2**32 - 1))
+    return jnp.where(keep, jnp.float32(1 / (1 - probability)), jnp.float32(0))

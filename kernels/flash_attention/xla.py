@@ -1,0 +1,331 @@
+"""Blockwise flash attention in plain XLA, forward and backward: O(S) memory, masked blocks skipped, any device.
+
+A scan over query blocks; inside, a loop over that block's active key blocks only, whose trip count comes from
+`active_blocks`. The backward makes one pass over the same pairs: dQ belongs to the query block, dK and dV accumulate in
+float32 in the carry, so each pair costs five matmuls.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.config import BwdParams, FwdParams
+from kernels._core.config import KernelConfig as FlashAttentionConfig
+from kernels._core.contract import Call, Saved
+from kernels._core.masks import MaskInfo, active_blocks, visible_block
+from kernels.flash_attention.contract import op
+from kernels.flash_attention.dropout import dropout_scale
+
+FEATURES = set(op.feature_names)  # everything: this is the backend that the others are compared with
+
+
+def _heuristic(call: Call) -> FlashAttentionConfig:
+    # A block pair should be large enough to amortise the loop and small enough that its logits stay in cache.
+    q, k = (min(256, max(16, 1 << (call.dims[d] - 1).bit_length())) for d in ("T", "S"))
+    return FlashAttentionConfig(FwdParams(q_blocksize=q, kv_blocksize=k), BwdParams(q_blocksize=q, kv_blocksize=k))
+
+
+def _candidates(call: Call) -> list[FlashAttentionConfig]:
+    sizes = [n for n in (128, 256, 512, 1024) if n <= max(call.dims["T"], call.dims["S"])]
+    return [
+        FlashAttentionConfig(FwdParams(q_blocksize=n, kv_blocksize=m), BwdParams(q_blocksize=n, kv_blocksize=m))
+        for n in sizes
+        for m in sizes
+    ]
+
+
+class _Blocks(NamedTuple):
+    """What each block pair needs, padded to whole blocks along T and S."""
+
+    block_q: int
+    block_k: int
+    order: Any  # int [query blocks, key blocks]: the active key blocks of each query block come first
+    count: Any  # int [query blocks]: how many there are
+    rows: dict[str, jax.Array]  # per-query arrays, [query blocks, ..., block_q, ...]
+    columns: dict[str, jax.Array]  # per-key arrays, padded
+    pairs: dict[str, jax.Array]  # bias and dense mask, padded where they are not broadcast
+
+
+def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    missing = size - x.shape[dim]
+    return x if missing == 0 else jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])
+
+
+def _split(x: jax.Array, block: int) -> jax.Array:
+    """Returns [n, B, block, ...] of x [B, T, ...], padded with zeros."""
+    n = -(-x.shape[1] // block)
+    x = _pad(x, 1, n * block)
+    return jnp.moveaxis(x.reshape(x.shape[0], n, block, *x.shape[2:]), 1, 0)
+
+
+def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo, _Blocks]:
+    T, S = query.shape[1], key.shape[1]
+    mask = MaskInfo() if mask is None else mask
+    active = active_blocks(mask, T, S, block_q, block_k)
+    xp: Any = np if isinstance(active, np.ndarray) else jnp
+    order = xp.argsort(~active, axis=1, stable=True) if xp is jnp else np.argsort(~active, axis=1, kind="stable")
+    q_positions, k_positions = (jnp.asarray(p) for p in mask.positions(T, S))
+    rows = {"index": jnp.arange(T, dtype=jnp.int32)[None], "position": q_positions}
+    columns = {"index": jnp.arange(S, dtype=jnp.int32)[None], "position": k_positions}
+    if mask.q_segment_ids is not None:
+        rows["segment"], columns["segment"] = mask.q_segment_ids, mask.kv_segment_ids
+    whole_q, whole_k = active.shape[0] * block_q, active.shape[1] * block_k
+    # A padded index is past the end, which is how padding is told from data.
+    rows["index"] = jnp.arange(whole_q, dtype=jnp.int32)[None]
+    columns["index"] = jnp.arange(whole_k, dtype=jnp.int32)[None]
+    rows = {n: _split(x, block_q) for n, x in rows.items()}
+    columns = {n: _pad(x, 1, whole_k) for n, x in columns.items()} | {
+        "key": _pad(key, 1, whole_k),
+        "value": _pad(value, 1, whole_k),
+    }
+    pairs = {}
+    for name, x in (("bias", bias), ("attention_mask", mask.attention_mask)):
+        if x is not None:
+            x = _pad(x, 2, whole_q) if x.shape[2] > 1 or T == 1 else x
+            pairs[name] = _pad(x, 3, whole_k) if x.shape[3] > 1 or S == 1 else x
+    return mask, _Blocks(block_q, block_k, jnp.asarray(order), jnp.asarray(active.sum(1)), rows, columns, pairs)
+
+
+def _column_block(blocks: _Blocks, j: jax.Array) -> dict[str, jax.Array]:
+    start = j * blocks.block_k
+    return {
+        n: jax.lax.dynamic_slice_in_dim(x, start, blocks.block_k, 1) for n, x in blocks.columns.items()
+    }
+
+
+def _pair_start(x: jax.Array, blocks: _Blocks, i: jax.Array, j: jax.Array) -> tuple[tuple, tuple]:
+    rows = blocks.block_q if x.shape[2] > 1 else 1
+    columns = blocks.block_k if x.shape[3] > 1 else 1
+    zero = jnp.zeros_like(i)
+    start = (zero, zero, i * rows if x.shape[2] > 1 else zero, j * columns if x.shape[3] > 1 else zero)
+    return start, (x.shape[0], x.shape[1], rows, columns)
+
+
+def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # float32 means float32: no tf32 or bfloat16 passes behind the caller's back.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Returns [B|1, K|1, G|1, ...] of x [B|1, N|1, ...]."""
+    groups = (1, 1) if x.shape[1] == 1 else (num_kv_heads, x.shape[1] // num_kv_heads)
+    return x.reshape(x.shape[0], *groups, *x.shape[2:])
+
+
+class _Logits(NamedTuple):
+    value: jax.Array  # float32 [B, K, G, block_q, block_k], -inf where masked
+    cap_slope: jax.Array | None  # derivative of the soft cap
+    distance: jax.Array | None  # |i - j|, for the gradient of ALiBi slopes
+
+
+def _logits(q, row, column, i, j, mask, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
+    """Returns the logits of one block pair. q is [B, block_q, K, G, H]; limits is (T, S)."""
+    num_kv_heads = q.shape[2]
+    x = _dot("btkgh,bskh->bkgts", q, column["key"]) * scale
+    slope = None
+    if cap is not None:
+        bent = jnp.tanh(x / cap)
+        x, slope = cap * bent, 1 - bent * bent
+    if "bias" in blocks.pairs:
+        block = jax.lax.dynamic_slice(blocks.pairs["bias"], *_pair_start(blocks.pairs["bias"], blocks, i, j))
+        x = x + _heads(block.astype(jnp.float32), num_kv_heads)
+    distance = None
+    if alibi_slopes is not None:
+        distance = jnp.abs(row["position"][:, :, None] - column["position"][:, None]).astype(jnp.float32)
+        x = x - _heads(alibi_slopes.astype(jnp.float32)[:, :, None, None], num_kv_heads) * distance[:, None, None]
+    seen = visible_block(mask, row["position"], column["position"], row.get("segment"), column.get("segment"))
+    seen &= (row["index"] < limits[0])[:, :, None] & (column["index"] < limits[1])[:, None]
+    seen = seen[:, None, None]
+    if "attention_mask" in blocks.pairs:
+        dense = blocks.pairs["attention_mask"]
+        seen = seen & _heads(jax.lax.dynamic_slice(dense, *_pair_start(dense, blocks, i, j)), num_kv_heads)
+    return _Logits(jnp.where(seen, x, -jnp.inf), slope, distance)
+
+
+def _keep(dropout_seed, row, column, probability, num_kv_heads):
+    if probability == 0:
+        return None
+    return _heads(dropout_scale(dropout_seed, row["position"], column["position"], probability), num_kv_heads)
+
+
+@op.backend(
+    platforms={"cpu", "cuda", "rocm", "tpu"},
+    dtypes={"float32", "bfloat16", "float16"},
+    features=FEATURES,
+    heuristic=_heuristic,
+    candidates=_candidates,
+)
+def forward(
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    softmax_aux,
+    alibi_slopes,
+    dropout_seed,
+    softmax_scale,
+    logits_soft_cap,
+    dropout_prob,
+    cfg,
+):
+    B, T, N, H = query.shape
+    S, K, Hv = key.shape[1], key.shape[2], value.shape[3]
+    G = N // K
+    scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
+    mask, blocks = _prepare(query, key, value, mask, bias, cfg.fwd_params.q_blocksize, cfg.fwd_params.kv_blocksize)
+    if softmax_aux is None:
+        m0, l0 = -jnp.inf, 0.0
+        sink = jnp.full((1, K, G, 1), m0, jnp.float32)
+    else:
+        # The sinks are the first "keys" of every row: weight exp(sink), value zero.
+        sink = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1).reshape(1, K, G, 1)
+        l0 = 1.0
+
+    def query_block(_, x):
+        i, q, row, order, count = x
+        q = q.reshape(B, blocks.block_q, K, G, H)
+        largest = jnp.broadcast_to(sink, (B, K, G, blocks.block_q))
+        total = jnp.full_like(largest, l0)
+        out = jnp.zeros((B, K, G, blocks.block_q, Hv), jnp.float32)
+
+        def key_block(n, carry):
+            largest, total, out = carry
+            j = order[n]
+            column = _column_block(blocks, j)
+            s = _logits(q, row, column, i, j, mask, blocks, (T, S), alibi_slopes, scale, logits_soft_cap).value
+            new = jnp.maximum(largest, jnp.max(s, axis=-1))
+            anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has seen no key yet
+            p = jnp.exp(s - anchor[..., None])
+            rescale = jnp.exp(largest - anchor)
+            total = total * rescale + jnp.sum(p, axis=-1)
+            keep = _keep(dropout_seed, row, column, dropout_prob, K)
+            p = p if keep is None else p * keep
+            pv = _dot("bkgts,bskv->bkgtv", p.astype(value.dtype), column["value"])
+            return new, total, out * rescale[..., None] + pv
+
+        largest, total, out = jax.lax.fori_loop(0, count, key_block, (largest, total, out))
+        some = total > 0
+        lse = jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+        out = out / jnp.where(some, total, 1)[..., None]
+        out = jnp.moveaxis(out, 3, 1).reshape(B, blocks.block_q, N, Hv).astype(query.dtype)
+        return None, (out, jnp.moveaxis(lse, 3, 1).reshape(B, blocks.block_q, N))
+
+    index = jnp.arange(blocks.order.shape[0])
+    xs = (index, _split(query, blocks.block_q), blocks.rows, blocks.order, blocks.count)
+    _, (out, lse) = jax.lax.scan(query_block, None, xs)
+    out, lse = (jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :T] for x in (out, lse))
+    return out, lse
+
+
+def backward(
+    saved: Saved,
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    softmax_aux,
+    alibi_slopes,
+    dropout_seed,
+    softmax_scale,
+    logits_soft_cap,
+    dropout_prob,
+    cfg,
+):
+    B, T, N, H = query.shape
+    S, K, Hv = key.shape[1], key.shape[2], value.shape[3]
+    G = N // K
+    scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
+    mask, blocks = _prepare(query, key, value, mask, bias, cfg.bwd_params.q_blocksize, cfg.bwd_params.kv_blocksize)
+
+    def per_row(x):
+        """Returns [n, B, K, G, block_q] of x [B, T, N]."""
+        x = _split(x, blocks.block_q)
+        return jnp.moveaxis(x.reshape(*x.shape[:3], K, G), 2, 4)
+
+    sums = {
+        "key": jnp.zeros(blocks.columns["key"].shape, jnp.float32),
+        "value": jnp.zeros(blocks.columns["value"].shape, jnp.float32),
+    }
+    if bias is not None:
+        sums["bias"] = jnp.zeros(blocks.pairs["bias"].shape, jnp.float32)
+    if alibi_slopes is not None:
+        sums["alibi_slopes"] = jnp.zeros((B, K, G), jnp.float32)
+
+    def query_block(sums, x):
+        i, q, d_out, lse, delta, row, order, count = x
+        q = q.reshape(B, blocks.block_q, K, G, H)
+        d_out = d_out.reshape(B, blocks.block_q, K, G, Hv)
+        some = lse > -jnp.inf
+        anchor = jnp.where(some, lse, 0)[..., None]
+        some, delta = some[..., None], delta[..., None]
+
+        def key_block(n, carry):
+            dq, sums = carry
+            j = order[n]
+            column = _column_block(blocks, j)
+            s = _logits(q, row, column, i, j, mask, blocks, (T, S), alibi_slopes, scale, logits_soft_cap)
+            p = jnp.where(some, jnp.exp(s.value - anchor), 0)
+            dp = _dot("btkgv,bskv->bkgts", d_out, column["value"])
+            keep = _keep(dropout_seed, row, column, dropout_prob, K)
+            dropped = p if keep is None else p * keep
+            ds = p * ((dp if keep is None else dp * keep) - delta)
+            raw = ds if s.cap_slope is None else ds * s.cap_slope
+            raw = (raw * scale).astype(query.dtype)
+            dk = _dot("bkgts,btkgh->bskh", raw, q)
+            dv = _dot("bkgts,btkgv->bskv", dropped.astype(value.dtype), d_out)
+            new = {"key": _add(sums["key"], dk, j, blocks), "value": _add(sums["value"], dv, j, blocks)}
+            if bias is not None:
+                new["bias"] = _add_pair(sums["bias"], ds.reshape(B, N, *ds.shape[3:]), i, j, blocks)
+            if alibi_slopes is not None:
+                new["alibi_slopes"] = sums["alibi_slopes"] - jnp.sum(ds * s.distance[:, None, None], axis=(3, 4))
+            return dq + _dot("bkgts,bskh->btkgh", raw, column["key"]), new
+
+        dq, sums = jax.lax.fori_loop(0, count, key_block, (jnp.zeros(q.shape, jnp.float32), sums))
+        return sums, dq.reshape(B, blocks.block_q, N, H).astype(query.dtype)
+
+    index = jnp.arange(blocks.order.shape[0])
+    # Padded rows have lse = -inf, so they contribute nothing.
+    lse = jnp.pad(saved.lse, ((0, 0), (0, -T % blocks.block_q), (0, 0)), constant_values=-jnp.inf)
+    d_out = saved.d_out.astype(query.dtype)
+    split = (_split(x, blocks.block_q) for x in (query, d_out))
+    xs = (index, *split, per_row(lse), per_row(saved.delta), blocks.rows, blocks.order, blocks.count)
+    sums, dq = jax.lax.scan(query_block, sums, xs)
+    gradients = {
+        "query": jnp.moveaxis(dq, 0, 1).reshape(B, -1, N, H)[:, :T],
+        "key": sums["key"][:, :S],
+        "value": sums["value"][:, :S],
+    }
+    if bias is not None:
+        gradients["bias"] = sums["bias"][:, :, : bias.shape[2], : bias.shape[3]]
+    if alibi_slopes is not None:
+        slopes = sums["alibi_slopes"].reshape(B, N)
+        gradients["alibi_slopes"] = slopes if alibi_slopes.shape[0] == B else slopes.sum(0, keepdims=True)
+    if softmax_aux is not None:
+        gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
+    return gradients
+
+
+def _add(total: jax.Array, part: jax.Array, j: jax.Array, blocks: _Blocks) -> jax.Array:
+    start = j * blocks.block_k
+    old = jax.lax.dynamic_slice_in_dim(total, start, blocks.block_k, 1)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 1)
+
+
+def _add_pair(total: jax.Array, part: jax.Array, i: jax.Array, j: jax.Array, blocks: _Blocks) -> jax.Array:
+    start, size = _pair_start(total, blocks, i, j)
+    part = part.sum([d for d in range(4) if size[d] == 1 and part.shape[d] > 1], keepdims=True)
+    return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, start, size) + part, start)
+
+
+def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns d softmax_aux [N, M]: a sink has weight exp(sink - lse) and value zero, so ds = -weight * delta."""
+    weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - lse[..., None])
+    return -jnp.sum(weight * delta[..., None], axis=(0, 1))
