@@ -32,7 +32,9 @@ def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Win
         return (int(sliding_window) - 1, 0)
     sides = tuple(sliding_window)
     if len(sides) != 2 or any(s is not None and (not isinstance(s, (int, np.integer)) or s < 0) for s in sides):
-        raise ValueError(f"argument 'sliding_window' must be W or (left, right), each >= 0 or None, got {sliding_window!r}")
+        raise ValueError(
+            f"argument 'sliding_window' must be W or (left, right), each >= 0 or None, got {sliding_window!r}"
+        )
     left, right = (None if s is None else int(s) for s in sides)
     return (left, right)
 
@@ -155,7 +157,9 @@ class MaskInfo:
         for side, length in (("q", q_length), ("kv", kv_length)):
             for name in (f"{side}_segment_ids", f"{side}_positions"):
                 value = getattr(self, name)
-                if value is not None and not (value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length):
+                if value is not None and not (
+                    value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length
+                ):
                     raise ValueError(f"mask field {name!r} must be [{batch} or 1, {length}], got {value.shape}")
         for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
             if (getattr(self, a) is None) != (getattr(self, b) is None):
@@ -198,7 +202,9 @@ def _integers(value: Any, name: str) -> jax.Array:
 def _segments_of_cuts(cuts: Any, total: int) -> jax.Array:
     cuts = jnp.asarray(cuts)
     if cuts.ndim != 1 or cuts.shape[0] < 2:
-        raise ValueError(f"cumulative lengths must be [0, n1, n1 + n2, ...] of length batch + 1, got shape {cuts.shape}")
+        raise ValueError(
+            f"cumulative lengths must be [0, n1, n1 + n2, ...] of length batch + 1, got shape {cuts.shape}"
+        )
     ids = jnp.searchsorted(cuts, jnp.arange(total), side="right") - 1
     return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
 

@@ -1,5 +1,22 @@
 """Flash attention: exact attention with O(S) memory, on every backend."""
 
 from kernels.flash_attention.contract import FlashAttentionConfig, op
+from kernels.flash_attention.dropout import expand_dropout_seed
+from kernels.flash_attention.faces import (
+    attention,
+    canonical,
+    flash_attention,
+    flash_attention_backward,
+    scaled_dot_product_attention,
+)
 
-__all__ = ["FlashAttentionConfig", "op"]
+__all__ = [
+    "FlashAttentionConfig",
+    "attention",
+    "canonical",
+    "expand_dropout_seed",
+    "flash_attention",
+    "flash_attention_backward",
+    "op",
+    "scaled_dot_product_attention",
+]

@@ -61,7 +61,6 @@ def _seed(rng, dims):
     return expand_dropout_seed(int(rng.integers(2**31)), dims["B"], dims["N"])
 
 
-
 CASES = (
     Case("causal", SMALL, make=_mask(causal=True), tags=frozenset({"smoke"})),
     Case("full", SMALL),

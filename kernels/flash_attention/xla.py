@@ -93,9 +93,7 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo,
 
 def _column_block(blocks: _Blocks, j: jax.Array) -> dict[str, jax.Array]:
     start = j * blocks.block_k
-    return {
-        n: jax.lax.dynamic_slice_in_dim(x, start, blocks.block_k, 1) for n, x in blocks.columns.items()
-    }
+    return {n: jax.lax.dynamic_slice_in_dim(x, start, blocks.block_k, 1) for n, x in blocks.columns.items()}
 
 
 def _pair_start(x: jax.Array, blocks: _Blocks, i: jax.Array, j: jax.Array) -> tuple[tuple, tuple]:

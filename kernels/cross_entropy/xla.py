@@ -1,0 +1,77 @@
+"""Projection and log-softmax in blocks of tokens, in plain XLA: at most block_rows x V logits exist at one time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels.cross_entropy.contract import CrossEntropyConfig, op
+
+# Logits of one block, in elements. 2^25 float32 are 128 MiB: large matmuls, and small beside a model.
+_BLOCK_ELEMENTS = 2**25
+
+
+def _heuristic(call):
+    rows = max(16, min(call.dims["T"], _BLOCK_ELEMENTS // call.dims["V"]))
+    return CrossEntropyConfig(block_rows=rows)
+
+
+def _dot(subscripts, a, b):
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _blocks(x, rows, fill=0):
+    """Returns [n, rows, ...] of x [T, ...], padded."""
+    n = -(-x.shape[0] // rows)
+    x = jnp.pad(x, [(0, n * rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+    return x.reshape(n, rows, *x.shape[1:])
+
+
+def _logits(hidden, lm_head, cap):
+    """Returns (logits, derivative of the cap or None)."""
+    logits = _dot("td,dv->tv", hidden, lm_head)
+    if cap is None:
+        return logits, None
+    bent = jnp.tanh(logits / cap)
+    return cap * bent, 1 - bent * bent
+
+
+@op.backend(
+    platforms={"cpu", "cuda", "rocm", "tpu"},
+    dtypes={"float32", "bfloat16", "float16"},
+    features={"logits_soft_cap"},
+    heuristic=_heuristic,
+)
+def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
+    V = lm_head.shape[1]
+
+    def block(_, x):
+        h, t = x
+        logits, _ = _logits(h, lm_head, logits_soft_cap)
+        at_target = jnp.take_along_axis(logits, jnp.clip(t, 0, V - 1)[:, None], axis=1)[:, 0]
+        at_target = jnp.where((t >= 0) & (t < V), at_target, 0)
+        return None, (jax.nn.logsumexp(logits, axis=-1), at_target, jnp.mean(logits, axis=-1))
+
+    _, outputs = jax.lax.scan(block, None, (_blocks(hidden, cfg.block_rows), _blocks(targets, cfg.block_rows, -1)))
+    return tuple(x.reshape(-1)[: hidden.shape[0]] for x in outputs)
+
+
+def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
+    V = lm_head.shape[1]
+
+    def block(d_head, x):
+        h, t, lse, d_lse, d_target, d_mean = x
+        logits, slope = _logits(h, lm_head, logits_soft_cap)
+        d = jnp.exp(logits - lse[:, None]) * d_lse[:, None] + d_mean[:, None] / V
+        # One entry a row; a comparison fuses into the expression, where a scatter would be a pass of its own.
+        d = d + jnp.where(jnp.arange(V) == t[:, None], d_target[:, None], 0)
+        d = (d if slope is None else d * slope).astype(h.dtype)
+        return d_head + _dot("td,tv->dv", h, d), _dot("tv,dv->td", d, lm_head).astype(h.dtype)
+
+    rows = cfg.block_rows
+    # A padded row has cotangents of zero, and lse = 0 keeps its exponential finite.
+    xs = (_blocks(hidden, rows), _blocks(targets, rows, -1), _blocks(saved.lse, rows), _blocks(saved.d_lse, rows))
+    xs += (_blocks(saved.d_target_logit, rows), _blocks(saved.d_mean_logit, rows))
+    d_head, d_hidden = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), xs)
+    return {"hidden": d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]], "lm_head": d_head}

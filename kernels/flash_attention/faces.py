@@ -1,0 +1,318 @@
+"""What users call: flash attention under the arguments of the field, brought to the contract's canonical form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.call import is_array
+from kernels._core.config import KernelConfig
+from kernels._core.masks import MaskInfo, window_of
+from kernels.flash_attention.contract import flash_attention as contract
+from kernels.flash_attention.contract import op
+from kernels.flash_attention.dropout import expand_dropout_seed
+
+
+def canonical(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    attention_mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    cum_seqlens_q: jax.Array | None = None,
+    cum_seqlens_k: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    mask_info: MaskInfo | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+) -> dict[str, Any]:
+    """Returns the arguments of the contract: every mask that was given, in one `MaskInfo`, and sinks, slopes and seeds in
+    their declared shapes.
+
+    Raises:
+      ValueError: naming the argument, what is wrong, and what to do.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not is_array(x) or x.ndim != 4:
+            shape = getattr(x, "shape", type(x).__name__)
+            raise ValueError(f"argument {name!r} must be [batch, length, heads, width], got {shape}")
+    B, T, N, _ = query.shape
+    S, K = key.shape[1], key.shape[2]
+    if N % K:
+        raise ValueError(
+            f"argument 'query' has N = {N} heads and 'key' has K = {K}: the query heads must be a multiple of the key heads"
+        )
+    if not 0 <= dropout_prob < 1:
+        raise ValueError(f"argument 'dropout_prob' must be in [0, 1), got {dropout_prob}")
+    if logits_soft_cap is not None and logits_soft_cap <= 0:
+        raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
+    mask = MaskInfo(causal=bool(causal), window=window_of(sliding_window), chunk_size=chunk_size)
+    if mask_info is not None:
+        mask = mask.combine(mask_info)
+    if q_segment_ids is not None or kv_segment_ids is not None:
+        if q_segment_ids is None or (kv_segment_ids is None and T != S):
+            raise ValueError("arguments 'q_segment_ids' and 'kv_segment_ids' must be given together")
+        mask = mask.combine(MaskInfo.from_segments(q_segment_ids, kv_segment_ids))
+    if q_positions is not None or kv_positions is not None:
+        if q_positions is None or (kv_positions is None and T != S):
+            raise ValueError("arguments 'q_positions' and 'kv_positions' must be given together")
+        at = jnp.atleast_2d(jnp.asarray(q_positions, jnp.int32))
+        mask = mask.combine(
+            MaskInfo(
+                q_positions=at,
+                kv_positions=at if kv_positions is None else jnp.atleast_2d(jnp.asarray(kv_positions, jnp.int32)),
+            )
+        )
+    if cum_seqlens_q is not None or cum_seqlens_k is not None:
+        mask = mask.combine(_packed(query, key, cum_seqlens_q, cum_seqlens_k))
+    if attention_mask is not None:
+        mask = mask.combine(_of_attention_mask(attention_mask, T, S))
+    mask.check(B, T, S, N)
+    arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
+    if mask.data_fields or mask.causal or mask.window or mask.chunk_size:
+        arguments["mask"] = mask
+    if bias is not None:
+        arguments["bias"] = bias
+    if softmax_aux is not None:
+        arguments["softmax_aux"] = softmax_aux[:, None] if softmax_aux.ndim == 1 else softmax_aux
+        if arguments["softmax_aux"].ndim != 2 or arguments["softmax_aux"].shape[0] != N:
+            raise ValueError(f"argument 'softmax_aux' must be [N] or [N, sinks] with N = {N}, got {softmax_aux.shape}")
+    if alibi_slopes is not None:
+        arguments["alibi_slopes"] = alibi_slopes[None] if alibi_slopes.ndim == 1 else alibi_slopes
+    if dropout_prob > 0:
+        seed = 0 if dropout_seed is None else dropout_seed
+        expanded = is_array(seed) and seed.ndim == 2
+        arguments["dropout_seed"] = seed if expanded else expand_dropout_seed(seed, B, N)
+        arguments["dropout_prob"] = float(dropout_prob)
+    if softmax_scale is not None:
+        arguments["softmax_scale"] = softmax_scale
+    if logits_soft_cap is not None:
+        arguments["logits_soft_cap"] = float(logits_soft_cap)
+    return arguments
+
+
+def _packed(query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k: Any) -> MaskInfo:
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"argument 'cum_seqlens_q' cuts one packed axis, so the batch must be 1, got {query.shape[0]}: reshape query, "
+            "key and value to [1, total, heads, width], or give segment ids per row"
+        )
+    if cum_seqlens_q is None or (cum_seqlens_k is None and query.shape[1] != key.shape[1]):
+        raise ValueError("arguments 'cum_seqlens_q' and 'cum_seqlens_k' must be given together")
+    return MaskInfo.from_cu_seqlens(cum_seqlens_q, query.shape[1], cum_seqlens_k, key.shape[1])
+
+
+def _of_attention_mask(attention_mask: Any, q_length: int, kv_length: int) -> MaskInfo:
+    mask = jnp.asarray(attention_mask)
+    if mask.ndim == 2 and q_length != kv_length:
+        # [B, S] marks the keys; the queries are others and are all real.
+        return MaskInfo.from_attention_mask(mask[:, None, None, :])
+    return MaskInfo.from_attention_mask(mask)
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attention_mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    cum_seqlens_q: jax.Array | None = None,
+    cum_seqlens_k: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    *,
+    alibi_slopes: jax.Array | None = None,
+    mask_info: MaskInfo | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    return_lse: bool = False,
+    platform: str | None = None,
+    cfg: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns the attention output [B, T, N, Hv]; with `return_lse` also the log-sum-exp, float32 [B, T, N].
+
+    Every mask that is given applies. Gradients flow to query, key, value, bias, softmax_aux and alibi_slopes.
+
+    Args:
+      query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA).
+      attention_mask: bool [B, S] (not padding), [B, T, S] or [B, N, T, S].
+      bias: added to the logits, broadcastable to [B, N, T, S].
+      causal: a query sees keys up to its own position; bottom-right aligned when T != S.
+      softmax_scale: default 1/sqrt(H).
+      dropout_prob, dropout_seed: attention dropout; the seed may be traced, and is 0 by default. The mask depends on the
+        seed, batch row, head and positions only.
+      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an open side.
+      chunk_size: keys in the same chunk of that many positions.
+      logits_soft_cap: c in c * tanh(logits / c).
+      cum_seqlens_q, cum_seqlens_k: [0, n1, n1 + n2, ...] over the packed axis; the batch is 1 then.
+      softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
+      alibi_slopes: [N] or [B, N]; slope * |i - j| is subtracted from the logits.
+      mask_info: `MaskInfo`.
+      q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding.
+      q_positions, kv_positions: int [B, T], [B, S]; what causal, window and chunk compare, where not 0, 1, 2, ...
+      platform, cfg: see `Op.__call__`.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> flash_attention(x, x, x, causal=True).shape
+    (1, 8, 2, 4)
+    """
+    arguments = canonical(
+        query,
+        key,
+        value,
+        attention_mask=attention_mask,
+        bias=bias,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        softmax_aux=softmax_aux,
+        alibi_slopes=alibi_slopes,
+        mask_info=mask_info,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    )
+    out, lse = op(**arguments, platform=platform, cfg=cfg)
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_backward(
+    d_out: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lse: jax.Array,
+    delta: jax.Array,
+    platform: str | None = None,
+    cfg: KernelConfig | None = None,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Returns the gradients of one block of attention by name, given the log-sum-exp over all blocks.
+
+    The block backward that ring and blockwise schemes need: `lse` may cover more keys than `key` holds.
+
+    Args:
+      d_out: cotangent of the output, [B, T, N, Hv].
+      lse: float32 [B, T, N] over every key that the rows see.
+      delta: float32 [B, T, N], rowsum(d_out * out) of the whole output, minus the cotangent of lse if it has one.
+      options: as in `flash_attention`.
+    """
+    saved = {"d_out": d_out, "lse": lse, "delta": delta}
+    return op.backward(saved, **canonical(query, key, value, **options), platform=platform, cfg=cfg)
+
+
+def scaled_dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attention_mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    *,
+    cum_seqlens_q: jax.Array | None = None,
+    cum_seqlens_k: jax.Array | None = None,
+    mask_info: MaskInfo | None = None,
+    platform: str | None = None,
+    cfg: KernelConfig | None = None,
+) -> jax.Array:
+    """Returns attention [B, T, N, Hv] under the name and arguments of the field: `flash_attention` with fewer of them."""
+    return flash_attention(
+        query,
+        key,
+        value,
+        attention_mask=attention_mask,
+        bias=bias,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        mask_info=mask_info,
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attention_mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    platform: str | None = None,
+    cfg: KernelConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, Hv], weights float32 [B, N, T, S]), for those who want to look at the weights.
+
+    The weights are the softmax over keys and sinks, before dropout. They are dense by nature: O(T * S) memory. The output
+    is that of `flash_attention`, on whichever backend is asked for.
+    """
+    arguments = canonical(
+        query,
+        key,
+        value,
+        attention_mask=attention_mask,
+        bias=bias,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        softmax_aux=softmax_aux,
+        mask_info=mask_info,
+    )
+    out, _ = op(**arguments, platform=platform, cfg=cfg)
+    # The contract with the unit vectors as values: output column s is then the weight of key s.
+    B, S, K = key.shape[:3]
+    units = jnp.broadcast_to(jnp.eye(S, dtype=jnp.float32)[None, :, None], (B, S, K, S))
+    plain = {n: x for n, x in arguments.items() if n not in ("dropout_seed", "dropout_prob")}
+    floats = {n: x.astype(jnp.float32) for n, x in plain.items() if n in ("query", "key")}
+    weights, _ = contract(**{**plain, **floats, "value": units})
+    return out, weights.swapaxes(1, 2)

@@ -1,0 +1,47 @@
+"""The meaning of a gated MLP."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels._core.contract import Case, Op
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def gated_mlp(
+    x: Float[Array, "*lead D"],
+    gate: Float[Array, "D F"],
+    up: Float[Array, "D F"],
+    down: Float[Array, "F D"],
+    *,
+    activation: str = "silu",
+) -> Float[Array, "*lead D"]:
+    """Returns (activation(x gate) * (x up)) down, with matmuls accumulated and the activation computed in float32."""
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    g = jnp.dot(x, gate, preferred_element_type=accumulate)
+    u = jnp.dot(x, up, preferred_element_type=accumulate)
+    h = (ACTIVATIONS[activation](g) * u).astype(x.dtype)
+    return jnp.dot(h, down, preferred_element_type=accumulate).astype(x.dtype)
+
+
+op = Op(
+    gated_mlp,
+    local_dims={"lead"},
+    same_dtype=("x", "gate", "up", "down"),
+    order=("triton_gpu", "pallas_tpu", "xla"),
+    cases=(
+        Case("small", {"lead": (2, 5), "D": 16, "F": 24}, tags=frozenset({"smoke"})),
+        Case("gelu", {"lead": (3,), "D": 8, "F": 40}, {"activation": "gelu"}),
+        Case("gelu_tanh", {"lead": (3,), "D": 8, "F": 40}, {"activation": "gelu_tanh"}),
+        Case("relu", {"lead": (1, 2, 3), "D": 9, "F": 7}, {"activation": "relu"}),
+        Case("llama_8b", {"lead": (16384,), "D": 4096, "F": 14336}, tags=frozenset({"bench"})),
+    ),
+)
