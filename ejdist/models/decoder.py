@@ -1,8 +1,8 @@
 """A decoder of the Llama and Qwen families: parameters, forward and loss. It names no mesh axis and no backend.
 
 Dtypes. Parameters are float32 (the master weights). The matrices are cast to the compute dtype once a step, outside the
-loop over layers: what a mesh gathers is the narrow copy, and every gradient returns to float32 before it is accumulated or
-used. Norm scales, and the embedding that rows are taken from, stay float32: they cost nothing, and the gradient of a
+loop over layers: what a mesh gathers is the narrow copy, and every gradient returns to float32 before it is accumulated
+or used. Norm scales, and the embedding that rows are taken from, stay float32: they cost nothing, and the gradient of a
 frequent token is a long sum. Float32 compute is true float32 on every device.
 """
 
@@ -169,8 +169,8 @@ def loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (what to differentiate, terms): sums over the counted tokens of the batch, float32 scalars.
 
-    Sums, not means, so that the parts of a batch, over devices or over time, add up to the loss of the whole. The first is
-    cross entropy plus z-loss. The terms are "loss" (cross entropy), "z_loss" and "tokens", how many targets are not -1.
+    Sums, not means, so that the parts of a batch, over devices or over time, add up to the loss of the whole. The first
+    is cross entropy plus z-loss. The terms are "loss" (cross entropy), "z_loss" and "tokens", how many targets count.
     """
     hidden = forward(params, batch, config, ops, compute_dtype=compute_dtype, remat=remat)
     lm_head = params["embedding"].T if config.tie_embeddings else params["lm_head"]

@@ -1,4 +1,4 @@
-"""The operations that a model is given. What they do on a mesh, and on which backend, is decided where they are bound."""
+"""The operations that a model is given. What they do on a mesh, and on which backend, is decided by who binds them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ LAYER_INPUT = "decoder.layer_input"
 # Name -> what is kept of each layer beside its input.
 REMAT_POLICIES = {
     "none": "everything: no recomputation, most memory",
-    "dots": "results of matmuls with parameters, and attention's output and lse: elementwise work is done again",
+    "dots": "results of the projections, and attention's output and lse: norms, rotations and the like are done again",
     "attention": "attention's output and lse: matmuls are done again, attention never is",
     "offload": "as attention, with layer inputs and attention's outputs in the host's memory until the backward",
     "full": "nothing: everything is done again, attention too; least memory",

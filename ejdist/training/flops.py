@@ -75,7 +75,7 @@ class StepFlops:
 def matmul_flops_per_token(config: DecoderConfig) -> int:
     """Returns the forward FLOPs of a token in matmuls with parameters: two for each weight that multiplies it.
 
-    The embedding is looked up, not multiplied, unless it is also the output projection; norms and biases are no matmuls.
+    The embedding is looked up, not multiplied, unless it is the output projection too; norms and biases are no matmuls.
     """
     declared = declare(config)
     matrices = sum(p.size for p in declared["layers"].values() if isinstance(p.init, float))
@@ -107,8 +107,8 @@ def utilisation(flops: StepFlops, step_seconds: float, num_devices: int, peak: f
     """Returns tflops_per_device (of the causal convention), mfu_causal and mfu_full.
 
     Args:
-      peak: FLOP/s of one device, published (`peak_flops`) or measured; None where there is none to compare with, and then
-        the two utilisations are None.
+      peak: FLOP/s of one device, published (`peak_flops`) or measured; None where there is none to compare with, and
+        then the two utilisations are None.
     """
     causal, full = (f / step_seconds / num_devices for f in (flops.causal, flops.full))
     return {

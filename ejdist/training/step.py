@@ -29,8 +29,9 @@ def init_state(params: Any, optimizer: Optimizer) -> TrainState:
 
 
 def _microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
-    """Returns the batch as [count, B / count, ...]. Rows are dealt out in turn, so that a device which holds neighbouring
-    rows holds its share of every part."""
+    """Returns the batch as [count, B / count, ...]. Rows are dealt out in turn, so that a device which holds
+    neighbouring rows holds its share of every part.
+    """
     rows = next(iter(batch.values())).shape[0]
     if rows % count:
         raise ValueError(f"the global batch of {rows} rows cannot be split into {count} equal microbatches: change one")
@@ -52,8 +53,8 @@ def make_train_step(
       accumulation: parts that the batch's rows are split into; gradients add up in float32.
       place: applied to gradients; on a mesh, puts them where the parameters are.
 
-    Loss and gradient are the mean over all counted tokens of the whole batch, however it is split. Metrics are scalars on
-    the device: loss, z_loss, grad_norm (before clipping), learning_rate, tokens.
+    Loss and gradient are the mean over all counted tokens of the whole batch, however it is split. Metrics are scalars
+    on the device: loss, z_loss, grad_norm (before clipping), learning_rate, tokens.
     """
     differentiate = jax.grad(loss, has_aux=True)
 
@@ -76,7 +77,7 @@ def make_train_step(
         metrics = {
             "loss": terms["loss"] / tokens,
             "z_loss": terms["z_loss"] / tokens,
-            "grad_norm": optax.global_norm(gradients),
+            "grad_norm": optax.tree.norm(gradients),
             "learning_rate": optimizer.schedule(state.step),
             "tokens": terms["tokens"],
         }
