@@ -253,7 +253,8 @@ def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, k
     NumPy where positions and segments are not given, so that the pattern is a constant of the program; otherwise traced,
     from the least and greatest position and segment of each block: O(S) work, no S x S array.
     """
-    static = mask.q_positions is None and mask.q_segment_ids is None and mask.prefix_lengths is None
+    arrays = (mask.q_positions, mask.kv_positions, mask.q_segment_ids, mask.kv_segment_ids, mask.prefix_lengths)
+    static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
     xp: Any = np if static else jnp
     q, k = mask.positions(q_length, kv_length)
     everywhere = (np.ones((1, q_length), bool), np.ones((1, kv_length), bool))
