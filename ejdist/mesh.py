@@ -65,11 +65,14 @@ def make_mesh(
     return jax.sharding.Mesh(np.asarray(devices[:count], dtype=object).reshape(sizes), AXES)
 
 
-def current_mesh() -> jax.sharding.Mesh | None:
-    """Returns the mesh in force: of `jax.set_mesh`, or of a `with mesh:` block; None if there is neither."""
-    mesh = jax.sharding.get_mesh()
+def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """Returns the mesh in force: of `jax.set_mesh`, or of a `with mesh:` block; None if there is neither.
+
+    Inside a `shard_map` arrays are a rank's own already, so there is no mesh to place them on: None.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        return mesh
+        return None if mesh.manual_axes else mesh
     # JAX has no public way to read the older form, which the documentation of the field still shows.
     from jax._src import mesh as jax_mesh
 
