@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +16,22 @@ import numpy as np
 
 DP, FSDP, EP, SP, TP = AXES = ("dp", "fsdp", "ep", "sp", "tp")
 BATCH_AXES = (DP, FSDP, EP)
+
+
+@dataclass
+class MeshSection:
+    """The `mesh` section of a recipe: devices along each axis; one may be -1, for what is left of the devices."""
+
+    dp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def sequence_shards(mesh: jax.sharding.Mesh) -> int:
+        """Returns over how many devices a sequence is split."""
+        return mesh.shape[SP]
 
 
 def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
