@@ -121,14 +121,14 @@ class CudaKernel:
     @functools.cached_property
     def resources(self) -> dict[str, int]:
         """Registers a thread, and bytes of spill_stores and spill_loads, from the assembler that Triton brings."""
-        from triton import knobs
+        from triton.backends.nvidia.compiler import get_ptxas
 
-        target = re.search(r"^\.target (sm_\w+)", self.ptx, re.M)
+        target = re.search(r"^\.target (sm_(\d+)\w*)", self.ptx, re.M)
         assert target, self.ptx[:200]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "kernel.ptx"
             source.write_text(self.ptx)
-            command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", str(source), "-o", "/dev/null"]
+            command = [get_ptxas(int(target[2])).path, "-v", f"--gpu-name={target[1]}", str(source), "-o", "/dev/null"]
             run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise RuntimeError(f"{self.name}: ptxas refuses the code: {run.stderr.strip()}")

@@ -38,7 +38,8 @@ def rms_norm(
     """Returns (x * rstd * weight, rstd) with rstd = 1 / sqrt(mean(x², over D) + eps).
 
     All of it is computed in float32, the weight included, and rounded once to the dtype of x; rstd is float32. The
-    dtype of weight may differ from that of x. With `zero_centered` the factor is 1 + weight (Gemma). Source: Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
+    dtype of weight may differ from that of x. With `zero_centered` the factor is 1 + weight (Gemma).
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
 
     Raises:
       ValueError: `zero_centered` without `weight`.
