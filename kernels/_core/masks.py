@@ -26,17 +26,21 @@ def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Win
     """
     if sliding_window is None:
         return None
-    if isinstance(sliding_window, (int, np.integer)) and not isinstance(sliding_window, bool):
+    if _is_integer(sliding_window):
         if sliding_window < 1:
             raise ValueError(f"argument 'sliding_window' must be at least 1 key, got {sliding_window}")
         return (int(sliding_window) - 1, 0)
-    sides = tuple(sliding_window)
-    if len(sides) != 2 or any(s is not None and (not isinstance(s, (int, np.integer)) or s < 0) for s in sides):
+    sides = tuple(sliding_window) if isinstance(sliding_window, (tuple, list)) else ()
+    if len(sides) != 2 or any(s is not None and (not _is_integer(s) or s < 0) for s in sides):
         raise ValueError(
             f"argument 'sliding_window' must be W or (left, right), each >= 0 or None, got {sliding_window!r}"
         )
     left, right = (None if s is None else int(s) for s in sides)
     return (left, right)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _both(a: Window | None, b: Window | None) -> Window | None:
@@ -66,7 +70,8 @@ class MaskInfo:
       prefix_lengths: int [B|1]; keys at positions below it escape `causal` (prefix-LM), and nothing else.
       causal: key position <= query position.
       window: (left, right), see `window_of`.
-      chunk_size: keys in the same chunk of that many positions.
+      chunk_size: keys in the same chunk of that many positions. Where segments are given and positions are not, chunks
+        are counted from the start of each segment, see `resolved`.
     """
 
     q_segment_ids: jax.Array | None = None
@@ -91,6 +96,12 @@ class MaskInfo:
         """Returns the mask of a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
         keys; [B, T, S] and [B, N, T, S] mark pairs, and stay dense."""
         mask = jnp.asarray(attention_mask)
+        if jnp.issubdtype(mask.dtype, jnp.floating):
+            # 0 / -inf and 1 / 0 would both be plausible, and mean the opposite of each other.
+            raise ValueError(
+                f"argument 'attention_mask' must be boolean or 0/1 integers, got {mask.dtype}; what is added to the logits "
+                "is 'bias'"
+            )
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
         if mask.ndim == 2:
             return cls.from_segments(jnp.where(mask, 0, -1).astype(jnp.int32), **options)
@@ -130,19 +141,59 @@ class MaskInfo:
     def combine(self, other: MaskInfo) -> MaskInfo:
         """Returns the mask under which a pair attends iff both masks let it.
 
+        Positions belong to the tokens: given by either, they are what every rule of the result compares. Likewise
+        prefix_lengths of either soften the result's `causal`, whoever brought it: MaskInfo(prefix_lengths=p) combined
+        with causal=True is a prefix-LM.
+
         Raises:
-          ValueError: both bring segments, positions, prefixes or chunk sizes; those are not conjoined but would be one
-            or the other.
+          ValueError: both bring positions, or chunk sizes of which neither divides the other.
         """
         merged: dict[str, Any] = {}
-        for name in ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "prefix_lengths", "chunk_size"):
+        for name in ("q_positions", "kv_positions"):
             a, b = getattr(self, name), getattr(other, name)
-            if a is not None and b is not None and a is not b and not (name == "chunk_size" and a == b):
-                raise ValueError(f"argument {name!r} was given twice; merge the two into one")
+            if a is not None and b is not None and a is not b:
+                raise ValueError(f"argument {name!r} was given twice; a token has one position")
             merged[name] = b if a is None else a
+        a, b = self.chunk_size, other.chunk_size
+        if a and b and a % b and b % a:
+            raise ValueError(f"argument 'chunk_size' was given twice, as {a} and {b}; use one of them")
+        merged["chunk_size"] = min(a, b) if a and b else a or b
+        a, b = self.prefix_lengths, other.prefix_lengths
+        merged["prefix_lengths"] = b if a is None else a if b is None else jnp.minimum(a, b)
         a, b = self.attention_mask, other.attention_mask
-        merged["attention_mask"] = a if b is None else b if a is None else a & b
+        merged["attention_mask"] = b if a is None else a if b is None else a & b
+        a, b = self._segments, other._segments
+        merged["q_segment_ids"], merged["kv_segment_ids"] = (
+            joint_segments(*a, *b) if None not in (*a, *b) else b if a[0] is None else a
+        )
         return MaskInfo(**merged, causal=self.causal or other.causal, window=_both(self.window, other.window))
+
+    @property
+    def _segments(self) -> tuple[Any, Any]:
+        return self.q_segment_ids, self.kv_segment_ids
+
+    def permute(self, q_order: Any, kv_order: Any = None) -> MaskInfo:
+        """Returns the mask of the same tokens laid out in another order: new token n is old token order[n].
+
+        Positions are made explicit, so every rule keeps comparing what it compared. The keys' order defaults to the queries'.
+        """
+        orders = {"q": jnp.asarray(q_order), "kv": jnp.asarray(q_order if kv_order is None else kv_order)}
+        mask = self.resolved()
+        q, k = mask.positions(orders["q"].shape[0], orders["kv"].shape[0])
+        mask = mask.replace(q_positions=jnp.asarray(q), kv_positions=jnp.asarray(k))
+
+        def move(name: str, x: jax.Array) -> jax.Array:
+            if name == "prefix_lengths":
+                return x
+            if name == "attention_mask":
+                for dim, order in ((2, orders["q"]), (3, orders["kv"])):
+                    x = x if x.shape[dim] == 1 else jnp.take(x, order, axis=dim)
+                return x
+            return jnp.take(x, orders[name.split("_")[0]], axis=1)
+
+        found = map_data(mask, move)
+        assert found is not None
+        return found
 
     def replace(self, **changes: Any) -> MaskInfo:
         return dataclasses.replace(self, **changes)
@@ -171,8 +222,8 @@ class MaskInfo:
                 raise ValueError(f"mask field 'attention_mask' must broadcast to {wanted}, got {mask.shape}")
         if self.prefix_lengths is not None and self.prefix_lengths.shape not in ((1,), (batch,)):
             raise ValueError(f"mask field 'prefix_lengths' must be [{batch} or 1], got {self.prefix_lengths.shape}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"mask field 'chunk_size' must be positive, got {self.chunk_size}")
+        if self.chunk_size is not None and (not _is_integer(self.chunk_size) or self.chunk_size < 1):
+            raise ValueError(f"mask field 'chunk_size' must be a positive integer, got {self.chunk_size!r}")
 
     def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
         """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""
@@ -181,11 +232,26 @@ class MaskInfo:
         q = np.arange(q_length, dtype=np.int32) + np.int32(kv_length - q_length)
         return q[None], np.arange(kv_length, dtype=np.int32)[None]
 
+    def resolved(self) -> MaskInfo:
+        """Returns the same mask without anything that depends on the order of the tokens in the arrays, save positions.
+
+        Chunks of packed sequences without positions are counted from the start of each segment; here they become
+        segments themselves. Backends call it, and so must whoever permutes or shards a mask, before doing so.
+        """
+        if self.chunk_size is None or self.q_segment_ids is None or self.q_positions is not None:
+            return self
+        q, k = self._segments
+        # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
+        q_at = _rank(q) + _occurrences(q, k) - _occurrences(q, q)
+        q, k = joint_segments(q, k, q_at // self.chunk_size, _rank(k) // self.chunk_size)
+        return self.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
+
     def visible(self, q_length: int, kv_length: int) -> jax.Array:
         """Returns the dense mask, bool [B|1, N|1, T, S]: the meaning of all fields, for oracles and small sizes."""
-        q, k = (jnp.asarray(p) for p in self.positions(q_length, kv_length))
-        seen = visible_block(self, q, k, self.q_segment_ids, self.kv_segment_ids)[:, None]
-        return seen if self.attention_mask is None else seen & self.attention_mask
+        mask = self.resolved()
+        q, k = (jnp.asarray(p) for p in mask.positions(q_length, kv_length))
+        seen = visible_block(mask, q, k, mask.q_segment_ids, mask.kv_segment_ids)[:, None]
+        return seen if mask.attention_mask is None else seen & mask.attention_mask
 
 
 def _integers(value: Any, name: str) -> jax.Array:
@@ -197,6 +263,43 @@ def _integers(value: Any, name: str) -> jax.Array:
     if array.ndim != 2:
         raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
     return array.astype(jnp.int32)
+
+
+def joint_segments(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the segment ids (q, kv) under which a pair attends iff it does under both (a_q, a_k) and (b_q, b_k).
+
+    Ids are the ranks of the pairs, so they are in the order of `a` and cannot overflow.
+    """
+    batch = max(x.shape[0] for x in (a_q, a_k, b_q, b_k))
+    a, b = (
+        jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[1])) for x in sides], 1)
+        for sides in ((a_q, a_k), (b_q, b_k))
+    )
+    order = jnp.lexsort((b, a), axis=1)
+    changes = [jnp.diff(jnp.take_along_axis(x, order, 1), axis=1) != 0 for x in (a, b)]
+    rank = jnp.pad(jnp.cumsum(changes[0] | changes[1], axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    ids = jnp.where((a >= 0) & (b >= 0), jnp.take_along_axis(rank, jnp.argsort(order, axis=1), 1), -1)
+    return ids[:, : a_q.shape[1]], ids[:, a_q.shape[1] :]
+
+
+def _rank(ids: jax.Array) -> jax.Array:
+    """Returns int [B, L]: how many tokens before it in the row have the same id."""
+    order = jnp.argsort(ids, axis=1, stable=True)
+    ordered = jnp.take_along_axis(ids, order, 1)
+    at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    start = jnp.where(jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)), constant_values=True), at, 0)
+    rank = at - jax.lax.cummax(start, axis=1)
+    return jnp.take_along_axis(rank, jnp.argsort(order, axis=1), 1)
+
+
+def _occurrences(ids: jax.Array, among: jax.Array) -> jax.Array:
+    """Returns int [B, L]: how often each id of `ids` occurs in the same row of `among`."""
+    batch = max(ids.shape[0], among.shape[0])
+    ids, among = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, jnp.sort(among, axis=1)))
+    first, last = (
+        jax.vmap(lambda s, v, side=side: jnp.searchsorted(s, v, side=side))(among, ids) for side in ("left", "right")
+    )
+    return (last - first).astype(jnp.int32)
 
 
 def _segments_of_cuts(cuts: Any, total: int) -> jax.Array:
@@ -253,7 +356,9 @@ def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, k
     NumPy where positions and segments are not given, so that the pattern is a constant of the program; otherwise traced,
     from the least and greatest position and segment of each block: O(S) work, no S x S array.
     """
-    static = mask.q_positions is None and mask.q_segment_ids is None and mask.prefix_lengths is None
+    mask = mask.resolved()
+    arrays = (mask.q_positions, mask.kv_positions, mask.q_segment_ids, mask.kv_segment_ids, mask.prefix_lengths)
+    static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
     xp: Any = np if static else jnp
     q, k = mask.positions(q_length, kv_length)
     everywhere = (np.ones((1, q_length), bool), np.ones((1, kv_length), bool))
