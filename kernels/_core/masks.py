@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels._core import segments
+
 Window = tuple[int | None, int | None]
 
 
@@ -87,8 +89,8 @@ class MaskInfo:
     @classmethod
     def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
         """Returns the mask of packed sequences: int [B, T] ids, -1 for padding; the keys' ids default to the queries'."""
-        q = _integers(q_segment_ids, "q_segment_ids")
-        kv = q if kv_segment_ids is None else _integers(kv_segment_ids, "kv_segment_ids")
+        q = segments.integers(q_segment_ids, "q_segment_ids")
+        kv = q if kv_segment_ids is None else segments.integers(kv_segment_ids, "kv_segment_ids")
         return cls(q_segment_ids=q, kv_segment_ids=kv, **options)
 
     @classmethod
@@ -119,14 +121,14 @@ class MaskInfo:
 
         With other cuts for the keys, a query's position is aligned bottom-right within its own sequence.
         """
-        q = _segments_of_cuts(cu_q, total_q)
+        q = segments.of_cuts(cu_q, total_q)
         if cu_k is None:
             return cls.from_segments(q, **options)
         cu_q, cu_k = jnp.asarray(cu_q), jnp.asarray(cu_k)
         if cu_q.shape != cu_k.shape:
             raise ValueError(f"'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have the same length")
         total_k = total_q if total_k is None else total_k
-        k = _segments_of_cuts(cu_k, total_k)
+        k = segments.of_cuts(cu_k, total_k)
         shift = jnp.diff(cu_k) - jnp.diff(cu_q)
         q_positions = jnp.arange(total_q) - cu_q[jnp.maximum(q, 0)] + shift[jnp.maximum(q, 0)]
         k_positions = jnp.arange(total_k) - cu_k[jnp.maximum(k, 0)]
@@ -164,7 +166,7 @@ class MaskInfo:
         merged["attention_mask"] = b if a is None else a if b is None else a & b
         a, b = self._segments, other._segments
         merged["q_segment_ids"], merged["kv_segment_ids"] = (
-            joint_segments(*a, *b) if None not in (*a, *b) else b if a[0] is None else a
+            segments.joint(*a, *b) if None not in (*a, *b) else b if a[0] is None else a
         )
         return MaskInfo(**merged, causal=self.causal or other.causal, window=_both(self.window, other.window))
 
@@ -232,18 +234,22 @@ class MaskInfo:
         q = np.arange(q_length, dtype=np.int32) + np.int32(kv_length - q_length)
         return q[None], np.arange(kv_length, dtype=np.int32)[None]
 
-    def resolved(self) -> MaskInfo:
-        """Returns the same mask without anything that depends on the order of the tokens in the arrays, save positions.
+    def resolved(self, order: Any = None) -> MaskInfo:
+        """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
 
-        Chunks of packed sequences without positions are counted from the start of each segment; here they become
-        segments themselves. Backends call it, and so must whoever permutes or shards a mask, before doing so.
+        Chunks of packed sequences without positions are counted from the start of each segment: here they become segments
+        of their own. Backends call it; whoever shards a mask, or brings positions to it, must do so before.
+
+        Args:
+          order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
         """
         if self.chunk_size is None or self.q_segment_ids is None or self.q_positions is not None:
             return self
-        q, k = self._segments
+        q, k = self.q_segment_ids, self.kv_segment_ids
         # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
-        q_at = _rank(q) + _occurrences(q, k) - _occurrences(q, q)
-        q, k = joint_segments(q, k, q_at // self.chunk_size, _rank(k) // self.chunk_size)
+        q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
+        k_at = segments.rank(k, order)
+        q, k = segments.joint(q, k, q_at // self.chunk_size, k_at // self.chunk_size)
         return self.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
 
     def visible(self, q_length: int, kv_length: int) -> jax.Array:
@@ -252,64 +258,6 @@ class MaskInfo:
         q, k = (jnp.asarray(p) for p in mask.positions(q_length, kv_length))
         seen = visible_block(mask, q, k, mask.q_segment_ids, mask.kv_segment_ids)[:, None]
         return seen if mask.attention_mask is None else seen & mask.attention_mask
-
-
-def _integers(value: Any, name: str) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"argument {name!r} must hold integers, got {array.dtype}")
-    if array.ndim == 1:
-        array = array[None]
-    if array.ndim != 2:
-        raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
-    return array.astype(jnp.int32)
-
-
-def joint_segments(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the segment ids (q, kv) under which a pair attends iff it does under both (a_q, a_k) and (b_q, b_k).
-
-    Ids are the ranks of the pairs, so they are in the order of `a` and cannot overflow.
-    """
-    batch = max(x.shape[0] for x in (a_q, a_k, b_q, b_k))
-    a, b = (
-        jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[1])) for x in sides], 1)
-        for sides in ((a_q, a_k), (b_q, b_k))
-    )
-    order = jnp.lexsort((b, a), axis=1)
-    changes = [jnp.diff(jnp.take_along_axis(x, order, 1), axis=1) != 0 for x in (a, b)]
-    rank = jnp.pad(jnp.cumsum(changes[0] | changes[1], axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    ids = jnp.where((a >= 0) & (b >= 0), jnp.take_along_axis(rank, jnp.argsort(order, axis=1), 1), -1)
-    return ids[:, : a_q.shape[1]], ids[:, a_q.shape[1] :]
-
-
-def _rank(ids: jax.Array) -> jax.Array:
-    """Returns int [B, L]: how many tokens before it in the row have the same id."""
-    order = jnp.argsort(ids, axis=1, stable=True)
-    ordered = jnp.take_along_axis(ids, order, 1)
-    at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    start = jnp.where(jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)), constant_values=True), at, 0)
-    rank = at - jax.lax.cummax(start, axis=1)
-    return jnp.take_along_axis(rank, jnp.argsort(order, axis=1), 1)
-
-
-def _occurrences(ids: jax.Array, among: jax.Array) -> jax.Array:
-    """Returns int [B, L]: how often each id of `ids` occurs in the same row of `among`."""
-    batch = max(ids.shape[0], among.shape[0])
-    ids, among = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, jnp.sort(among, axis=1)))
-    first, last = (
-        jax.vmap(lambda s, v, side=side: jnp.searchsorted(s, v, side=side))(among, ids) for side in ("left", "right")
-    )
-    return (last - first).astype(jnp.int32)
-
-
-def _segments_of_cuts(cuts: Any, total: int) -> jax.Array:
-    cuts = jnp.asarray(cuts)
-    if cuts.ndim != 1 or cuts.shape[0] < 2:
-        raise ValueError(
-            f"cumulative lengths must be [0, n1, n1 + n2, ...] of length batch + 1, got shape {cuts.shape}"
-        )
-    ids = jnp.searchsorted(cuts, jnp.arange(total), side="right") - 1
-    return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
 
 
 def visible_block(mask: MaskInfo, q: jax.Array, k: jax.Array, q_segments: Any, k_segments: Any) -> jax.Array:

@@ -1,0 +1,1 @@
+"""The operations of `kernels` on sharded arrays, and training with them."""
