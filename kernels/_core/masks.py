@@ -115,30 +115,39 @@ class MaskInfo:
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_q: Any, total_q: int, cu_k: Any = None, total_k: int | None = None, **options: Any
+        cls,
+        cu_q: Any,
+        total_q: int,
+        cu_k: Any = None,
+        total_k: int | None = None,
+        *,
+        chunk_size: int | None = None,
+        **options: Any,
     ) -> MaskInfo:
         """Returns the mask of a packed axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding.
 
-        With other cuts for the keys, a query's position is aligned bottom-right within its own sequence.
+        With other cuts for the keys, the last query of a sequence is at that sequence's last key. Chunks are counted from
+        the start of each sequence.
         """
         q = segments.of_cuts(cu_q, total_q)
         if cu_k is None:
-            return cls.from_segments(q, **options)
-        cu_q, cu_k = jnp.asarray(cu_q), jnp.asarray(cu_k)
+            return cls.from_segments(q, chunk_size=chunk_size, **options)
+        cu_q, cu_k = jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_k, jnp.int32)
         if cu_q.shape != cu_k.shape:
-            raise ValueError(f"'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have the same length")
+            raise ValueError(
+                f"arguments 'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have one length: an entry per "
+                "sequence and one more"
+            )
         total_k = total_q if total_k is None else total_k
         k = segments.of_cuts(cu_k, total_k)
-        shift = jnp.diff(cu_k) - jnp.diff(cu_q)
-        q_positions = jnp.arange(total_q) - cu_q[jnp.maximum(q, 0)] + shift[jnp.maximum(q, 0)]
-        k_positions = jnp.arange(total_k) - cu_k[jnp.maximum(k, 0)]
-        return cls(
-            q_segment_ids=q,
-            kv_segment_ids=k,
-            q_positions=q_positions.astype(jnp.int32),
-            kv_positions=k_positions.astype(jnp.int32),
-            **options,
-        )
+        # Positions count keys of the whole axis, so that dropout differs from sequence to sequence.
+        q_positions = jnp.arange(total_q, dtype=jnp.int32)[None] + (cu_k - cu_q)[jnp.maximum(q, 0) + 1]
+        k_positions = jnp.arange(total_k, dtype=jnp.int32)[None]
+        if chunk_size is not None:
+            _check_chunk_size(chunk_size)
+            q_at, k_at = (at - cu_k[jnp.maximum(ids, 0)] for at, ids in ((q_positions, q), (k_positions, k)))
+            q, k = segments.joint(q, k, q_at // chunk_size, k_at // chunk_size)
+        return cls(q_segment_ids=q, kv_segment_ids=k, q_positions=q_positions, kv_positions=k_positions, **options)
 
     def combine(self, other: MaskInfo) -> MaskInfo:
         """Returns the mask under which a pair attends iff both masks let it.
@@ -150,6 +159,8 @@ class MaskInfo:
         Raises:
           ValueError: both bring positions, or chunk sizes of which neither divides the other.
         """
+        self._check_pairs()
+        other._check_pairs()
         merged: dict[str, Any] = {}
         for name in ("q_positions", "kv_positions"):
             a, b = getattr(self, name), getattr(other, name)
@@ -157,22 +168,19 @@ class MaskInfo:
                 raise ValueError(f"argument {name!r} was given twice; a token has one position")
             merged[name] = b if a is None else a
         a, b = self.chunk_size, other.chunk_size
-        if a and b and a % b and b % a:
-            raise ValueError(f"argument 'chunk_size' was given twice, as {a} and {b}; use one of them")
-        merged["chunk_size"] = min(a, b) if a and b else a or b
+        if a is not None and b is not None:
+            if a % b and b % a:
+                raise ValueError(f"argument 'chunk_size' was given twice, as {a} and {b}; use one of them")
+            a = min(a, b)
+        merged["chunk_size"] = b if a is None else a
         a, b = self.prefix_lengths, other.prefix_lengths
         merged["prefix_lengths"] = b if a is None else a if b is None else jnp.minimum(a, b)
         a, b = self.attention_mask, other.attention_mask
         merged["attention_mask"] = b if a is None else a if b is None else a & b
-        a, b = self._segments, other._segments
-        merged["q_segment_ids"], merged["kv_segment_ids"] = (
-            segments.joint(*a, *b) if None not in (*a, *b) else b if a[0] is None else a
-        )
+        a, b = ((m.q_segment_ids, m.kv_segment_ids) for m in (self, other))
+        both = a[0] is not None and b[0] is not None
+        merged["q_segment_ids"], merged["kv_segment_ids"] = segments.joint(*a, *b) if both else b if a[0] is None else a
         return MaskInfo(**merged, causal=self.causal or other.causal, window=_both(self.window, other.window))
-
-    @property
-    def _segments(self) -> tuple[Any, Any]:
-        return self.q_segment_ids, self.kv_segment_ids
 
     def permute(self, q_order: Any, kv_order: Any = None) -> MaskInfo:
         """Returns the mask of the same tokens laid out in another order: new token n is old token order[n].
@@ -214,9 +222,7 @@ class MaskInfo:
                     value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length
                 ):
                     raise ValueError(f"mask field {name!r} must be [{batch} or 1, {length}], got {value.shape}")
-        for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
-            if (getattr(self, a) is None) != (getattr(self, b) is None):
-                raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
+        self._check_pairs()
         mask = self.attention_mask
         if mask is not None:
             wanted = (batch, num_heads, q_length, kv_length)
@@ -224,8 +230,13 @@ class MaskInfo:
                 raise ValueError(f"mask field 'attention_mask' must broadcast to {wanted}, got {mask.shape}")
         if self.prefix_lengths is not None and self.prefix_lengths.shape not in ((1,), (batch,)):
             raise ValueError(f"mask field 'prefix_lengths' must be [{batch} or 1], got {self.prefix_lengths.shape}")
-        if self.chunk_size is not None and (not _is_integer(self.chunk_size) or self.chunk_size < 1):
-            raise ValueError(f"mask field 'chunk_size' must be a positive integer, got {self.chunk_size!r}")
+
+    def _check_pairs(self) -> None:
+        for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
+            if (getattr(self, a) is None) != (getattr(self, b) is None):
+                raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
+        if self.chunk_size is not None:
+            _check_chunk_size(self.chunk_size)
 
     def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
         """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""
@@ -258,6 +269,11 @@ class MaskInfo:
         q, k = (jnp.asarray(p) for p in mask.positions(q_length, kv_length))
         seen = visible_block(mask, q, k, mask.q_segment_ids, mask.kv_segment_ids)[:, None]
         return seen if mask.attention_mask is None else seen & mask.attention_mask
+
+
+def _check_chunk_size(chunk_size: Any) -> None:
+    if not _is_integer(chunk_size) or chunk_size < 1:
+        raise ValueError(f"argument 'chunk_size' must be a positive integer, got {chunk_size!r}")
 
 
 def visible_block(mask: MaskInfo, q: jax.Array, k: jax.Array, q_segments: Any, k_segments: Any) -> jax.Array:
