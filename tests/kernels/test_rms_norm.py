@@ -1,6 +1,5 @@
 """rms_norm: the contract against NumPy, every backend against the contract, and the code for every target."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
