@@ -271,7 +271,7 @@ def test_a_block_that_does_not_fit_vmem_is_refused_by_the_compiler():
         return rms_norm(x, platform="pallas", cfg=RMSNormConfig(block_rows=rows))
 
     assert checks.mosaic_calls(checks.compile_tpu(lambda x: run(x, 32), x)) == 1
-    with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)vmem"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)vmem"):
         checks.compile_tpu(lambda x: run(x, 8192), x)
 
 
