@@ -1,185 +1,200 @@
-"""A decoder of the Llama and Qwen families: parameters, forward and loss. It names no mesh axis and no backend.
-
-Dtypes. Parameters are float32 (the master weights). The matrices are cast to the compute dtype once a step, outside the
-loop over layers: what a mesh gathers is the narrow copy, and every gradient returns to float32 before it is accumulated
-or used. Norm scales, and the embedding that rows are taken from, stay float32: they cost nothing, and the gradient of a
-frequent token is a long sum. Float32 compute is true float32 on every device.
-"""
+"""A decoder of the Llama and Qwen3 family: RMSNorm, RoPE, GQA, SwiGLU, full or windowed attention by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from ejdist.models.config import DecoderConfig
 from ejdist.models.ops import Ops
-from ejdist.models.parameters import Param, initialise
-from ejdist.models.remat import LAYER_INPUT, rematerialised
+from ejdist.models.parameters import Param
+from kernels.rotary_embedding import RopeScaling
 
-Batch = Mapping[str, jax.Array]
+REMAT = ("none", "attention", "dots", "full")
 
 
-def declare(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the parameters as a tree of `Param`. Those of all layers are stacked, in the order of the layers."""
-    c = config
-    L, D, N, K, H, F, V = c.num_layers, c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn_dim, c.vocab_size
-    # Deviations keep activations at 1; what is added to the residual stream shrinks with depth (Radford et al., GPT-2).
-    depth = (2 * L) ** -0.5
+@dataclass(unsafe_hash=True)
+class DecoderConfig:
+    """Shape and options of a decoder; also the `model` section of a recipe. Not frozen: recipes compose it."""
+
+    vocab_size: int = 512
+    num_layers: int = 4
+    model_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_dim: int = 384
+    activation: str = "silu"
+    rope_base: float = 10000.0
+    rope_scaling: str | None = None  # linear, ntk, yarn, llama3
+    rope_factor: float = 1.0
+    rope_original_length: int = 8192  # tokens of the context before scaling
+    qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
+    attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
+    tie_embeddings: bool = True
+    layer_pattern: tuple[str, ...] = ("full",)  # repeated over the layers: full, window
+    sliding_window: int | None = None  # keys that a windowed layer sees
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    compute_dtype: str = "float32"  # of activations and matmuls; parameters stay float32
+    remat: str = "attention"  # what the backward does not compute again: see `remat_policy`
+
+    def __post_init__(self) -> None:
+        self.layer_pattern = tuple(self.layer_pattern)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} must be a multiple of model.num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
+        if not self.layer_pattern or set(self.layer_pattern) - {"full", "window"}:
+            raise ValueError(f"model.layer_pattern = {list(self.layer_pattern)} must be made of full and window")
+        if self.num_layers % len(self.layer_pattern):
+            raise ValueError(
+                f"model.num_layers = {self.num_layers} must be a multiple of the {len(self.layer_pattern)} layers of "
+                "model.layer_pattern"
+            )
+        if "window" in self.layer_pattern and not self.sliding_window:
+            raise ValueError("model.layer_pattern has windowed layers: give model.sliding_window, in keys")
+        if self.remat not in REMAT:
+            raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
+        if self.compute_dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use float32, bfloat16 or float16")
+        self.scaling()
+
+    def scaling(self) -> RopeScaling | None:
+        if self.rope_scaling is None:
+            return None
+        return RopeScaling(self.rope_scaling, self.rope_factor, self.rope_original_length)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Returns the window of each layer of the pattern; None is full attention."""
+        return tuple(self.sliding_window if kind == "window" else None for kind in self.layer_pattern)
+
+
+def declare(c: DecoderConfig) -> dict[str, Any]:
+    """Returns the parameters, each a `Param`. The residual projections start smaller, by 1/sqrt(2 layers) (GPT-2)."""
+    L, D, N, K, H, F, V = (
+        c.num_layers, c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn_dim, c.vocab_size,
+    )  # fmt: skip
+    std, small = c.init_std, c.init_std / (2 * L) ** 0.5
     layers = {
-        "attention_norm": Param((L, D), "layers D", "ones"),
-        "query": Param((L, D, N, H), "layers D N H", D**-0.5),
-        "key": Param((L, D, K, H), "layers D K H", D**-0.5),
-        "value": Param((L, D, K, H), "layers D K H", D**-0.5),
-        "output": Param((L, N, H, D), "layers N H D", (N * H) ** -0.5 * depth),
-        "mlp_norm": Param((L, D), "layers D", "ones"),
-        "gate": Param((L, D, F), "layers D F", D**-0.5),
-        "up": Param((L, D, F), "layers D F", D**-0.5),
-        "down": Param((L, F, D), "layers F D", F**-0.5 * depth),
+        "attention_norm": Param((L, D), "layers norm", "ones", decay=False),
+        "query": Param((L, D, N, H), "layers D N H", std=std),
+        "key": Param((L, D, K, H), "layers D K H", std=std),
+        "value": Param((L, D, K, H), "layers D K H", std=std),
+        "output": Param((L, N, H, D), "layers N H D", std=small),
+        "mlp_norm": Param((L, D), "layers norm", "ones", decay=False),
+        "gate": Param((L, D, F), "layers D F", std=std),
+        "up": Param((L, D, F), "layers D F", std=std),
+        "down": Param((L, F, D), "layers F D", std=small),
     }
-    if c.attention_bias:
-        layers |= {
-            "query_bias": Param((L, N, H), "layers N H", "zeros"),
-            "key_bias": Param((L, K, H), "layers K H", "zeros"),
-            "value_bias": Param((L, K, H), "layers K H", "zeros"),
-        }
     if c.qk_norm:
-        layers |= {
-            "query_norm": Param((L, H), "layers H", "ones"),
-            "key_norm": Param((L, H), "layers H", "ones"),
-        }
-    tree = {
-        "embedding": Param((V, D), "V D", 0.02),
+        layers["query_norm"] = Param((L, H), "layers norm", "ones", decay=False)
+        layers["key_norm"] = Param((L, H), "layers norm", "ones", decay=False)
+    if c.attention_bias:
+        layers["query_bias"] = Param((L, N, H), "layers N H", "zeros", decay=False)
+        layers["key_bias"] = Param((L, K, H), "layers K H", "zeros", decay=False)
+        layers["value_bias"] = Param((L, K, H), "layers K H", "zeros", decay=False)
+    declared = {
+        "embedding": Param((V, D), "V D", std=std),
         "layers": layers,
-        "final_norm": Param((D,), "D", "ones"),
+        "final_norm": Param((D,), "norm", "ones", decay=False),
     }
     if not c.tie_embeddings:
-        tree["lm_head"] = Param((D, V), "D V", D**-0.5)
-    return tree
+        declared["lm_head"] = Param((D, V), "D V", std=std)
+    return declared
 
 
-def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
-    """Returns the initial parameters: the same for a key on every mesh."""
-    return initialise(declare(config), key)
+def remat_policy(name: str) -> Any:
+    """Returns what a layer's backward keeps instead of computing it again.
 
-
-def num_parameters(config: DecoderConfig) -> int:
-    """Returns the number of trained numbers; a tied embedding is counted once."""
-    return sum(p.size for p in jax.tree.leaves(declare(config)))
-
-
-def _einsum(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x, weight, precision=precision)
-
-
-def _narrow(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """Returns the parameters cast to the compute dtype, except the scales of norms."""
-    return {name: w if name.endswith("norm") else w.astype(dtype) for name, w in params.items()}
-
-
-def _layer(
-    x: jax.Array,
-    weights: dict[str, jax.Array],
-    positions: jax.Array,
-    segment_ids: jax.Array | None,
-    *,
-    window: int | None,
-    config: DecoderConfig,
-    ops: Ops,
-) -> jax.Array:
-    """Returns x [B T D] after one layer, attention and MLP, each with a norm before and a residual around."""
-    x = checkpoint_name(x, LAYER_INPUT)
-    h = ops.rms_norm(x, weights["attention_norm"], eps=config.norm_eps)
-    heads = {}
-    for name, dims in (("query", "B T N H"), ("key", "B S K H"), ("value", "B S K H")):
-        y = _einsum("btd,dnh->btnh", h, weights[name])
-        if config.attention_bias:
-            y = y + weights[f"{name}_bias"]
-        if name != "value":
-            if config.qk_norm:
-                y = ops.rms_norm(y, weights[f"{name}_norm"], eps=config.norm_eps)
-            y = ops.rotary_embedding(y, positions, base=config.rope_base, scaling=config.rope_scaling)
-        heads[name] = ops.constrain(y, dims)
-    attended = ops.attention(
-        **heads,
-        segment_ids=segment_ids,
-        window=window,
-        softmax_scale=config.softmax_scale,
-        logits_soft_cap=config.attention_logits_soft_cap,
-    )
-    x = x + ops.constrain(_einsum("btnh,nhd->btd", attended, weights["output"]), "B T D")
-    h = ops.rms_norm(x, weights["mlp_norm"], eps=config.norm_eps)
-    y = ops.gated_mlp(h, weights["gate"], weights["up"], weights["down"], activation=config.activation)
-    return x + ops.constrain(y, "B T D")
-
-
-def forward(
-    params: dict[str, Any],
-    batch: Batch,
-    config: DecoderConfig,
-    ops: Ops,
-    *,
-    compute_dtype: str = "bfloat16",
-    remat: str = "attention",
-) -> jax.Array:
-    """Returns the last hidden states, normalised, [B, T, D] in the compute dtype.
-
-    Args:
-      batch: int32 [B, T]: tokens; positions, for RoPE (absent: 0 ... T-1); segment_ids, documents that do not see each
-        other, -1 for padding (absent: one document a row).
-      compute_dtype: dtype of activations and of the matrices they meet.
-      remat: what layers keep for the backward, one of `REMAT_POLICIES`.
+    "attention": the output and lse of attention, so that no attention runs twice. "dots": also the results of matmuls
+    with parameters. "full": nothing. ("none" keeps everything and needs no policy.)
     """
-    tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
-    positions = batch.get("positions", jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-    positions = jnp.broadcast_to(positions, tokens.shape)
-    x = ops.constrain(ops.embed(params["embedding"], tokens).astype(compute_dtype), "B T D")
-    layers = [
-        rematerialised(partial(_layer, window=window, config=config, ops=ops), remat) for window in config.windows
-    ]
-    weights, period = _narrow(params["layers"], compute_dtype), len(layers)
-    rounds = config.num_layers // period
+    policies = jax.checkpoint_policies
+    attention = policies.save_only_these_names("flash_attention.out", "flash_attention.lse")
+    if name == "full":
+        return policies.nothing_saveable
+    if name == "attention":
+        return attention
+    return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
 
-    def one_round(x: jax.Array, group: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        for i, layer in enumerate(layers):
-            x = layer(x, {name: w[i] for name, w in group.items()}, positions, segment_ids)
+
+def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision)
+
+
+def _attention_block(x, p, batch, window: int | None, c: DecoderConfig, ops: Ops) -> jax.Array:
+    h = ops.rms_norm(x, p["attention_norm"], c.norm_eps)
+    q, k, v = (
+        ops.constrain(_einsum(f"btd,d{n}h->bt{n}h", h, p[name]), f"B T {n.upper()} H")
+        for name, n in (("query", "n"), ("key", "k"), ("value", "k"))
+    )
+    if c.attention_bias:
+        q, k, v = q + p["query_bias"], k + p["key_bias"], v + p["value_bias"]
+    if c.qk_norm:
+        q, k = ops.rms_norm(q, p["query_norm"], c.norm_eps), ops.rms_norm(k, p["key_norm"], c.norm_eps)
+    q, k = (ops.rotary_embedding(y, batch["positions"], c.rope_base, c.scaling()) for y in (q, k))
+    out = ops.attention(q, k, v, batch["segment_ids"], window, c.attention_soft_cap)
+    return ops.constrain(_einsum("btnh,nhd->btd", out, p["output"]), "B T D")
+
+
+def hidden_states(params: dict, batch: dict[str, jax.Array], c: DecoderConfig, ops: Ops) -> jax.Array:
+    """Returns the final hidden states, [B, T, D] in the compute dtype.
+
+    batch has int32 [B, T]: tokens, positions (from 0 in each document), segment_ids (-1: padding).
+    """
+    dtype = jnp.dtype(c.compute_dtype)
+    dims = {name: p.dims.replace("layers ", "") for name, p in declare(c)["layers"].items()}
+    # Cast once, outside the scan, so that what is gathered layer by layer is already in the narrow type.
+    layers = jax.tree.map(lambda p: p.astype(dtype), params["layers"])
+    period = len(c.layer_pattern)
+    layers = jax.tree.map(lambda p: p.reshape(c.num_layers // period, period, *p.shape[1:]), layers)
+    table = ops.constrain(params["embedding"].astype(dtype), "V D")
+    x = ops.constrain(jnp.take(table, batch["tokens"], axis=0), "B T D")
+
+    def one_period(x: jax.Array, stacked: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        for i, window in enumerate(c.windows()):
+            p = {name: ops.constrain(w[i], dims[name]) for name, w in stacked.items()}
+            x = x + _attention_block(x, p, batch, window, c, ops)
+            h = ops.rms_norm(x, p["mlp_norm"], c.norm_eps)
+            x = x + ops.gated_mlp(h, p["gate"], p["up"], p["down"], c.activation)
         return x, None
 
-    grouped = {name: w[: rounds * period].reshape(rounds, period, *w.shape[1:]) for name, w in weights.items()}
-    x, _ = jax.lax.scan(one_round, x, grouped)
-    for i in range(rounds * period, config.num_layers):  # the pattern's last, incomplete round
-        x = layers[i % period](x, {name: w[i] for name, w in weights.items()}, positions, segment_ids)
-    return ops.rms_norm(x, params["final_norm"], eps=config.norm_eps)
+    body = one_period
+    if c.remat != "none":
+        body = jax.checkpoint(one_period, policy=remat_policy(c.remat), prevent_cse=False)
+    x, _ = jax.lax.scan(body, x, layers)
+    return ops.rms_norm(x, params["final_norm"].astype(dtype), c.norm_eps)
+
+
+def output_projection(params: dict, c: DecoderConfig) -> jax.Array:
+    """Returns the matrix from hidden states to logits, [D, V] in the compute dtype."""
+    head = params["embedding"].T if c.tie_embeddings else params["lm_head"]
+    return head.astype(c.compute_dtype)
 
 
 def loss(
-    params: dict[str, Any],
-    batch: Batch,
-    config: DecoderConfig,
-    ops: Ops,
-    *,
-    z_loss: float = 0.0,
-    compute_dtype: str = "bfloat16",
-    remat: str = "attention",
+    params: dict, batch: dict[str, jax.Array], c: DecoderConfig, ops: Ops, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (what to differentiate, terms): sums over the counted tokens of the batch, float32 scalars.
+    """Returns (the sum over counted tokens of cross entropy and z-loss, {"loss", "z_loss", "tokens"} as sums).
 
-    Sums, not means, so that the parts of a batch, over devices or over time, add up to the loss of the whole. The first
-    is cross entropy plus z-loss. The terms are "loss" (cross entropy), "z_loss" and "tokens", how many targets count.
+    Sums, not means, so that microbatches and devices with different numbers of tokens add up to the exact mean.
     """
-    hidden = forward(params, batch, config, ops, compute_dtype=compute_dtype, remat=remat)
-    lm_head = params["embedding"].T if config.tie_embeddings else params["lm_head"]
-    each = ops.cross_entropy(
-        hidden,
-        lm_head.astype(compute_dtype),
-        batch["targets"],
-        z_loss=z_loss,
-        logits_soft_cap=config.logits_soft_cap,
-    )
-    terms = {name: jnp.sum(value) for name, value in zip(("loss", "z_loss", "tokens"), each, strict=True)}
-    return terms["loss"] + terms["z_loss"], terms
+    hidden = hidden_states(params, batch, c, ops)
+    head = ops.constrain(output_projection(params, c), "D V")
+    terms = ops.cross_entropy(hidden, head, batch["targets"], z_loss, c.logits_soft_cap)
+    sums = {"loss": jnp.sum(terms.loss), "z_loss": jnp.sum(terms.z_loss), "tokens": jnp.sum(terms.counted)}
+    return sums["loss"] + sums["z_loss"], sums

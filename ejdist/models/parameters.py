@@ -1,8 +1,10 @@
-"""A parameter is one line: shape, dtype, logical dims, initial values."""
+"""Parameters: one line declares shape, logical dims and initialisation; all else is derived from it."""
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +14,16 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Param:
-    """One declared parameter.
+    """A parameter: `dims` names each dim ("layers D F"), `init` is "normal", "zeros" or "ones", `std` that of the normal.
 
-    Attributes:
-      dims: a logical name for each entry of `shape`, separated by spaces: letters as everywhere in the project, and
-        "layers" for the stacked dim. What is done with a name on a mesh is not the model's business.
-      init: "ones", "zeros", or the standard deviation of a normal.
+    `decay` says whether weight decay applies; it does not to norms and biases.
     """
 
     shape: tuple[int, ...]
     dims: str
-    init: str | float
+    init: str = "normal"
+    std: float = 0.02
+    decay: bool = True
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -30,31 +31,38 @@ class Param:
 
     @property
     def size(self) -> int:
-        """The number of entries."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
+        return math.prod(self.shape)
+
+
+def map_declared(function: Callable[[str, Param], Any], declared: Any) -> Any:
+    """Returns the tree with `function(path, Param)` in place of each parameter; path is "layers.gate"."""
+
+    def at(path: Any, param: Param) -> Any:
+        return function(".".join(str(k.key) for k in path), param)
+
+    return jax.tree_util.tree_map_with_path(at, declared, is_leaf=lambda x: isinstance(x, Param))
 
 
 def initialise(declared: Any, key: jax.Array) -> Any:
-    """Returns the arrays of a tree of `Param`.
+    """Returns the parameters. Each draws from a key of its own, folded from its path, so that adding one changes no other
+    and the mesh has no say."""
 
-    The key of each comes from its path in the tree, so a parameter's values depend on the seed, its name and its shape
-    alone: not on the other parameters, and not on the mesh it is created on.
-    """
-    return jax.tree.map_with_path(lambda path, p: _values(p, _key(key, path)), declared)
+    def make(path: str, p: Param) -> jax.Array:
+        if p.init == "zeros":
+            return jnp.zeros(p.shape, p.dtype)
+        if p.init == "ones":
+            return jnp.ones(p.shape, p.dtype)
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return p.std * jax.random.truncated_normal(own, -3, 3, p.shape, p.dtype)
+
+    return map_declared(make, declared)
 
 
-def _key(key: jax.Array, path: tuple) -> jax.Array:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+def shapes(declared: Any) -> Any:
+    """Returns the tree of `jax.ShapeDtypeStruct`."""
+    return map_declared(lambda _, p: jax.ShapeDtypeStruct(p.shape, p.dtype), declared)
 
 
-def _values(p: Param, key: jax.Array) -> jax.Array:
-    if p.init == "ones":
-        return jnp.ones(p.shape, p.dtype)
-    if p.init == "zeros":
-        return jnp.zeros(p.shape, p.dtype)
-    assert isinstance(p.init, float), p
-    return p.init * jax.random.normal(key, p.shape, p.dtype)
+def num_parameters(declared: Any) -> int:
+    """Returns how many numbers the parameters hold."""
+    return sum(p.size for p in jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, Param)))

@@ -1,111 +1,70 @@
-"""AdamW with warmup-cosine and warmup-stable-decay schedules, through optax."""
+"""The optimizer: AdamW with a schedule, through optax."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 SCHEDULES = ("warmup_cosine", "wsd", "constant")
 
 
 @dataclass
-class OptimizerConfig:
-    """The section `optimizer`.
-
-    Raises (by `build`):
-      ValueError: naming the field and the remedy.
-    """
+class OptimizerSection:
+    """The `optimizer` section of a recipe."""
 
     learning_rate: float = 3e-4  # the peak
-    schedule: str = "warmup_cosine"  # or wsd (warmup-stable-decay), or constant (after warmup)
+    schedule: str = "warmup_cosine"  # warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
     warmup_steps: int = 100
-    decay_steps: int = 0  # wsd: the last so many steps go down; 0 for a fifth of the run
-    final_fraction: float = 0.1  # learning rate at the end, as a fraction of the peak
+    decay_fraction: float = 0.1  # wsd: the part of all steps in which the rate falls, at the end
+    final_ratio: float = 0.1  # the last rate, as a part of the peak
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.1  # decoupled; of matrices only, see `decayed`
-    clip_norm: float | None = 1.0  # global norm of the gradient; null for no clipping
+    weight_decay: float = 0.1  # not on norms and biases
+    clip_norm: float = 1.0  # of the global gradient; 0 for none
 
 
-class Optimizer(NamedTuple):
-    """An optax transformation, and the learning rate at a step, which a training log shows."""
+def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
+    """Returns step -> learning rate.
 
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
-    schedule: Callable[[Any], jax.Array]
-
-
-def build_schedule(section: OptimizerConfig, total_steps: int) -> Callable[[Any], jax.Array]:
-    """Returns step (from 0) -> learning rate.
-
-    Warmup is linear and its first step is not lost at zero: it has rate peak / warmup_steps. Then a cosine down to
-    `final_fraction` at `total_steps` (Loshchilov and Hutter, 2016), or the peak until the last `decay_steps` and then a
-    line down to it (Hu et al., MiniCPM, 2024).
+    Raises:
+      ValueError: names the key.
     """
-    peak, warmup = section.learning_rate, section.warmup_steps
-    if section.schedule not in SCHEDULES:
-        raise ValueError(f"optimizer.schedule = {section.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
-    if peak <= 0:
-        raise ValueError(f"optimizer.learning_rate must be positive, got {peak}")
-    if not 0 <= section.final_fraction <= 1:
-        raise ValueError(f"optimizer.final_fraction must be in [0, 1], got {section.final_fraction}")
-    if total_steps < 1 or not 0 <= warmup < max(total_steps, 1):
-        raise ValueError(
-            f"optimizer.warmup_steps = {warmup} must be at least 0 and less than the {total_steps} steps of the run; "
-            "warm up for fewer steps or run more"
-        )
-    final = peak * section.final_fraction
-    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    if section.schedule == "constant":
-        return optax.join_schedules([rise, optax.constant_schedule(peak)], [warmup])
-    if section.schedule == "warmup_cosine":
-        fall = optax.cosine_decay_schedule(peak, total_steps - warmup, alpha=section.final_fraction)
-        return optax.join_schedules([rise, fall], [warmup])
-    decay = section.decay_steps or max(total_steps // 5, 1)
-    if not 0 < decay <= total_steps - warmup:
-        raise ValueError(
-            f"optimizer.decay_steps = {decay} does not fit into the {total_steps - warmup} steps after warmup; "
-            "shorten one of them or run more steps"
-        )
-    fall = optax.linear_schedule(peak, final, decay)
-    return optax.join_schedules([rise, optax.constant_schedule(peak), fall], [warmup, total_steps - decay])
+    s = section
+    if s.schedule not in SCHEDULES:
+        raise ValueError(f"optimizer.schedule = {s.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+    if not 0 <= s.decay_fraction <= 1:
+        raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {s.decay_fraction}")
+    if s.learning_rate <= 0 or s.warmup_steps < 0:
+        raise ValueError("optimizer.learning_rate must be positive, and optimizer.warmup_steps not negative")
+    warmup = min(s.warmup_steps, max(steps - 1, 0))
+    if s.schedule == "warmup_cosine":
+        rest = optax.cosine_decay_schedule(s.learning_rate, max(steps - warmup, 1), alpha=s.final_ratio)
+    elif s.schedule == "constant":
+        rest = optax.constant_schedule(s.learning_rate)
+    else:
+        decay = round(steps * s.decay_fraction)
+        stable = max(steps - warmup - decay, 0)
+        fall = optax.linear_schedule(s.learning_rate, s.learning_rate * s.final_ratio, max(decay, 1))
+        rest = optax.join_schedules([optax.constant_schedule(s.learning_rate), fall], [stable])
+    # The first step has a rate already: (step + 1) / warmup of the peak.
+    rise = optax.linear_schedule(s.learning_rate / max(warmup, 1), s.learning_rate, max(warmup - 1, 1))
+    return optax.join_schedules([rise, rest], [warmup]) if warmup else rest
 
 
-def decayed(params: Any) -> Any:
-    """Returns a tree of bools, true where weight decay applies: matrices and the embedding, not norms and biases.
+def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple[optax.GradientTransformation, Any]:
+    """Returns (AdamW with clipping, its schedule).
 
-    By name, because layers are stacked and a stack of biases has the shape of a matrix: parameters called `...norm` or
-    `...bias` are left alone.
+    Args:
+      steps: of the whole run; the schedule ends there.
+      decayed: tree of bool, which parameters decay.
     """
-    name = lambda path: jax.tree_util.keystr(path[-1:], simple=True)  # noqa: E731
-    return jax.tree.map_with_path(lambda path, _: not name(path).endswith(("norm", "bias")), params)
-
-
-def build(section: OptimizerConfig, total_steps: int) -> Optimizer:
-    """Returns AdamW (Loshchilov and Hutter, 2017): clipping by global norm, float32 moments, masked decoupled decay."""
-    if section.clip_norm is not None and section.clip_norm <= 0:
-        raise ValueError(f"optimizer.clip_norm must be positive, or null for no clipping, got {section.clip_norm}")
-    for name in ("b1", "b2"):
-        if not 0 <= getattr(section, name) < 1:
-            raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(section, name)}")
-    if section.weight_decay < 0:
-        raise ValueError(f"optimizer.weight_decay must not be negative, got {section.weight_decay}")
-    schedule = build_schedule(section, total_steps)
+    schedule = make_schedule(section, steps)
+    s = section
     adamw = optax.adamw(
-        schedule,
-        b1=section.b1,
-        b2=section.b2,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        mu_dtype=jnp.float32,
-        mask=decayed,
+        schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay, mask=decayed, mu_dtype="float32"
     )
-    clip = optax.identity() if section.clip_norm is None else optax.clip_by_global_norm(section.clip_norm)
-    transformation = optax.chain(clip, adamw)
-    return Optimizer(transformation.init, transformation.update, lambda step: jnp.asarray(schedule(step), jnp.float32))
+    clip = optax.clip_by_global_norm(s.clip_norm) if s.clip_norm > 0 else optax.identity()
+    return optax.chain(clip, adamw), schedule

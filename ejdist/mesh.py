@@ -1,0 +1,106 @@
+"""The device mesh. The only file that names mesh axes.
+
+dp: replicas. fsdp: parameters are sharded, gathered where they are used. ep: experts. sp: the sequence. tp: heads,
+features and the vocabulary. The batch is split over dp, fsdp and ep together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+DP, FSDP, EP, SP, TP = AXES = ("dp", "fsdp", "ep", "sp", "tp")
+BATCH_AXES = (DP, FSDP, EP)
+
+
+@dataclass
+class MeshSection:
+    """The `mesh` section of a recipe: devices along each axis; one may be -1, for what is left of the devices."""
+
+    dp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def sequence_shards(mesh: jax.sharding.Mesh) -> int:
+        """Returns over how many devices a sequence is split."""
+        return mesh.shape[SP]
+
+
+def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+    """Returns the size of every axis; one may be given as -1, for what is left of the devices.
+
+    Raises:
+      ValueError: the sizes do not fit the devices; names the key, the product and the remedy.
+    """
+    shape = {axis: sizes.get(axis, 1) for axis in AXES}
+    open_axes = [axis for axis, size in shape.items() if size == -1]
+    bad = {axis: size for axis, size in shape.items() if size < 1 and size != -1}
+    if bad or len(open_axes) > 1:
+        raise ValueError(f"mesh sizes must be positive, and at most one -1 (the rest of the devices); got {shape}")
+    fixed = math.prod(size for size in shape.values() if size != -1)
+    written = " x ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1) or "1"
+    if open_axes:
+        if num_devices % fixed:
+            raise ValueError(f"{written}: {num_devices} devices cannot be divided by {fixed}; change one of the sizes")
+        shape[open_axes[0]] = num_devices // fixed
+    elif fixed > num_devices:
+        raise ValueError(
+            f"{written} needs {fixed} devices, but there are {num_devices}; make an axis smaller, or start on more devices"
+        )
+    return shape
+
+
+def make_mesh(
+    dp: int = 1,
+    fsdp: int = 1,
+    ep: int = 1,
+    sp: int = 1,
+    tp: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> jax.sharding.Mesh:
+    """Returns a mesh with the five axes, over the first of `devices` (default: all) that it needs.
+
+    Neighbours along tp, then sp, are neighbours among the devices: those axes communicate most.
+
+    Raises:
+      ValueError: the sizes do not fit the devices.
+    """
+    devices = list(jax.devices()) if devices is None else list(devices)
+    shape = mesh_shape({DP: dp, FSDP: fsdp, EP: ep, SP: sp, TP: tp}, len(devices))
+    sizes, count = tuple(shape.values()), math.prod(shape.values())
+    if count == len(devices) and count > 1:
+        # Lets JAX lay the axes along the links of the machine.
+        return jax.make_mesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES), devices=devices)
+    return jax.sharding.Mesh(np.asarray(devices[:count], dtype=object).reshape(sizes), AXES)
+
+
+def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """Returns the mesh in force: of `jax.set_mesh`, or of a `with mesh:` block; None if there is neither.
+
+    Inside a `shard_map` arrays are a rank's own already, so there is no mesh to place them on: None.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return None if mesh.manual_axes else mesh
+    # JAX has no public way to read the older form, which the documentation of the field still shows.
+    from jax._src import mesh as jax_mesh
+
+    mesh = jax_mesh.thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
+
+
+def axis_is_bound(axis_name: str) -> bool:
+    """Returns whether this runs inside a `shard_map` over that axis."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True

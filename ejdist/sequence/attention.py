@@ -1,0 +1,328 @@
+"""Ring attention: exact attention whose sequence is split over a mesh axis, forward and backward.
+
+Each hop calls the local flash attention for its (out, lse), and one merge joins them in float32. The backward calls the
+local backward with the *global* lse and delta, so it computes no attention again, and dK, dV travel with K, V.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ejdist.layout import ACTIVATIONS
+from ejdist.mesh import SP, axis_is_bound
+from ejdist.sequence import exchange
+from ejdist.sequence.order import Order, order_of
+from ejdist.sequence.schedule import hops as hops_of
+from ejdist.sharded import _checked_mesh, resolve_axes, run
+from kernels._core.config import KernelConfig
+from kernels._core.contract import Unsupported
+from kernels._core.masks import MaskInfo
+from kernels.flash_attention import canonical
+from kernels.flash_attention import op as flash
+
+SCHEMES = ("ring", "all_gather")
+# What each rank has of its own, and what travels with the keys.
+_TRAVELLING = ("kv_segment_ids", "kv_positions")
+
+
+def merge(out: jax.Array, lse: jax.Array, new_out: jax.Array, new_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns attention over two disjoint sets of keys from that over each: (out [..., H], lse [...]), float32.
+
+    lse = -inf is a set in which a row sees no key; two of them give 0 and -inf.
+    """
+    both = jnp.logaddexp(lse, new_lse)
+    anchor = jnp.where(both == -jnp.inf, 0, both)
+    a, b = jnp.exp(lse - anchor), jnp.exp(new_lse - anchor)
+    return out * a[..., None] + new_out.astype(jnp.float32) * b[..., None], both
+
+
+class _Plan(NamedTuple):
+    """The static part of a ring: hashable."""
+
+    axis_name: str
+    scheme: str
+    order: Order
+    hops: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+    platform: str | None
+    cfg: KernelConfig | None
+
+
+def _own_positions(plan: _Plan, length: int, rank: Any) -> jax.Array:
+    """Returns int32 [1, length]: the global positions of a rank's tokens, from the order alone."""
+    table = plan.order.indices(length * plan.order.shards).reshape(plan.order.shards, length)
+    return jnp.asarray(table)[rank][None]
+
+
+def _hop_mask(plan: _Plan, mask: MaskInfo, carried: dict[str, jax.Array], hop: int, q_length: int) -> MaskInfo:
+    """Returns the mask of this rank's queries against the keys that it holds at a hop."""
+    changes: dict[str, Any] = {n: carried[n] for n in _TRAVELLING if n in carried}
+    if "kv_positions" not in changes:
+        n, rank = plan.order.shards, jax.lax.axis_index(plan.axis_name)
+        changes["q_positions"] = _own_positions(plan, q_length, rank)
+        if plan.scheme == "all_gather":
+            changes["kv_positions"] = jnp.asarray(plan.order.indices(q_length * n))[None]
+        else:
+            changes["kv_positions"] = _own_positions(plan, q_length, (rank - hop) % n)
+    return mask.replace(**changes)
+
+
+def _carried(key: jax.Array, value: jax.Array, mask: MaskInfo) -> dict[str, jax.Array]:
+    extra = {n: getattr(mask, n) for n in _TRAVELLING if getattr(mask, n) is not None}
+    return {"key": key, "value": value, **extra}
+
+
+def _local_arguments(plan: _Plan, query, carried, mask, slopes, seed) -> dict[str, Any]:
+    arguments = {"query": query, "key": carried["key"], "value": carried["value"], "mask": mask, **dict(plan.options)}
+    if slopes is not None:
+        arguments["alibi_slopes"] = slopes
+    if seed is not None:
+        arguments["dropout_seed"] = seed
+    return arguments
+
+
+def _forward(plan: _Plan, query, key, value, sinks, slopes, mask, seed) -> tuple[jax.Array, jax.Array]:
+    B, T, N, _ = query.shape
+    carried = _carried(key, value, mask)
+    call = {"platform": plan.platform, "cfg": plan.cfg}
+    if plan.scheme == "all_gather":
+        carried = exchange.gather(carried, plan.axis_name)
+        hop_mask = _hop_mask(plan, mask, carried, 0, T)
+        out, lse = flash(**_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
+        out = out.astype(jnp.float32)
+    else:
+        carried = exchange.shift(carried, plan.axis_name, plan.hops[0])
+        out = jnp.zeros((B, T, N, value.shape[3]), jnp.float32)
+        lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
+        for hop, following in zip(plan.hops, (*plan.hops[1:], None), strict=True):
+            # Sent before the attention that does not depend on it, so that the two may overlap.
+            coming = None if following is None else exchange.shift(carried, plan.axis_name, following - hop)
+            hop_mask = _hop_mask(plan, mask, carried, hop, T)
+            part = flash(**_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
+            out, lse = merge(out, lse, *part)
+            carried = coming
+    if sinks is not None:
+        # A sink is a key that every row sees and that has no value; it joins once, after the last hop.
+        joint = jnp.broadcast_to(jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None, None], lse.shape)
+        out, lse = merge(out, lse, jnp.zeros_like(out), joint)
+    return out.astype(query.dtype), lse
+
+
+def _backward(plan: _Plan, saved, query, key, value, sinks, slopes, mask, seed) -> dict[str, jax.Array]:
+    T = query.shape[1]
+    call = {"platform": plan.platform, "cfg": plan.cfg}
+    carried = _carried(key, value, mask)
+    if plan.scheme == "all_gather":
+        carried = exchange.gather(carried, plan.axis_name)
+        hop_mask = _hop_mask(plan, mask, carried, 0, T)
+        grads = flash.backward(saved, **_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
+        total = {"query": grads["query"], "alibi_slopes": grads.get("alibi_slopes")}
+        travelling = {n: grads[n].astype(jnp.float32) for n in ("key", "value")}
+        total |= exchange.scatter_sum(travelling, plan.axis_name)
+    else:
+        carried = exchange.shift(carried, plan.axis_name, plan.hops[0])
+        total: dict[str, Any] = {"query": jnp.zeros(query.shape, jnp.float32)}
+        total["alibi_slopes"] = None if slopes is None else jnp.zeros(slopes.shape, jnp.float32)
+        sums = {"key": jnp.zeros(key.shape, jnp.float32), "value": jnp.zeros(value.shape, jnp.float32)}
+        for hop, following in zip(plan.hops, (*plan.hops[1:], None), strict=True):
+            coming = None if following is None else exchange.shift(carried, plan.axis_name, following - hop)
+            hop_mask = _hop_mask(plan, mask, carried, hop, T)
+            grads = flash.backward(saved, **_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
+            for name in ("query", "alibi_slopes"):
+                total[name] = None if total[name] is None else total[name] + grads[name]
+            sums = {n: s + grads[n] for n, s in sums.items()}
+            # The sums stay beside the keys that they belong to; after the last hop they go home.
+            sums = exchange.shift(sums, plan.axis_name, (plan.order.shards if following is None else following) - hop)
+            carried = coming
+        total |= sums
+    if sinks is not None:
+        weight = jnp.exp(sinks.astype(jnp.float32)[None, None] - saved["lse"][..., None])
+        total["softmax_aux"] = -jnp.sum(weight * saved["delta"][..., None], axis=(0, 1))
+    return total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(plan: _Plan, query, key, value, sinks, slopes, mask, seed):
+    return _forward(plan, query, key, value, sinks, slopes, mask, seed)
+
+
+def _ring_fwd(plan, query, key, value, sinks, slopes, mask, seed):
+    out, lse = _forward(plan, query, key, value, sinks, slopes, mask, seed)
+    # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded.
+    out, lse = checkpoint_name(out, "flash_attention.out"), checkpoint_name(lse, "flash_attention.lse")
+    return (out, lse), (query, key, value, sinks, slopes, mask, seed, out, lse)
+
+
+def _ring_bwd(plan, kept, cotangents):
+    query, key, value, sinks, slopes, mask, seed, out, lse = kept
+    saved = flash.backward_inputs(
+        {"out": out, "lse": lse}, {"d_out": cotangents[0].astype(query.dtype), "d_lse": cotangents[1]}
+    )
+    grads = _backward(plan, saved, query, key, value, sinks, slopes, mask, seed)
+    given = {"query": query, "key": key, "value": value, "softmax_aux": sinks, "alibi_slopes": slopes}
+    return (*(None if x is None else grads[n].astype(x.dtype) for n, x in given.items()), None, None)
+
+
+_ring.defvjp(_ring_fwd, _ring_bwd)
+
+
+def _on_shard(
+    query,
+    key,
+    value,
+    mask=None,
+    softmax_aux=None,
+    alibi_slopes=None,
+    dropout_seed=None,
+    *,
+    axis_name: str,
+    scheme: str,
+    order: str | Order,
+    platform: str | None,
+    cfg: KernelConfig | None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) of this rank's queries; runs inside a shard_map over `axis_name`."""
+    n = jax.lax.axis_size(axis_name)
+    order = order_of(order, n)
+    mask = MaskInfo() if mask is None else mask
+    # Positions of the caller's own, and prefixes, are known at run time only: every hop is made.
+    known = mask.q_positions is None and mask.prefix_lengths is None
+    hops = hops_of(order, query.shape[1] * n, mask, known=known)
+    plan = _Plan(axis_name, scheme, order, hops, tuple(sorted(options.items())), platform, cfg)
+    return _ring(plan, query, key, value, softmax_aux, alibi_slopes, mask, dropout_seed)
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis_name: str = SP,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    softmax_aux: jax.Array | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    alibi_slopes: jax.Array | None = None,
+    mask_info: MaskInfo | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    attention_mask: jax.Array | None = None,
+    scheme: str = "ring",
+    order: str | Order = "contiguous",
+    return_lse: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    platform: str | None = None,
+    cfg: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns attention [B, T, N, Hv] over a sequence that is split over a mesh axis: the numbers of `flash_attention`.
+
+    Called outside a `shard_map` it makes its own over `mesh` (default: the mesh in force), on global arrays; called inside
+    one that has `axis_name`, on this rank's arrays.
+
+    Args:
+      query, key, value: [B, T, N, H], [B, T, K, H], [B, T, K, Hv], of one length T, in `order`.
+      axis_name: the mesh axis that the sequence is split over.
+      causal, sliding_window, chunk_size, softmax_aux, softmax_scale, logits_soft_cap, dropout_prob, dropout_seed,
+      alibi_slopes, mask_info, q_segment_ids, kv_segment_ids: as in `flash_attention`. Sinks count once.
+      q_positions, kv_positions: only where they are not those of `order`.
+      scheme: "ring" (keys and values travel, O(T / ranks) memory) or "all_gather" (each rank gathers all keys and values).
+      order: how the tokens lie on the ranks: "contiguous", "zigzag", "striped", or an `Order`. For any but contiguous the
+        caller has permuted the sequence, once, by `order.permute`.
+      return_lse: also return the log-sum-exp, float32 [B, T, N].
+      mesh, in_specs, out_specs: where the arrays lie; default: the layout tables, with the sequence over `axis_name`.
+
+    Raises:
+      ValueError: a dim does not divide, the axis does not exist. Unsupported: bias and dense masks, which are S x S.
+
+    Sources: Liu et al., Ring Attention with Blockwise Transformers, 2023; Brandon et al., Striped Attention, 2023; zigzag
+    order and the backward with a global lse as in ring-flash-attention (Zhu, 2024).
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"argument 'scheme' = {scheme!r} is unknown; use one of {', '.join(SCHEMES)}")
+    for name, value_ in (("bias", bias), ("attention_mask", attention_mask)):
+        if value_ is not None:
+            raise Unsupported(
+                f"ring_attention: {name!r} is as large as T x T and is not split; describe it by a MaskInfo"
+            )
+    if mask_info is not None and mask_info.attention_mask is not None:
+        raise Unsupported(
+            "ring_attention: a dense 'attention_mask' is as large as T x T and is not split; use segments"
+        )
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"argument 'key' has length {key.shape[1]}, but 'query' has {query.shape[1]}: a ring needs one length"
+        )
+    arguments = canonical(
+        query,
+        key,
+        value,
+        causal=causal,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        alibi_slopes=alibi_slopes,
+        mask_info=mask_info,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    )
+    flash.bind(**arguments)  # shapes and dtypes are judged on the whole arrays, where the names mean something
+    settings = {"axis_name": axis_name, "scheme": scheme, "platform": platform, "cfg": cfg}
+    if axis_is_bound(axis_name):
+        out, lse = _on_shard(**arguments, order=order, **settings)
+        return (out, lse) if return_lse else out
+    mesh = _checked_mesh(mesh)
+    shards = 1 if mesh is None else _axis_size(mesh, axis_name)
+    order = order_of(order, shards)
+    order.indices(query.shape[1])  # raises where the length does not divide
+    dims = (("B", "T", "N", "Hv"), ("B", "T", "N"))
+    sizes = {"out_dims": dims, "mesh": mesh, "out_specs": out_specs}
+    if shards == 1:
+        out, lse = run(flash, _with_positions(arguments, order), in_specs=in_specs, platform=platform, cfg=cfg, **sizes)
+    else:
+        table = {**ACTIVATIONS, "T": (axis_name,), "S": (axis_name,)}
+        axes = resolve_axes(flash, arguments, mesh, in_specs, table)
+        for dim in ("T", "S"):
+            if axes.get(dim) != (axis_name,):
+                raise ValueError(
+                    f"in_specs split the sequence over {axes.get(dim)}, but axis_name = {axis_name!r}; the two must agree"
+                )
+        local = functools.partial(_on_shard, order=order, axis_name=axis_name, scheme=scheme)
+        call = {"local": local, "table": table, "check": False, "platform": platform, "cfg": cfg}
+        out, lse = run(flash, arguments, in_specs=in_specs, **call, **sizes)
+    return (out, lse) if return_lse else out
+
+
+def _axis_size(mesh: jax.sharding.Mesh, axis_name: str) -> int:
+    if axis_name not in mesh.axis_names:
+        raise ValueError(f"argument 'axis_name' = {axis_name!r} is not an axis of the mesh {dict(mesh.shape)}")
+    return mesh.shape[axis_name]
+
+
+def _with_positions(arguments: dict[str, Any], order: Order) -> dict[str, Any]:
+    """Returns the arguments, with a permuted sequence's positions in the mask when one device holds it whole."""
+    mask = arguments.get("mask") or MaskInfo()
+    if order.name == "contiguous" or mask.q_positions is not None:
+        return arguments
+    at = jnp.asarray(order.indices(arguments["query"].shape[1]))[None]
+    return {**arguments, "mask": mask.replace(q_positions=at, kv_positions=at)}

@@ -1,0 +1,79 @@
+"""Orders of the sequence: which tokens lie on which rank. One permutation, applied once to the whole batch.
+
+Everything that depends on where a token is (rotary embedding, masks, dropout) reads positions that were permuted with the
+tokens, so an order never changes what is computed, only where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+NAMES = ("contiguous", "zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of a sequence over `shards` ranks.
+
+    contiguous: rank r has the r-th part. zigzag: of 2 * shards parts, rank r has part r and part 2 * shards - 1 - r, so
+    that causal work is even. striped: rank r has tokens r, r + shards, r + 2 * shards, ...
+    """
+
+    name: str
+    shards: int
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"sequence.order = {self.name!r} is unknown; use one of {', '.join(NAMES)}")
+        if self.shards < 1:
+            raise ValueError(f"an order needs at least one shard, got {self.shards}")
+
+    @property
+    def multiple(self) -> int:
+        """What the sequence length must be a multiple of."""
+        return 2 * self.shards if self.name == "zigzag" and self.shards > 1 else self.shards
+
+    def indices(self, length: int) -> np.ndarray:
+        """Returns int32 [length]: place p of the permuted sequence holds token indices[p].
+
+        Raises:
+          ValueError: the length does not divide; names the remedy.
+        """
+        if length % self.multiple:
+            nearest = max(self.multiple, round(length / self.multiple) * self.multiple)
+            raise ValueError(
+                f"sequence length {length} cannot be divided for order {self.name!r} over sp = {self.shards}: it must be a "
+                f"multiple of {self.multiple}; use {nearest}, or another order or sp"
+            )
+        tokens = np.arange(length, dtype=np.int32)
+        n = self.shards
+        if self.name == "zigzag" and n > 1:
+            chunks = tokens.reshape(2 * n, -1)
+            return np.concatenate([part for r in range(n) for part in (chunks[r], chunks[2 * n - 1 - r])])
+        if self.name == "striped":
+            return tokens.reshape(-1, n).T.reshape(-1)
+        return tokens
+
+    def permute(self, x: Any, axis: int = 1) -> Any:
+        """Returns x with its sequence dim in this order. x may be a NumPy or JAX array."""
+        return x if self.name == "contiguous" else x.take(self.indices(x.shape[axis]), axis=axis)
+
+    def inverse(self, x: Any, axis: int = 1) -> Any:
+        """Returns x with its sequence dim back in the original order."""
+        return x if self.name == "contiguous" else x.take(np.argsort(self.indices(x.shape[axis])), axis=axis)
+
+
+def order_of(order: str | Order, shards: int) -> Order:
+    """Returns the order by name, for that many ranks.
+
+    Raises:
+      ValueError: an `Order` for another number of ranks.
+    """
+    if isinstance(order, Order):
+        if order.shards != shards:
+            raise ValueError(f"argument 'order' is for {order.shards} ranks, but the axis has {shards}")
+        return order
+    return Order(order, shards)

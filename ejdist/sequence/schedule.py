@@ -1,0 +1,43 @@
+"""Which (rank, hop) pairs of a ring have work, from the description of the mask. NumPy, before anything is traced.
+
+At hop h rank r holds the keys of rank r - h. A hop that no rank needs is not made: the ring jumps over it. Segments are
+known only at run time; they skip blocks inside the local operation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ejdist.sequence.order import Order
+from kernels._core.masks import MaskInfo, active_blocks
+
+
+def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
+    """Returns bool [shards, shards]: whether any query of rank r (row) may see any key of rank s (column).
+
+    `mask` gives causal, window and chunk; its arrays are not read.
+    """
+    n = order.shards
+    at = order.indices(length)[None]
+    # A rank's tokens are one run, or two in a zigzag; bounds are exact within a run.
+    run = length // order.multiple
+    static = MaskInfo(
+        q_positions=at, kv_positions=at, causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size
+    )
+    blocks = active_blocks(static, length, length, run, run)
+    per = order.multiple // n
+    return blocks.reshape(n, per, n, per).any((1, 3))
+
+
+def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tuple[int, ...]:
+    """Returns the hops at which some rank has work, ascending; hop 0 is the rank's own keys.
+
+    With `known` False (the caller brings positions of its own, or a prefix), every hop is made.
+    """
+    n = order.shards
+    if not known:
+        return tuple(range(n))
+    pairs = needed(order, length, mask)
+    ranks = np.arange(n)
+    found = [h for h in range(n) if pairs[ranks, (ranks - h) % n].any()]
+    return tuple(found) or (0,)
