@@ -325,9 +325,16 @@ def attention(
         softmax_aux=softmax_aux,
         mask_info=mask_info,
     )
+    return attention_of_canonical(**arguments, platform=platform, cfg=cfg)
+
+
+def attention_of_canonical(
+    *, platform: str | None = None, cfg: KernelConfig | None = None, **arguments: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, weights) from the arguments of the contract, as `canonical` makes them."""
     out, _ = op(**arguments, platform=platform, cfg=cfg)
     # The contract with the unit vectors as values: output column s is then the weight of key s.
-    B, S, K = key.shape[:3]
+    B, S, K = arguments["key"].shape[:3]
     units = jnp.broadcast_to(jnp.eye(S, dtype=jnp.float32)[None, :, None], (B, S, K, S))
     plain = {n: x for n, x in arguments.items() if n not in ("dropout_seed", "dropout_prob")}
     floats = {n: x.astype(jnp.float32) for n, x in plain.items() if n in ("query", "key")}

@@ -1,8 +1,8 @@
-"""RMS normalisation: one read, one write, float32 inside."""
+"""Root mean square normalisation."""
 
 from __future__ import annotations
 
-import jax
+from jaxtyping import Array, Float
 
 from kernels.rms_norm.contract import RMSNormConfig, op
 
@@ -10,26 +10,28 @@ __all__ = ["RMSNormConfig", "op", "rms_norm"]
 
 
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
+    x: Float[Array, "*lead D"],
+    weight: Float[Array, " D"] | None = None,
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
     platform: str | None = None,
     cfg: RMSNormConfig | None = None,
-) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype; computed in float32.
+) -> Float[Array, "*lead D"]:
+    """Returns x / sqrt(mean(x², over D) + eps) * weight, computed in float32, in the dtype of x.
 
     Args:
-      x: [..., D]. weight: [D], or None for none; its dtype may differ from x's.
+      weight: one factor for each feature, of any float dtype; None for none.
       eps: added to the mean square.
-      zero_centered: the scale is 1 + weight (Gemma).
-      platform, cfg: see `Op.__call__`.
+      zero_centered: the factor is 1 + weight, as in Gemma.
+      platform: None for the fastest backend of what this is compiled for; or "xla", "triton", "pallas".
+      cfg: tunables for this call.
 
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    Raises:
+      ValueError: shapes disagree, or `zero_centered` without `weight`. Unsupported: the platform asked for cannot do it.
 
     >>> import jax.numpy as jnp
-    >>> rms_norm(jnp.full((2, 4), 3.0)).tolist()[0]
-    [1.0, 1.0, 1.0, 1.0]
+    >>> print(rms_norm(jnp.array([3.0, 4.0])).round(3))
+    [0.849 1.131]
     """
     return op(x, weight, eps=eps, zero_centered=zero_centered, platform=platform, cfg=cfg)[0]

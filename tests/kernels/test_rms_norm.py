@@ -1,0 +1,180 @@
+"""rms_norm: the contract against NumPy, every backend against the contract, and the code for every target."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import check, error, on_this_machine, value_and_gradients
+
+import kernels
+from kernels._core import checks
+from kernels._core.contract import Unsupported
+from kernels._core.interpret import interpret
+from kernels.rms_norm import RMSNormConfig, op, rms_norm
+
+CASES = {case.name: case for case in op.cases}
+SMALL = [case for case in op.cases if "bench" not in case.tags]
+BACKENDS = ("triton_gpu", "pallas_tpu", "xla")
+
+
+def numpy_rms_norm(x, weight, eps, zero_centered):
+    """The contract in float64, one row at a time."""
+    D = x.shape[-1]
+    out, rstd = np.empty_like(x), np.empty(x.shape[:-1])
+    for row in np.ndindex(x.shape[:-1]):
+        mean_square = sum(float(v) ** 2 for v in x[row]) / D
+        rstd[row] = 1 / np.sqrt(mean_square + eps)
+        for d in range(D):
+            factor = 1.0 if weight is None else weight[d] + zero_centered
+            out[row][d] = x[row][d] * rstd[row] * factor
+    return out, rstd
+
+
+def arguments_of(case):
+    a = op.case_inputs(case)
+    weight = None if "weight" not in a else np.asarray(a["weight"], np.float64)
+    return a, np.asarray(a["x"], np.float64), weight, a.get("eps", 1e-6), a.get("zero_centered", False)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_contract_against_numpy(case):
+    a, x, weight, eps, zero_centered = arguments_of(case)
+    for actual, wanted in zip(op.reference(**a), numpy_rms_norm(x, weight, eps, zero_centered), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["odd", "no_weight", "zero_centered", "one_row"])
+def test_contract_gradients_against_finite_differences(name):
+    a, x, weight, eps, zero_centered = arguments_of(CASES[name])
+    _, gradients, (d_out, d_rstd) = value_and_gradients(op.function, a)
+    rng = np.random.default_rng(3)
+
+    def scalar(x, weight):
+        out, rstd = numpy_rms_norm(x, weight, eps, zero_centered)
+        return np.sum(out * np.asarray(d_out, np.float64)) + np.sum(rstd * np.asarray(d_rstd, np.float64))
+
+    for argument, gradient in gradients.items():
+        way = rng.standard_normal(gradient.shape)
+        h = 1e-5
+        plus, minus = (
+            scalar(
+                x + s * way * (argument == "x"), None if weight is None else weight + s * way * (argument == "weight")
+            )
+            if argument == "x" or weight is not None
+            else None
+            for s in (h, -h)
+        )
+        slope = np.sum(np.asarray(gradient, np.float64) * way)
+        np.testing.assert_allclose(slope, (plus - minus) / (2 * h), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_numbers(case, dtype, backend):
+    if dtype in op.backends[backend].dtypes:
+        check(op, op.backends[backend], case, dtype)
+        return
+    with on_this_machine(op.backends[backend]), pytest.raises(Unsupported, match=f"dtype {dtype} is not among"):
+        op(**op.case_inputs(case, dtype=dtype), platform=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_dtype_of_the_weight_may_differ(backend):
+    a = op.case_inputs(CASES["odd"])
+    x, weight = a["x"].astype("bfloat16"), a["weight"]
+    with on_this_machine(op.backends[backend]):
+        (out, _), gradients, _ = value_and_gradients(
+            lambda x, weight: op(x, weight, platform=backend), {"x": x, "weight": weight}
+        )
+    assert out.dtype == jnp.bfloat16
+    assert {k: str(v.dtype) for k, v in gradients.items()} == {"x": "bfloat16", "weight": "float32"}
+    assert error(out, op.reference(x, weight)[0]) < 4e-3
+
+
+@pytest.mark.parametrize("forward", BACKENDS)
+@pytest.mark.parametrize("backward", BACKENDS)
+def test_any_backward_follows_any_forward(forward, backward):
+    a = op.case_inputs(CASES["odd"])
+    (_, _), wanted, (d_out, d_rstd) = value_and_gradients(op.function, a)
+    with interpret():
+        _, rstd = op(**a, platform=forward)
+        got = op.backward({"d_out": d_out, "d_rstd": d_rstd, "rstd": rstd}, **a, platform=backward)
+    assert set(got) == set(wanted)
+    for name in wanted:
+        assert error(got[name], wanted[name]) < 5e-6, name
+
+
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("name", ["odd", "many_rows", "wide"])
+def test_numbers_of_the_tuning_candidates(backend, name):
+    case, backend = CASES[name], op.backends[backend]
+    a = op.case_inputs(case)
+    candidates = backend.candidates(op.bind(**a))
+    assert len(candidates) == len(set(candidates)) >= 1
+    # Warps change nothing under the interpreter, so one candidate for each tile is enough.
+    tiles = {(c.block_rows, c.backward_block_rows, c.backward_programs): c for c in candidates}
+    few = list(tiles.values())[:: max(1, len(tiles) // 3)]
+    truth, true_gradients, d = value_and_gradients(op.function, a)
+    for cfg in [*few, RMSNormConfig(block_rows=16, backward_block_rows=16, backward_programs=3)]:
+        with interpret():
+            got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform=backend.name, cfg=cfg), a, d)  # noqa: B023
+        for actual, wanted in [*zip(got, truth), *((gradients[n], true_gradients[n]) for n in true_gradients)]:
+            assert error(actual, wanted) < 5e-6, cfg
+
+
+@pytest.mark.parametrize("target", checks.CUDA_TARGETS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["odd", "no_weight", "zero_centered", "model_4k"])
+def test_code_for_cuda(name, dtype, target):
+    report = checks.export_cuda(*checks.call_of(op, CASES[name], dtype=dtype), compute_capability=target)
+    assert [k.name for k in report.kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
+    for kernel in report.kernels:
+        assert kernel.resources["spill_stores"] == 0, (kernel.name, kernel.resources)
+        assert kernel.shared_memory_bytes <= 48 * 1024
+
+
+@pytest.mark.parametrize("topology", checks.TPU_TOPOLOGIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["odd", "no_weight", "zero_centered", "one_row", "model_8k"])
+def test_code_for_tpu(name, dtype, topology):
+    compiled = checks.compile_tpu(*checks.call_of(op, CASES[name], dtype=dtype), topology=topology)
+    assert checks.mosaic_calls(compiled) == 2
+
+
+def test_every_tpu_candidate_fits_vmem():
+    case = CASES["model_8k"]
+    call = op.bind(**checks.call_of(op, case)[1])
+    for cfg in op.backends["pallas_tpu"].candidates(call):
+        assert checks.mosaic_calls(checks.compile_tpu(*checks.call_of(op, case, cfg=cfg))) == 2
+
+
+def test_dispatch_follows_the_platform_and_a_name_never_falls_back():
+    x = jnp.ones((2, 128))
+    assert {p: b.name for p, b in op.choose(op.bind(x), None).items() if not isinstance(b, str)} == {
+        "cpu": "xla",
+        "cuda": "triton_gpu",
+        "rocm": "xla",
+        "tpu": "pallas_tpu",
+    }
+    with pytest.raises(Unsupported, match="triton"):
+        rms_norm(x, platform="triton")
+    with pytest.raises(Unsupported, match="x has no elements"), interpret():
+        rms_norm(jnp.ones((0, 128)), platform="triton")
+    with pytest.raises(Unsupported, match="D = 65537 is more than 65536"), interpret():
+        rms_norm(jnp.ones((1, 65537)), platform="triton")
+    with pytest.raises(Unsupported, match="D = 500000 is too wide"), interpret():
+        rms_norm(jnp.ones((1, 500000)), platform="pallas")
+    assert rms_norm(jnp.ones((0, 128))).shape == (0, 128)
+
+
+def test_a_wrong_call_is_a_value_error():
+    with pytest.raises(ValueError, match="'weight' of shape"):
+        rms_norm(jnp.ones((2, 8)), jnp.ones(7))
+    with pytest.raises(ValueError, match="'zero_centered'"):
+        rms_norm(jnp.ones((2, 8)), zero_centered=True)
+
+
+def test_the_face():
+    a = op.case_inputs(CASES["zero_centered"])
+    np.testing.assert_array_equal(rms_norm(**a), op(**a)[0])
+    assert kernels.rms_norm is rms_norm or kernels.rms_norm.rms_norm is rms_norm

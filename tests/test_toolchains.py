@@ -1,0 +1,337 @@
+"""The toolchains with no accelerator: Triton's and Pallas' interpreters, export for CUDA, the real TPU compiler."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from jax.experimental import pallas as pl
+
+from kernels._core import checks
+from kernels._core.interpret import interpret, interpreting
+from kernels._core.pallas import pallas_launch
+from kernels._core.triton import CUSTOM_CALL_TARGET, triton_launch
+from kernels.rms_norm import RMSNormConfig, rms_norm
+from kernels.rms_norm import op as rms_norm_op
+
+CASES = {case.name: case for case in rms_norm_op.cases}
+
+
+# -- kernels that use what a kernel may use ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _square(x):
+    return x * x
+
+
+@triton.jit
+def _largest(x, axis: tl.constexpr):
+    return tl.max(_square(x), axis=axis)
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr, b_ptr, scale, c_ptr, top_ptr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr
+):
+    rows, inner, cols = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
+    a = tl.load(a_ptr + rows[:, None] * K + inner[None, :])
+    b = tl.load(b_ptr + inner[:, None] * N + cols[None, :])
+    c = tl.dot(a, b, input_precision="ieee") * scale
+    if KIND == "exp":
+        c = tl.exp(c)
+    for _ in range(2):
+        c += 1.0
+    tl.store(c_ptr + rows[:, None] * N + cols[None, :], c.to(c_ptr.dtype.element_ty))
+    tl.store(top_ptr + rows, _largest(c, axis=1).to(tl.int32))
+
+
+@triton.jit
+def copy_kernel(x_ptr, o_ptr, FROM: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    i = FROM + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(o_ptr + i, tl.load(x_ptr + i, mask=i < N), mask=i < N)
+
+
+@triton.jit
+def scribble_kernel(x_ptr, o_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(o_ptr + i, tl.load(x_ptr + i))
+    tl.store(x_ptr + i, tl.load(x_ptr + i) + 1)
+
+
+@triton.jit
+def histogram_kernel(x_ptr, counts_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(counts_ptr + tl.load(x_ptr + i), 1)
+
+
+def like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def copy(x, *, start=0, stop=None, size=None):
+    size = x.size if size is None else size
+    out = jax.ShapeDtypeStruct((size,), x.dtype)
+    stop = x.size if stop is None else stop
+    return triton_launch(copy_kernel, x, out_shape=out, grid=(triton.cdiv(stop, 16),), FROM=start, N=stop, BLOCK=16)
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+
+# -- Triton's interpreter ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_kernel_with_helpers_dots_loops_and_scalars_is_interpreted(dtype):
+    a, b = normal(16, 32, dtype=dtype), normal(32, 16, dtype=dtype)
+    out = (jax.ShapeDtypeStruct((16, 16), dtype), jax.ShapeDtypeStruct((16,), "int32"))
+
+    def run(a, b):
+        return triton_launch(matmul_kernel, a, b, 0.25, out_shape=out, grid=(1,), M=16, K=32, N=16, KIND="exp")
+
+    with interpret():
+        c, top = jax.jit(run)(a, b)
+    wanted = jnp.exp(jnp.matmul(a.astype("float32"), b.astype("float32"), precision="highest") * 0.25) + 2
+    np.testing.assert_allclose(
+        c.astype("float32"), wanted, rtol={"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}[dtype]
+    )
+    np.testing.assert_allclose(top, jnp.max(wanted**2, axis=1), atol=1.001)
+
+
+def test_interpreted_kernels_live_inside_scan_and_vmap():
+    def step(carry, x):
+        return carry + copy(x).sum(), copy(x)
+
+    x = normal(3, 20)
+    with interpret():
+        total, rows = jax.jit(lambda x: jax.lax.scan(step, 0.0, x))(x)
+        mapped = jax.jit(jax.vmap(copy))(x)
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
+    np.testing.assert_array_equal(rows, x)
+    np.testing.assert_array_equal(mapped, x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_a_kernel_leaves_unwritten_is_nan(dtype):
+    x = normal(40, dtype=dtype)
+    with interpret():
+        y = copy(x, stop=37)
+    np.testing.assert_array_equal(jnp.isnan(y), np.arange(40) >= 37)
+
+
+def test_what_a_kernel_reads_beyond_its_input_is_nan():
+    with interpret():
+        y = copy(normal(30), stop=40, size=40)
+    np.testing.assert_array_equal(jnp.isnan(y), np.arange(40) >= 30)
+
+
+@pytest.mark.parametrize("start", [-3, 5])
+def test_a_write_outside_a_buffer_is_an_error(start):
+    with interpret(), pytest.raises(Exception, match="copy_kernel wrote outside the buffer 'o_ptr'"):
+        jax.block_until_ready(copy(normal(16), start=start, stop=40))
+
+
+def test_a_write_to_an_input_is_an_error():
+    x = normal(16)
+    with interpret(), pytest.raises(Exception, match="scribble_kernel wrote to its input 'x_ptr'"):
+        jax.block_until_ready(triton_launch(scribble_kernel, x, out_shape=like(x), grid=(1,), N=16))
+
+
+def test_an_aliased_output_starts_with_the_values_of_its_input():
+    x, counts = jnp.array([1, 1, 3, 0, 1, 2, 3, 3]), jnp.array([10, 0, 0, 0])
+
+    def run(x, counts):
+        return triton_launch(
+            histogram_kernel, x, counts, out_shape=like(counts), grid=(2,), input_output_aliases={1: 0}, BLOCK=4
+        )
+
+    with interpret():
+        y = jax.jit(run)(x, counts)
+    np.testing.assert_array_equal(y, [11, 3, 1, 3])
+    np.testing.assert_array_equal(counts, [10, 0, 0, 0])
+    [kernel] = checks.export_cuda(run, x, counts).kernels
+    assert "atom" in kernel.ptx or "red" in kernel.ptx
+
+
+def test_the_interpreter_leaves_the_language_as_it_was():
+    def settings():
+        owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition, triton.JITFunction)
+        return {(id(o), k): v for o in owners for k, v in vars(o).items()}
+
+    def ptx():
+        return checks.export_cuda(lambda x: copy(x), normal(33)).kernels[0].ptx
+
+    def numbers():
+        with interpret():
+            np.testing.assert_array_equal(copy(normal(33)), normal(33))
+
+    names = set(globals())
+    before = settings()
+    numbers()
+    assert {k for k, v in settings().items() if before.get(k) is not v} == set()
+    first = ptx()
+    numbers()
+    matmul_kernel._jT_kernel_cache = copy_kernel._jT_kernel_cache = {}  # so that it is compiled again
+    assert ptx() == first
+    numbers()
+    assert set(globals()) == names, "the interpreter's rewriter added names to the kernel's module"
+
+
+def test_interpretation_ends_with_its_context():
+    assert not interpreting()
+    with pytest.raises(ZeroDivisionError), interpret():
+        assert interpreting()
+        _ = 1 / 0
+    assert not interpreting()
+
+
+def test_an_empty_grid_is_refused():
+    with pytest.raises(ValueError, match="'grid'"):
+        triton_launch(copy_kernel, normal(1), out_shape=like(normal(1)), grid=(0,), FROM=0, N=1, BLOCK=16)
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", checks.CUDA_TARGETS)
+def test_each_export_has_code_for_its_own_target(target):
+    """One jitted function, exported for one target after the other: no cache hands out the first one's code."""
+    function, arguments = checks.call_of(rms_norm_op, CASES["odd"])
+    for compute_capability in (*checks.CUDA_TARGETS, target):
+        report = checks.export_cuda(function, arguments, compute_capability=compute_capability)
+        assert [k.name for k in report.kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
+        assert CUSTOM_CALL_TARGET in report.exported.mlir_module()
+        for kernel in report.kernels:
+            assert f".target sm_{compute_capability}" in kernel.ptx
+
+
+def test_resources_come_from_the_assembler():
+    [kernel] = checks.export_cuda(lambda x: copy(x), normal(64)).kernels
+    assert kernel.num_warps == 4 and kernel.shared_memory_bytes == 0
+    assert 0 < kernel.resources["registers"] <= 255
+    assert kernel.resources["spill_stores"] == kernel.resources["spill_loads"] == 0
+
+
+def test_a_missing_toolchain_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    monkeypatch.delitem(sys.modules, "kernels._core.triton")
+    with pytest.raises(RuntimeError, match=r"jax_triton: pip install 'ejdist\[test\]'"):
+        checks.export_cuda(jnp.sin, normal(4))
+
+
+# -- Pallas and the TPU compiler --------------------------------------------------------------------------------------
+
+
+def _double(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+
+def _forget(x_ref, o_ref):
+    @pl.when(pl.program_id(0) < 1)
+    def _():
+        o_ref[...] = x_ref[...]
+
+
+def blocks(x, kernel=_double, rows=8, **options):
+    spec = pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
+    given = {"dimension_semantics": ("parallel",), "in_specs": [spec], "out_specs": spec, "out_shape": like(x)}
+    return pallas_launch(kernel, x, grid=(pl.cdiv(x.shape[0], rows),), **{**given, **options})
+
+
+def test_a_pallas_kernel_is_interpreted_and_compiled():
+    x = normal(20, 128)
+    with interpret():
+        np.testing.assert_array_equal(jax.jit(blocks)(x), 2 * x)
+    for topology in checks.TPU_TOPOLOGIES:
+        assert checks.mosaic_calls(checks.compile_tpu(blocks, x, topology=topology)) == 1
+
+
+def test_what_a_pallas_kernel_leaves_unwritten_is_nan():
+    with interpret():
+        y = blocks(normal(16, 128), _forget)
+    np.testing.assert_array_equal(jnp.isnan(y).all(axis=1), np.arange(16) >= 8)
+
+
+def test_pallas_launch_wants_the_semantics_of_every_dim():
+    with pytest.raises(ValueError, match="dimension_semantics"):
+        blocks(normal(8, 128), dimension_semantics=())
+
+
+def test_a_block_that_does_not_fit_vmem_is_refused_by_the_compiler():
+    x = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16)
+
+    def run(x, rows):
+        return rms_norm(x, platform="pallas", cfg=RMSNormConfig(block_rows=rows))
+
+    assert checks.mosaic_calls(checks.compile_tpu(lambda x: run(x, 32), x)) == 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)vmem"):
+        checks.compile_tpu(lambda x: run(x, 8192), x)
+
+
+def test_compile_tpu_shards_over_a_topology():
+    devices = np.array(checks.tpu_topology("v5e:2x4").devices)
+    mesh = jax.sharding.Mesh(devices, ("rows",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    compiled = checks.compile_tpu(jnp.sum, jax.ShapeDtypeStruct((64, 128), "float32", sharding=rows))
+    assert "all-reduce" in compiled.as_text()
+    assert compiled.memory_analysis().argument_size_in_bytes == 64 * 128 * 4 // 8
+
+
+def test_an_unknown_topology_is_named():
+    with pytest.raises(ValueError, match="'topology' = 'v5x:9x9'"):
+        checks.tpu_topology("v5x:9x9")
+
+
+SIDE_BY_SIDE = """
+import os, sys
+before = dict(os.environ)
+from kernels._core import checks
+assert not {"triton", "jax_triton", "libtpu"} & set(sys.modules), "importing the checks imported a toolchain"
+import jax, jax.numpy as jnp
+compiled = checks.compile_tpu(jnp.sin, jax.ShapeDtypeStruct((8, 128), "float32"), topology="v5p:2x2x1")
+assert dict(os.environ) == before, set(os.environ) ^ set(before)
+print("compiled", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_processes_use_the_tpu_compiler_at_the_same_time():
+    """Each holds libtpu until told to end. Nothing is left in the environment and nothing is said on stderr."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TPU_")}
+    command = [sys.executable, "-c", SIDE_BY_SIDE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(2)]
+    said = [p.stdout.readline() for p in processes]
+    rest = [p.communicate("\n") for p in processes]
+    assert said == ["compiled\n"] * 2, rest
+    assert [err for _, err in rest] == ["", ""]
+
+
+# -- all of it at once ------------------------------------------------------------------------------------------------
+
+
+def test_one_jit_runs_on_the_cpu_and_compiles_for_cuda_and_for_tpu():
+    @jax.jit
+    def step(x, weight):
+        def loss(x, weight):
+            return jnp.sum(rms_norm(jnp.sin(x), weight).astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(x, weight)
+
+    x, weight = normal(6, 128, dtype="bfloat16"), normal(128, dtype="bfloat16")
+    wanted = jax.grad(lambda x, w: jnp.sum(rms_norm_op.reference(jnp.sin(x), w)[0] ** 2), argnums=(0, 1))(x, weight)
+    for actual, exact in zip(step(x, weight), wanted, strict=True):
+        np.testing.assert_allclose(actual.astype("float32"), exact.astype("float32"), rtol=0.05, atol=0.05)
+    for target in checks.CUDA_TARGETS:
+        kernels = checks.export_cuda(step, x, weight, compute_capability=target).kernels
+        assert [k.name for k in kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
+    for topology in checks.TPU_TOPOLOGIES:
+        assert checks.mosaic_calls(checks.compile_tpu(step, x, weight, topology=topology)) == 2
+    np.testing.assert_array_equal(step(x, weight)[0], step(x, weight)[0])
