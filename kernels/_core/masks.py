@@ -154,7 +154,7 @@ class MaskInfo:
 
         Positions belong to the tokens: given by either, they are what every rule of the result compares. Likewise
         prefix_lengths of either soften the result's `causal`, whoever brought it: MaskInfo(prefix_lengths=p) combined
-        with causal=True is a prefix-LM.
+        with causal=True is a prefix-LM. Chunks are counted from the starts of the result's segments.
 
         Raises:
           ValueError: both bring positions, or chunk sizes of which neither divides the other.
