@@ -1,6 +1,5 @@
 """rms_norm: the contract against NumPy, every backend against the contract, and the code for every target."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,16 +53,9 @@ def test_contract_gradients_against_finite_differences(name):
         return np.sum(out * np.asarray(d_out, np.float64)) + np.sum(rstd * np.asarray(d_rstd, np.float64))
 
     for argument, gradient in gradients.items():
-        way = rng.standard_normal(gradient.shape)
-        h = 1e-5
-        plus, minus = (
-            scalar(
-                x + s * way * (argument == "x"), None if weight is None else weight + s * way * (argument == "weight")
-            )
-            if argument == "x" or weight is not None
-            else None
-            for s in (h, -h)
-        )
+        way, h = rng.standard_normal(gradient.shape), 1e-5
+        dx, dweight = (way, 0) if argument == "x" else (0, way)
+        plus, minus = (scalar(x + s * dx, None if weight is None else weight + s * dweight) for s in (h, -h))
         slope = np.sum(np.asarray(gradient, np.float64) * way)
         np.testing.assert_allclose(slope, (plus - minus) / (2 * h), rtol=1e-4, atol=1e-4)
 
