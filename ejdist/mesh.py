@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 
 DP, FSDP, EP, SP, TP = AXES = ("dp", "fsdp", "ep", "sp", "tp")
 BATCH_AXES = (DP, FSDP, EP)
+
+
+@dataclass
+class MeshSection:
+    """The `mesh` section of a recipe: devices along each axis; one may be -1, for what is left of the devices."""
+
+    dp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def sequence_shards(mesh: jax.sharding.Mesh) -> int:
+        """Returns over how many devices a sequence is split."""
+        return mesh.shape[SP]
 
 
 def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
@@ -60,16 +78,20 @@ def make_mesh(
     shape = mesh_shape({DP: dp, FSDP: fsdp, EP: ep, SP: sp, TP: tp}, len(devices))
     sizes, count = tuple(shape.values()), math.prod(shape.values())
     if count == len(devices) and count > 1:
-        # Lets JAX lay the axes along the links of the machine.
-        return jax.make_mesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES), devices=devices)
+        # Lays the axes along the links of the machine; a physical axis may be split, as 4 x 4 x 4 chips into 8 x 8.
+        laid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return jax.sharding.Mesh(laid, AXES)
     return jax.sharding.Mesh(np.asarray(devices[:count], dtype=object).reshape(sizes), AXES)
 
 
-def current_mesh() -> jax.sharding.Mesh | None:
-    """Returns the mesh in force: of `jax.set_mesh`, or of a `with mesh:` block; None if there is neither."""
-    mesh = jax.sharding.get_mesh()
+def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """Returns the mesh in force: of `jax.set_mesh`, or of a `with mesh:` block; None if there is neither.
+
+    Inside a `shard_map` arrays are a rank's own already, so there is no mesh to place them on: None.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        return mesh
+        return None if mesh.manual_axes else mesh
     # JAX has no public way to read the older form, which the documentation of the field still shows.
     from jax._src import mesh as jax_mesh
 

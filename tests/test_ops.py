@@ -14,7 +14,7 @@ OPS = kernels.operations()
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def rows():
+def _rows():
     for op in OPS.values():
         for backend in op.backends.values():
             for case in op.cases:
@@ -29,7 +29,7 @@ def rows():
                     )
 
 
-@pytest.mark.parametrize(("op", "backend", "case", "dtype"), rows())
+@pytest.mark.parametrize(("op", "backend", "case", "dtype"), list(_rows()))
 def test_numbers_or_a_refusal(op, backend, case, dtype):
     arguments = op.case_inputs(case, dtype=dtype)
     reason = backend.refuses(op, op.bind(**arguments), True)

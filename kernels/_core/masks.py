@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels._core import segments
+
 Window = tuple[int | None, int | None]
 
 
@@ -26,17 +28,21 @@ def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Win
     """
     if sliding_window is None:
         return None
-    if isinstance(sliding_window, (int, np.integer)) and not isinstance(sliding_window, bool):
+    if _is_integer(sliding_window):
         if sliding_window < 1:
             raise ValueError(f"argument 'sliding_window' must be at least 1 key, got {sliding_window}")
         return (int(sliding_window) - 1, 0)
-    sides = tuple(sliding_window)
-    if len(sides) != 2 or any(s is not None and (not isinstance(s, (int, np.integer)) or s < 0) for s in sides):
+    sides = tuple(sliding_window) if isinstance(sliding_window, (tuple, list)) else ()
+    if len(sides) != 2 or any(s is not None and (not _is_integer(s) or s < 0) for s in sides):
         raise ValueError(
             f"argument 'sliding_window' must be W or (left, right), each >= 0 or None, got {sliding_window!r}"
         )
     left, right = (None if s is None else int(s) for s in sides)
     return (left, right)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _both(a: Window | None, b: Window | None) -> Window | None:
@@ -66,7 +72,8 @@ class MaskInfo:
       prefix_lengths: int [B|1]; keys at positions below it escape `causal` (prefix-LM), and nothing else.
       causal: key position <= query position.
       window: (left, right), see `window_of`.
-      chunk_size: keys in the same chunk of that many positions.
+      chunk_size: keys in the same chunk of that many positions. Where segments are given and positions are not, chunks
+        are counted from the start of each segment, see `resolved`.
     """
 
     q_segment_ids: jax.Array | None = None
@@ -82,8 +89,8 @@ class MaskInfo:
     @classmethod
     def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
         """Returns the mask of packed sequences: int [B, T] ids, -1 for padding; the keys' ids default to the queries'."""
-        q = _integers(q_segment_ids, "q_segment_ids")
-        kv = q if kv_segment_ids is None else _integers(kv_segment_ids, "kv_segment_ids")
+        q = segments.integers(q_segment_ids, "q_segment_ids")
+        kv = q if kv_segment_ids is None else segments.integers(kv_segment_ids, "kv_segment_ids")
         return cls(q_segment_ids=q, kv_segment_ids=kv, **options)
 
     @classmethod
@@ -91,6 +98,12 @@ class MaskInfo:
         """Returns the mask of a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
         keys; [B, T, S] and [B, N, T, S] mark pairs, and stay dense."""
         mask = jnp.asarray(attention_mask)
+        if jnp.issubdtype(mask.dtype, jnp.floating):
+            # 0 / -inf and 1 / 0 would both be plausible, and mean the opposite of each other.
+            raise ValueError(
+                f"argument 'attention_mask' must be boolean or 0/1 integers, got {mask.dtype}; what is added to the logits "
+                "is 'bias'"
+            )
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
         if mask.ndim == 2:
             return cls.from_segments(jnp.where(mask, 0, -1).astype(jnp.int32), **options)
@@ -102,47 +115,95 @@ class MaskInfo:
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_q: Any, total_q: int, cu_k: Any = None, total_k: int | None = None, **options: Any
+        cls,
+        cu_q: Any,
+        total_q: int,
+        cu_k: Any = None,
+        total_k: int | None = None,
+        *,
+        chunk_size: int | None = None,
+        **options: Any,
     ) -> MaskInfo:
         """Returns the mask of a packed axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding.
 
-        With other cuts for the keys, a query's position is aligned bottom-right within its own sequence.
+        With other cuts for the keys, the last query of a sequence is at that sequence's last key. Chunks are counted from
+        the start of each sequence.
         """
-        q = _segments_of_cuts(cu_q, total_q)
+        q = segments.of_cuts(cu_q, total_q)
         if cu_k is None:
-            return cls.from_segments(q, **options)
-        cu_q, cu_k = jnp.asarray(cu_q), jnp.asarray(cu_k)
+            return cls.from_segments(q, chunk_size=chunk_size, **options)
+        cu_q, cu_k = jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_k, jnp.int32)
         if cu_q.shape != cu_k.shape:
-            raise ValueError(f"'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have the same length")
+            raise ValueError(
+                f"arguments 'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have one length: an entry per "
+                "sequence and one more"
+            )
         total_k = total_q if total_k is None else total_k
-        k = _segments_of_cuts(cu_k, total_k)
-        shift = jnp.diff(cu_k) - jnp.diff(cu_q)
-        q_positions = jnp.arange(total_q) - cu_q[jnp.maximum(q, 0)] + shift[jnp.maximum(q, 0)]
-        k_positions = jnp.arange(total_k) - cu_k[jnp.maximum(k, 0)]
-        return cls(
-            q_segment_ids=q,
-            kv_segment_ids=k,
-            q_positions=q_positions.astype(jnp.int32),
-            kv_positions=k_positions.astype(jnp.int32),
-            **options,
-        )
+        k = segments.of_cuts(cu_k, total_k)
+        # Positions count keys of the whole axis, so that dropout differs from sequence to sequence.
+        q_positions = jnp.arange(total_q, dtype=jnp.int32)[None] + (cu_k - cu_q)[jnp.maximum(q, 0) + 1]
+        k_positions = jnp.arange(total_k, dtype=jnp.int32)[None]
+        if chunk_size is not None:
+            _check_chunk_size(chunk_size)
+            q_at, k_at = (at - cu_k[jnp.maximum(ids, 0)] for at, ids in ((q_positions, q), (k_positions, k)))
+            q, k = segments.joint(q, k, q_at // chunk_size, k_at // chunk_size)
+        return cls(q_segment_ids=q, kv_segment_ids=k, q_positions=q_positions, kv_positions=k_positions, **options)
 
     def combine(self, other: MaskInfo) -> MaskInfo:
         """Returns the mask under which a pair attends iff both masks let it.
 
+        Positions belong to the tokens: given by either, they are what every rule of the result compares. Likewise
+        prefix_lengths of either soften the result's `causal`, whoever brought it: MaskInfo(prefix_lengths=p) combined
+        with causal=True is a prefix-LM. Chunks are counted from the starts of the result's segments.
+
         Raises:
-          ValueError: both bring segments, positions, prefixes or chunk sizes; those are not conjoined but would be one
-            or the other.
+          ValueError: both bring positions, or chunk sizes of which neither divides the other.
         """
+        self._check_pairs()
+        other._check_pairs()
         merged: dict[str, Any] = {}
-        for name in ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "prefix_lengths", "chunk_size"):
+        for name in ("q_positions", "kv_positions"):
             a, b = getattr(self, name), getattr(other, name)
-            if a is not None and b is not None and a is not b and not (name == "chunk_size" and a == b):
-                raise ValueError(f"argument {name!r} was given twice; merge the two into one")
+            if a is not None and b is not None and a is not b:
+                raise ValueError(f"argument {name!r} was given twice; a token has one position")
             merged[name] = b if a is None else a
+        a, b = self.chunk_size, other.chunk_size
+        if a is not None and b is not None:
+            if a % b and b % a:
+                raise ValueError(f"argument 'chunk_size' was given twice, as {a} and {b}; use one of them")
+            a = min(a, b)
+        merged["chunk_size"] = b if a is None else a
+        a, b = self.prefix_lengths, other.prefix_lengths
+        merged["prefix_lengths"] = b if a is None else a if b is None else jnp.minimum(a, b)
         a, b = self.attention_mask, other.attention_mask
-        merged["attention_mask"] = a if b is None else b if a is None else a & b
+        merged["attention_mask"] = b if a is None else a if b is None else a & b
+        a, b = ((m.q_segment_ids, m.kv_segment_ids) for m in (self, other))
+        both = a[0] is not None and b[0] is not None
+        merged["q_segment_ids"], merged["kv_segment_ids"] = segments.joint(*a, *b) if both else b if a[0] is None else a
         return MaskInfo(**merged, causal=self.causal or other.causal, window=_both(self.window, other.window))
+
+    def permute(self, q_order: Any, kv_order: Any = None) -> MaskInfo:
+        """Returns the mask of the same tokens laid out in another order: new token n is old token order[n].
+
+        Positions are made explicit, so every rule keeps comparing what it compared. The keys' order defaults to the queries'.
+        """
+        orders = {"q": jnp.asarray(q_order), "kv": jnp.asarray(q_order if kv_order is None else kv_order)}
+        mask = self.resolved()
+        q, k = mask.positions(orders["q"].shape[0], orders["kv"].shape[0])
+        mask = mask.replace(q_positions=jnp.asarray(q), kv_positions=jnp.asarray(k))
+
+        def move(name: str, x: jax.Array) -> jax.Array:
+            if name == "prefix_lengths":
+                return x
+            if name == "attention_mask":
+                for dim, order in ((2, orders["q"]), (3, orders["kv"])):
+                    x = x if x.shape[dim] == 1 else jnp.take(x, order, axis=dim)
+                return x
+            return jnp.take(x, orders[name.split("_")[0]], axis=1)
+
+        found = map_data(mask, move)
+        assert found is not None
+        return found
 
     def replace(self, **changes: Any) -> MaskInfo:
         return dataclasses.replace(self, **changes)
@@ -161,9 +222,7 @@ class MaskInfo:
                     value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length
                 ):
                     raise ValueError(f"mask field {name!r} must be [{batch} or 1, {length}], got {value.shape}")
-        for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
-            if (getattr(self, a) is None) != (getattr(self, b) is None):
-                raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
+        self._check_pairs()
         mask = self.attention_mask
         if mask is not None:
             wanted = (batch, num_heads, q_length, kv_length)
@@ -171,8 +230,13 @@ class MaskInfo:
                 raise ValueError(f"mask field 'attention_mask' must broadcast to {wanted}, got {mask.shape}")
         if self.prefix_lengths is not None and self.prefix_lengths.shape not in ((1,), (batch,)):
             raise ValueError(f"mask field 'prefix_lengths' must be [{batch} or 1], got {self.prefix_lengths.shape}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"mask field 'chunk_size' must be positive, got {self.chunk_size}")
+
+    def _check_pairs(self) -> None:
+        for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
+            if (getattr(self, a) is None) != (getattr(self, b) is None):
+                raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
+        if self.chunk_size is not None:
+            _check_chunk_size(self.chunk_size)
 
     def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
         """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""
@@ -181,32 +245,35 @@ class MaskInfo:
         q = np.arange(q_length, dtype=np.int32) + np.int32(kv_length - q_length)
         return q[None], np.arange(kv_length, dtype=np.int32)[None]
 
+    def resolved(self, order: Any = None) -> MaskInfo:
+        """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
+
+        Chunks of packed sequences without positions are counted from the start of each segment: here they become segments
+        of their own. Backends call it; whoever shards a mask, or brings positions to it, must do so before.
+
+        Args:
+          order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
+        """
+        if self.chunk_size is None or self.q_segment_ids is None or self.q_positions is not None:
+            return self
+        q, k = self.q_segment_ids, self.kv_segment_ids
+        # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
+        q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
+        k_at = segments.rank(k, order)
+        q, k = segments.joint(q, k, q_at // self.chunk_size, k_at // self.chunk_size)
+        return self.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
+
     def visible(self, q_length: int, kv_length: int) -> jax.Array:
         """Returns the dense mask, bool [B|1, N|1, T, S]: the meaning of all fields, for oracles and small sizes."""
-        q, k = (jnp.asarray(p) for p in self.positions(q_length, kv_length))
-        seen = visible_block(self, q, k, self.q_segment_ids, self.kv_segment_ids)[:, None]
-        return seen if self.attention_mask is None else seen & self.attention_mask
+        mask = self.resolved()
+        q, k = (jnp.asarray(p) for p in mask.positions(q_length, kv_length))
+        seen = visible_block(mask, q, k, mask.q_segment_ids, mask.kv_segment_ids)[:, None]
+        return seen if mask.attention_mask is None else seen & mask.attention_mask
 
 
-def _integers(value: Any, name: str) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"argument {name!r} must hold integers, got {array.dtype}")
-    if array.ndim == 1:
-        array = array[None]
-    if array.ndim != 2:
-        raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
-    return array.astype(jnp.int32)
-
-
-def _segments_of_cuts(cuts: Any, total: int) -> jax.Array:
-    cuts = jnp.asarray(cuts)
-    if cuts.ndim != 1 or cuts.shape[0] < 2:
-        raise ValueError(
-            f"cumulative lengths must be [0, n1, n1 + n2, ...] of length batch + 1, got shape {cuts.shape}"
-        )
-    ids = jnp.searchsorted(cuts, jnp.arange(total), side="right") - 1
-    return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
+def _check_chunk_size(chunk_size: Any) -> None:
+    if not _is_integer(chunk_size) or chunk_size < 1:
+        raise ValueError(f"argument 'chunk_size' must be a positive integer, got {chunk_size!r}")
 
 
 def visible_block(mask: MaskInfo, q: jax.Array, k: jax.Array, q_segments: Any, k_segments: Any) -> jax.Array:
@@ -253,6 +320,7 @@ def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, k
     NumPy where positions and segments are not given, so that the pattern is a constant of the program; otherwise traced,
     from the least and greatest position and segment of each block: O(S) work, no S x S array.
     """
+    mask = mask.resolved()
     arrays = (mask.q_positions, mask.kv_positions, mask.q_segment_ids, mask.kv_segment_ids, mask.prefix_lengths)
     static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
     xp: Any = np if static else jnp

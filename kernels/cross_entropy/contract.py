@@ -29,7 +29,7 @@ def cross_entropy(
 
     logits = cap(hidden lm_head). A target outside [0, V) has logit 0: padding, or a token of another vocabulary shard.
     Everything that a loss needs is a plain function of the three, and so is the same thing over a vocabulary that is
-    split over devices: log-sum-exps are joined, logits and means are summed.
+    split over devices (`join_vocabulary_shards`).
     """
     accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.dot(hidden, lm_head, preferred_element_type=accumulate)

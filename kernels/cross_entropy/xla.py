@@ -7,13 +7,19 @@ import jax.numpy as jnp
 
 from kernels.cross_entropy.contract import CrossEntropyConfig, op
 
-# Logits of one block, in elements. 2^25 float32 are 128 MiB: large matmuls, and small beside a model.
-_BLOCK_ELEMENTS = 2**25
+# Logits of one block, in elements: 2^26 float32 are 256 MiB. Every block reads lm_head and, in the backward, reads and
+# writes its float32 gradient, so below about a thousand rows the matmuls wait for memory whatever the vocabulary.
+_BLOCK_ELEMENTS, _LEAST_ROWS = 2**26, 1024
 
 
 def _heuristic(call):
-    rows = max(16, min(call.dims["T"], _BLOCK_ELEMENTS // call.dims["V"]))
-    return CrossEntropyConfig(block_rows=rows)
+    rows = max(_LEAST_ROWS, _BLOCK_ELEMENTS // call.dims["V"] // 128 * 128)
+    return CrossEntropyConfig(block_rows=max(1, min(call.dims["T"], rows)))
+
+
+def _candidates(call):
+    rows = (r for r in (256, 512, 1024, 2048, 4096, 8192) if r < call.dims["T"])
+    return [CrossEntropyConfig(block_rows=r) for r in (*rows, max(1, call.dims["T"]))]
 
 
 def _dot(subscripts, a, b):
@@ -42,6 +48,7 @@ def _logits(hidden, lm_head, cap):
     dtypes={"float32", "bfloat16", "float16"},
     features={"logits_soft_cap"},
     heuristic=_heuristic,
+    candidates=_candidates,
 )
 def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
     V = lm_head.shape[1]

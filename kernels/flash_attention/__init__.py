@@ -4,6 +4,7 @@ from kernels.flash_attention.contract import FlashAttentionConfig, op
 from kernels.flash_attention.dropout import expand_dropout_seed
 from kernels.flash_attention.faces import (
     attention,
+    attention_of_canonical,
     canonical,
     flash_attention,
     flash_attention_backward,
@@ -13,6 +14,7 @@ from kernels.flash_attention.faces import (
 __all__ = [
     "FlashAttentionConfig",
     "attention",
+    "attention_of_canonical",
     "canonical",
     "expand_dropout_seed",
     "flash_attention",

@@ -53,6 +53,25 @@ def _dense(rng, dims):
     return MaskInfo(attention_mask=jnp.asarray(mask), causal=True)
 
 
+def _dense_per_head(rng, dims):
+    return MaskInfo(attention_mask=jnp.asarray(rng.random((1, dims["N"], dims["T"], dims["S"])) < 0.5))
+
+
+def _padding(rng, dims):
+    real = np.arange(dims["S"]) < rng.integers(1, dims["S"], dims["B"])[:, None]
+    return MaskInfo.from_attention_mask(real, causal=True)
+
+
+def _cuts(**options):
+    """Returns a packed axis whose sequences have other lengths as queries than as keys, one of them none at all."""
+
+    def make(rng, dims):
+        T, S = dims["T"], dims["S"]
+        return MaskInfo.from_cu_seqlens([0, 5, 5, T // 2, T - 2], T, [0, 9, 11, S // 2, S - 3], S, **options)
+
+    return {"mask": make}
+
+
 def _prefix(rng, dims):
     return MaskInfo(prefix_lengths=jnp.asarray(rng.integers(1, dims["S"], dims["B"]), jnp.int32), causal=True)
 
@@ -78,9 +97,15 @@ CASES = (
     Case("segments", SMALL, make=_segments(causal=True), tags=frozenset({"smoke"})),
     Case("segments_window", SMALL, make=_segments(causal=True, window=(4, 0))),
     Case("segments_full", SMALL, make=_segments()),
+    Case("segments_chunk", SMALL, make=_segments(causal=True, chunk_size=5)),
+    Case("padding", SMALL, make={"mask": _padding}),
+    Case("cum_seqlens", {**CROSS, "B": 1}, make=_cuts(causal=True)),
+    Case("cum_seqlens_window_chunk", {**CROSS, "B": 1}, make=_cuts(window=(9, 2), chunk_size=6)),
     Case("permuted", SMALL, make=_permuted(causal=True)),
     Case("permuted_window_chunk", SMALL, make=_permuted(causal=True, window=(9, 0), chunk_size=16)),
     Case("dense_mask", SMALL, make={"mask": _dense}),
+    Case("dense_mask_per_head", CROSS, make={"mask": _dense_per_head}),
+    Case("one_query", {**CROSS, "T": 1}, arrays=("bias",), make=_mask(causal=True, window=(20, 0))),
     Case("value_width", {**SMALL, "H": 24, "Hv": 16}, make=_mask(causal=True)),
     Case("scale", SMALL, options={"softmax_scale": 0.7}, make=_mask(causal=True)),
     Case("soft_cap", SMALL, options={"logits_soft_cap": 1.5}, make=_mask(causal=True)),
@@ -90,6 +115,7 @@ CASES = (
     Case("sinks", {**SMALL, "M": 1}, arrays=("softmax_aux",), make=_mask(causal=True, window=(7, 0))),
     Case("several_sinks", {**SMALL, "M": 3}, arrays=("softmax_aux",), make={"mask": _dense}),
     Case("alibi", SMALL, arrays=("alibi_slopes",), shapes={"alibi_slopes": (1, 4)}, make=_mask(causal=True)),
+    Case("alibi_per_row", CROSS, arrays=("alibi_slopes",)),
     Case("dropout", SMALL, options={"dropout_prob": 0.3}, make={**_mask(causal=True), "dropout_seed": _seed}),
     Case(
         "together",

@@ -39,10 +39,17 @@ def flash_attention(
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
+    if N % K:
+        raise ValueError(
+            f"argument 'query' has N = {N} heads and 'key' has K = {K}: the query heads must be a multiple of the key heads"
+        )
+    if dropout_prob > 0 and dropout_seed is None:
+        raise ValueError("argument 'dropout_seed' is needed with dropout_prob > 0: see expand_dropout_seed")
     mask = MaskInfo() if mask is None else mask
+    mask.check(B, T, S, N)
     q = query.reshape(B, T, K, N // K, H)
-    logits = jnp.einsum("btkgh,bskh->bkgts", q, key, preferred_element_type=accumulate).reshape(B, N, T, S)
-    logits = logits.astype(accumulate) * (1 / math.sqrt(H) if softmax_scale is None else softmax_scale)
+    logits = _dot("btkgh,bskh->bkgts", q, key, accumulate).reshape(B, N, T, S)
+    logits = logits * (1 / math.sqrt(H) if softmax_scale is None else softmax_scale)
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:
@@ -70,8 +77,14 @@ def flash_attention(
     if dropout_prob > 0:
         weights = weights * dropout_scale(dropout_seed, i, j, dropout_prob)
     weights = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
-    out = jnp.einsum("bkgts,bskv->btkgv", weights, value, preferred_element_type=accumulate)
+    out = _dot("bkgts,bskv->btkgv", weights, value, accumulate)
     return out.reshape(B, T, N, -1).astype(query.dtype), lse
+
+
+def _dot(subscripts: str, a: jax.Array, b: jax.Array, accumulate: jnp.dtype) -> jax.Array:
+    # float32 means float32 on every device; narrower types are exact in one pass anyway.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == accumulate else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulate)
 
 
 def backward_inputs(residuals: dict, cotangents: dict) -> dict:

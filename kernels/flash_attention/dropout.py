@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def _mix(x: jax.Array) -> jax.Array:
@@ -20,7 +21,12 @@ def expand_dropout_seed(seed: Any, batch: int, num_heads: int) -> jax.Array:
 
     Expanding before the arrays are sharded gives every shard the streams of its own rows and heads.
     """
-    seed = jnp.asarray(seed).astype(jnp.uint32).reshape(())
+    if isinstance(seed, (int, np.integer)):
+        seed = np.uint32(int(seed) % 2**32)
+    seed = jnp.asarray(seed)
+    if seed.ndim != 0 or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise ValueError(f"argument 'dropout_seed' must be one integer, got {seed.dtype} of shape {seed.shape}")
+    seed = seed.astype(jnp.uint32)
     row = jnp.arange(batch, dtype=jnp.uint32)[:, None]
     head = jnp.arange(num_heads, dtype=jnp.uint32)[None, :]
     return _mix(_mix(_mix(seed + jnp.uint32(0x9E3779B9)) ^ row) + head * jnp.uint32(0x9E3779B1))

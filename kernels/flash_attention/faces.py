@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels._core import segments
 from kernels._core.call import is_array
 from kernels._core.config import KernelConfig
 from kernels._core.masks import MaskInfo, window_of
@@ -59,27 +60,26 @@ def canonical(
         raise ValueError(f"argument 'dropout_prob' must be in [0, 1), got {dropout_prob}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
         raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
-    mask = MaskInfo(causal=bool(causal), window=window_of(sliding_window), chunk_size=chunk_size)
-    if mask_info is not None:
-        mask = mask.combine(mask_info)
+    packed = cum_seqlens_q is not None or cum_seqlens_k is not None
+    mask = MaskInfo(causal=bool(causal), window=window_of(sliding_window), chunk_size=None if packed else chunk_size)
+    parts = [] if mask_info is None else [mask_info]
     if q_segment_ids is not None or kv_segment_ids is not None:
         if q_segment_ids is None or (kv_segment_ids is None and T != S):
             raise ValueError("arguments 'q_segment_ids' and 'kv_segment_ids' must be given together")
-        mask = mask.combine(MaskInfo.from_segments(q_segment_ids, kv_segment_ids))
+        parts.append(MaskInfo.from_segments(q_segment_ids, kv_segment_ids))
     if q_positions is not None or kv_positions is not None:
         if q_positions is None or (kv_positions is None and T != S):
             raise ValueError("arguments 'q_positions' and 'kv_positions' must be given together")
-        at = jnp.atleast_2d(jnp.asarray(q_positions, jnp.int32))
-        mask = mask.combine(
-            MaskInfo(
-                q_positions=at,
-                kv_positions=at if kv_positions is None else jnp.atleast_2d(jnp.asarray(kv_positions, jnp.int32)),
-            )
-        )
-    if cum_seqlens_q is not None or cum_seqlens_k is not None:
-        mask = mask.combine(_packed(query, key, cum_seqlens_q, cum_seqlens_k))
+        q_at = segments.integers(q_positions, "q_positions")
+        k_at = q_at if kv_positions is None else segments.integers(kv_positions, "kv_positions")
+        parts.append(MaskInfo(q_positions=q_at, kv_positions=k_at))
+    if packed:
+        parts.append(_packed(query, key, cum_seqlens_q, cum_seqlens_k, chunk_size))
     if attention_mask is not None:
-        mask = mask.combine(_of_attention_mask(attention_mask, T, S))
+        parts.append(_of_attention_mask(attention_mask, T, S))
+    for part in parts:
+        part.check(B, T, S, N)
+        mask = mask.combine(part)
     mask.check(B, T, S, N)
     arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
     if mask.data_fields or mask.causal or mask.window or mask.chunk_size:
@@ -104,7 +104,9 @@ def canonical(
     return arguments
 
 
-def _packed(query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k: Any) -> MaskInfo:
+def _packed(
+    query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k: Any, chunk_size: int | None
+) -> MaskInfo:
     if query.shape[0] != 1:
         raise ValueError(
             f"argument 'cum_seqlens_q' cuts one packed axis, so the batch must be 1, got {query.shape[0]}: reshape query, "
@@ -112,7 +114,8 @@ def _packed(query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k:
         )
     if cum_seqlens_q is None or (cum_seqlens_k is None and query.shape[1] != key.shape[1]):
         raise ValueError("arguments 'cum_seqlens_q' and 'cum_seqlens_k' must be given together")
-    return MaskInfo.from_cu_seqlens(cum_seqlens_q, query.shape[1], cum_seqlens_k, key.shape[1])
+    lengths = (cum_seqlens_q, query.shape[1], cum_seqlens_k, key.shape[1])
+    return MaskInfo.from_cu_seqlens(*lengths, chunk_size=chunk_size)
 
 
 def _of_attention_mask(attention_mask: Any, q_length: int, kv_length: int) -> MaskInfo:
@@ -215,7 +218,8 @@ def flash_attention_backward(
     value: jax.Array,
     *,
     lse: jax.Array,
-    delta: jax.Array,
+    delta: jax.Array | None = None,
+    out: jax.Array | None = None,
     platform: str | None = None,
     cfg: KernelConfig | None = None,
     **options: Any,
@@ -228,8 +232,21 @@ def flash_attention_backward(
       d_out: cotangent of the output, [B, T, N, Hv].
       lse: float32 [B, T, N] over every key that the rows see.
       delta: float32 [B, T, N], rowsum(d_out * out) of the whole output, minus the cotangent of lse if it has one.
+      out: the whole output, in place of delta.
       options: as in `flash_attention`.
+
+    Raises:
+      ValueError: neither or both of delta and out were given, or an argument does not fit.
     """
+    if (delta is None) == (out is None):
+        raise ValueError("give one of the arguments 'delta' and 'out'")
+    rows = query.shape[:3]
+    wanted = {"d_out": (*rows, value.shape[3]), "lse": rows, "delta": rows, "out": (*rows, value.shape[3])}
+    for name, x in (("d_out", d_out), ("lse", lse), ("delta", delta), ("out", out)):
+        if x is not None and x.shape != wanted[name]:
+            raise ValueError(f"argument {name!r} must be {wanted[name]}, got {x.shape}")
+    if out is not None:
+        delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     saved = {"d_out": d_out, "lse": lse, "delta": delta}
     return op.backward(saved, **canonical(query, key, value, **options), platform=platform, cfg=cfg)
 
@@ -308,9 +325,16 @@ def attention(
         softmax_aux=softmax_aux,
         mask_info=mask_info,
     )
+    return attention_of_canonical(**arguments, platform=platform, cfg=cfg)
+
+
+def attention_of_canonical(
+    *, platform: str | None = None, cfg: KernelConfig | None = None, **arguments: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, weights) from the arguments of the contract, as `canonical` makes them."""
     out, _ = op(**arguments, platform=platform, cfg=cfg)
     # The contract with the unit vectors as values: output column s is then the weight of key s.
-    B, S, K = key.shape[:3]
+    B, S, K = arguments["key"].shape[:3]
     units = jnp.broadcast_to(jnp.eye(S, dtype=jnp.float32)[None, :, None], (B, S, K, S))
     plain = {n: x for n, x in arguments.items() if n not in ("dropout_seed", "dropout_prob")}
     floats = {n: x.astype(jnp.float32) for n, x in plain.items() if n in ("query", "key")}

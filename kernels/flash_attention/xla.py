@@ -65,7 +65,7 @@ def _split(x: jax.Array, block: int) -> jax.Array:
 
 def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo, _Blocks]:
     T, S = query.shape[1], key.shape[1]
-    mask = MaskInfo() if mask is None else mask
+    mask = MaskInfo() if mask is None else mask.resolved()
     active = active_blocks(mask, T, S, block_q, block_k)
     xp: Any = np if isinstance(active, np.ndarray) else jnp
     order = xp.argsort(~active, axis=1, stable=True) if xp is jnp else np.argsort(~active, axis=1, kind="stable")
@@ -263,7 +263,9 @@ def backward(
         d_out = d_out.reshape(B, blocks.block_q, K, G, Hv)
         some = lse > -jnp.inf
         anchor = jnp.where(some, lse, 0)[..., None]
-        some, delta = some[..., None], delta[..., None]
+        # A row with no key gives nothing, whatever the cotangents of its infinite lse may be.
+        delta = jnp.where(some, delta, 0)[..., None]
+        some = some[..., None]
 
         def key_block(n, carry):
             dq, sums = carry
@@ -325,5 +327,6 @@ def _add_pair(total: jax.Array, part: jax.Array, i: jax.Array, j: jax.Array, blo
 
 def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """Returns d softmax_aux [N, M]: a sink has weight exp(sink - lse) and value zero, so ds = -weight * delta."""
-    weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - lse[..., None])
-    return -jnp.sum(weight * delta[..., None], axis=(0, 1))
+    some = (lse > -jnp.inf)[..., None]  # no sink above -inf means no key either: weight 0
+    weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - jnp.where(some, lse[..., None], 0))
+    return -jnp.sum(jnp.where(some, weight * delta[..., None], 0), axis=(0, 1))

@@ -25,7 +25,10 @@ def gated_mlp(
       x: [..., D]. gate, up: [D, F]. down: [F, D]. All of one dtype.
       activation: "silu" (SwiGLU), "gelu" (GeGLU), "gelu_tanh" or "relu" (ReGLU).
 
-    The backward saves x alone and computes the two inner products again.
+    The backward keeps x and the weights alone, nothing of width F, and computes the two inner products again.
+
+    Raises:
+      ValueError: a shape or dtype does not fit, or the activation is unknown; naming the argument.
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels._core.contract import Case, Op
 
-ACTIVATIONS = {
+_ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+
+
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+
+def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns the elementwise function of a name. Raises ValueError naming those there are."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"gated_mlp: argument 'activation' = {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
 
 def gated_mlp(
@@ -24,11 +36,15 @@ def gated_mlp(
     *,
     activation: str = "silu",
 ) -> Float[Array, "*lead D"]:
-    """Returns (activation(x gate) * (x up)) down, with matmuls accumulated and the activation computed in float32."""
+    """Returns (activation(x gate) * (x up)) down, with matmuls accumulated and the activation computed in float32.
+
+    Raises:
+      ValueError: the activation is unknown.
+    """
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     g = jnp.dot(x, gate, preferred_element_type=accumulate)
     u = jnp.dot(x, up, preferred_element_type=accumulate)
-    h = (ACTIVATIONS[activation](g) * u).astype(x.dtype)
+    h = (activation_of(activation)(g) * u).astype(x.dtype)
     return jnp.dot(h, down, preferred_element_type=accumulate).astype(x.dtype)
 
 

@@ -25,10 +25,13 @@ def rotary_embedding(
     Args:
       x: queries or keys, [B, T, N, H].
       positions: int [B, T] or [1, T].
-      base: theta; frequencies are base^(-2i/H).
+      base: theta; frequencies are base^(-2i/H), or over `rotary_dim` if given.
       scaling: `RopeScaling` for contexts longer than those of pre-training.
       interleaved: pairs are (2i, 2i + 1), as in GPT-J, instead of (i, i + H/2), as in Llama.
       rotary_dim: only the first so many entries turn.
+
+    Raises:
+      ValueError: `rotary_dim` (or H) is odd, or a shape does not fit; naming the argument.
 
     Source: Su et al., RoFormer, 2021; Peng et al., YaRN, 2023.
 

@@ -11,26 +11,31 @@ from jaxtyping import Array, Float, Int
 
 from kernels._core.contract import Case, Op
 
+_BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which a frequency is a mixture
+
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How the frequencies of RoPE are changed for longer contexts than those of pre-training.
 
     Attributes:
-      kind: "linear" (positions divided by factor), "ntk" (base raised so that the lowest frequency is divided by factor),
+      kind: "linear" (positions divided by factor), "ntk" (base raised, so that the lowest frequency is divided by it),
         "yarn" (Peng et al. 2023) or "llama3" (Llama 3.1).
       factor: how many times longer the context is.
       original_length: tokens of the pre-training context (yarn, llama3).
-      low, high: yarn: beta_slow and beta_fast, in rotations over the original context (1, 32); llama3: low and high
-        frequency factors (1, 4).
+      low, high: yarn: beta_slow and beta_fast, in rotations over the original context; llama3: low and high frequency
+        factors. None: 1 and 32 for yarn, 1 and 4 for llama3.
       attention_factor: yarn: what cos and sin are multiplied by; None for 0.1 ln(factor) + 1.
+
+    Raises:
+      ValueError: naming the field and what it may be.
     """
 
     kind: str
     factor: float
     original_length: int = 8192
-    low: float = 1.0
-    high: float = 0.0
+    low: float | None = None
+    high: float | None = None
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -38,6 +43,22 @@ class RopeScaling:
             raise ValueError(f"scaling kind {self.kind!r} is unknown; use linear, ntk, yarn or llama3")
         if self.factor < 1:
             raise ValueError(f"scaling factor must be at least 1, got {self.factor}")
+        if self.original_length < 1:
+            raise ValueError(
+                f"scaling original_length must be the tokens of the pre-training context, got {self.original_length}"
+            )
+        if self.kind in ("linear", "ntk") and not self.low is self.high is self.attention_factor is None:
+            raise ValueError(f"scaling low, high and attention_factor belong to yarn and llama3, not to {self.kind}")
+        if self.kind == "llama3" and self.attention_factor is not None:
+            raise ValueError("scaling attention_factor belongs to yarn, not to llama3")
+        if self.kind in _BANDS and not 0 < self.band[0] < self.band[1]:
+            raise ValueError(f"scaling low must be positive and below high, got {self.band}")
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """(low, high), with the defaults of the kind."""
+        low, high = _BANDS[self.kind]
+        return (low if self.low is None else self.low), (high if self.high is None else self.high)
 
 
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
@@ -53,7 +74,7 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[n
         return (base * s ** (width / (width - 2))) ** -exponent, 1.0
     if scaling.kind == "llama3":
         rotations = L * plain / (2 * math.pi)
-        low, high = scaling.low, scaling.high or 4.0
+        low, high = scaling.band
         smooth = np.clip((rotations - low) / (high - low), 0, 1)
         return plain / s * (1 - smooth) + plain * smooth, 1.0
 
@@ -61,8 +82,9 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[n
     def pair_of(rotations: float) -> float:
         return width * math.log(L / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    first = max(math.floor(pair_of(scaling.high or 32.0)), 0)
-    last = min(math.ceil(pair_of(scaling.low)), width - 1)
+    low, high = scaling.band
+    first = max(math.floor(pair_of(high)), 0)
+    last = min(math.ceil(pair_of(low)), width - 1)
     ramp = np.clip((np.arange(width // 2) - first) / max(last - first, 1e-3), 0, 1)
     factor = scaling.attention_factor
     factor = (0.1 * math.log(s) + 1 if s > 1 else 1.0) if factor is None else factor
@@ -80,9 +102,17 @@ def rotary_embedding(
 ) -> Float[Array, "B T N H"]:
     """Returns x with each pair of its first `rotary_dim` entries turned by position * frequency.
 
-    A pair is (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Angles are in float32: bfloat16 rounds 257 to 256.
+    A pair is (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Angles are float32: bfloat16 rounds 257 to 256.
+
+    Raises:
+      ValueError: `rotary_dim` is odd, or more than there is.
     """
     width = x.shape[-1] if rotary_dim is None else rotary_dim
+    if width % 2 or not 2 <= width <= x.shape[-1]:
+        raise ValueError(
+            f"rotary_embedding: argument 'rotary_dim' = {width} must be even and at most H = {x.shape[-1]}; "
+            "entries turn in pairs, so give the even number of them that should turn"
+        )
     angle_per_position, factor = frequencies(width, base, scaling)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     angle = positions.astype(accumulate)[:, :, None, None] * jnp.asarray(angle_per_position, accumulate)
@@ -99,6 +129,10 @@ def rotary_embedding(
 
 def _positions(rng, dims):
     return jnp.asarray(rng.integers(0, 5000, (dims["B"], dims["T"])), jnp.int32)
+
+
+def _one_row(rng, dims):
+    return jnp.arange(dims["T"], dtype=jnp.int32)[None] * 1001
 
 
 def _case(name: str, options: dict | None = None, tags: frozenset = frozenset(), **dims: int) -> Case:
@@ -119,7 +153,12 @@ op = Op(
         _case("linear", {"scaling": RopeScaling("linear", 4.0)}),
         _case("ntk", {"scaling": RopeScaling("ntk", 4.0)}),
         _case("yarn", {"scaling": RopeScaling("yarn", 4.0, 1024), "base": 1e6}),
+        _case(
+            "yarn_all",
+            {"scaling": RopeScaling("yarn", 8.0, 256, 2.0, 16.0, 1.5), "rotary_dim": 12, "interleaved": True},
+        ),
         _case("llama3", {"scaling": RopeScaling("llama3", 8.0, 8192), "base": 5e5}),
+        Case("shared_positions", {"B": 3, "T": 5, "N": 2, "H": 8}, make={"positions": _one_row}),
         _case("llama_8b", B=1, T=131072, N=32, H=128, tags=frozenset({"bench"})),
     ),
 )

@@ -5,18 +5,10 @@ from __future__ import annotations
 from kernels.rotary_embedding.contract import op, rotary_embedding
 
 
-def _width(call):
-    width = call.rotary_dim or call.dims["H"]
-    if width % 2 or width > call.dims["H"]:
-        return f"rotary_dim = {width} must be even and at most H = {call.dims['H']}"
-    return None
-
-
 @op.backend(
     platforms={"cpu", "cuda", "rocm", "tpu"},
     dtypes={"float32", "bfloat16", "float16"},
     features={"base", "scaling", "interleaved", "rotary_dim"},
-    rejects=_width,
 )
 def forward(x, positions, base, scaling, interleaved, rotary_dim, cfg):
     return rotary_embedding(x, positions, base=base, scaling=scaling, interleaved=interleaved, rotary_dim=rotary_dim)

@@ -1,0 +1,1 @@
+"""Models: parameters declared once, no mesh axis and no backend inside."""

@@ -1,0 +1,68 @@
+"""Parameters: one line declares shape, logical dims and initialisation; all else is derived from it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter: `dims` names each dim ("layers D F"), `init` is "normal", "zeros" or "ones", `std` that of the normal.
+
+    `decay` says whether weight decay applies; it does not to norms and biases.
+    """
+
+    shape: tuple[int, ...]
+    dims: str
+    init: str = "normal"
+    std: float = 0.02
+    decay: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        assert len(self.dims.split()) == len(self.shape), (self.dims, self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def map_declared(function: Callable[[str, Param], Any], declared: Any) -> Any:
+    """Returns the tree with `function(path, Param)` in place of each parameter; path is "layers.gate"."""
+
+    def at(path: Any, param: Param) -> Any:
+        return function(".".join(str(k.key) for k in path), param)
+
+    return jax.tree_util.tree_map_with_path(at, declared, is_leaf=lambda x: isinstance(x, Param))
+
+
+def initialise(declared: Any, key: jax.Array) -> Any:
+    """Returns the parameters. Each draws from a key of its own, folded from its path, so that adding one changes no other
+    and the mesh has no say."""
+
+    def make(path: str, p: Param) -> jax.Array:
+        if p.init == "zeros":
+            return jnp.zeros(p.shape, p.dtype)
+        if p.init == "ones":
+            return jnp.ones(p.shape, p.dtype)
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return p.std * jax.random.truncated_normal(own, -3, 3, p.shape, p.dtype)
+
+    return map_declared(make, declared)
+
+
+def shapes(declared: Any) -> Any:
+    """Returns the tree of `jax.ShapeDtypeStruct`."""
+    return map_declared(lambda _, p: jax.ShapeDtypeStruct(p.shape, p.dtype), declared)
+
+
+def num_parameters(declared: Any) -> int:
+    """Returns how many numbers the parameters hold."""
+    return sum(p.size for p in jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, Param)))

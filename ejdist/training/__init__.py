@@ -1,0 +1,1 @@
+"""Training: step, loop, optimizer, checkpoints, data, metrics."""

@@ -1,0 +1,174 @@
+"""Checkpoints: asynchronous, through Orbax; each holds the state, the data cursor and what the run was started with."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_STATE, _RUN = "state", "run"
+
+
+@dataclass
+class CheckpointSection:
+    """The `checkpoint` section of a recipe."""
+
+    every: int = 100  # steps between checkpoints; the last step and a stop always make one; 0 for only those
+    keep: int = 3  # how many of the last ones stay
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read or written; the message says which, why, and what to do."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `<run.dir>/checkpoints`. Nothing is created until the first save."""
+
+    def __init__(self, run_dir: str | Path, section: CheckpointSection) -> None:
+        if section.every < 0 or section.keep < 1:
+            raise ValueError(
+                f"checkpoint.every must be >= 0 and checkpoint.keep >= 1, got {section.every}, {section.keep}"
+            )
+        self.directory, self.section = Path(run_dir).absolute() / "checkpoints", section
+        self._made: Any = None
+
+    def _manager(self) -> Any:
+        if self._made is None:
+            import orbax.checkpoint as ocp
+
+            # Orbax tells of every array that it writes; what matters is said here.
+            logging.getLogger("absl").setLevel(logging.ERROR)
+            options = ocp.CheckpointManagerOptions(max_to_keep=self.section.keep, enable_async_checkpointing=True)
+            self._made = ocp.CheckpointManager(self.directory, options=options, item_names=(_STATE, _RUN))
+        return self._made
+
+    def latest(self) -> int | None:
+        """Returns the step of the last complete checkpoint, None if there is none. Interrupted saves do not count.
+
+        Raises:
+          CheckpointError: the folder holds something that is not a checkpoint of ours.
+        """
+        if not self.directory.exists():
+            return None
+        names = [p.name for p in self.directory.iterdir()]
+        strangers = [n for n in names if not n.isdigit() and "orbax-checkpoint-tmp" not in n and not n.startswith(".")]
+        if strangers:
+            raise CheckpointError(
+                f"{self.directory} holds {', '.join(sorted(strangers)[:3])}, which this project did not write; choose another "
+                "run.dir, or remove it"
+            )
+        return self._manager().latest_step()
+
+    def interrupted(self) -> list[str]:
+        """Returns the names of saves that were cut off; they are ignored."""
+        if not self.directory.exists():
+            return []
+        return sorted(p.name for p in self.directory.iterdir() if "orbax-checkpoint-tmp" in p.name)
+
+    def due(self, step: int) -> bool:
+        return self.section.every > 0 and step % self.section.every == 0
+
+    def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
+        """Begins to write a checkpoint; returns once the arrays are copied. An earlier failure is raised here.
+
+        Raises:
+          CheckpointError: it, or the one before it, could not be written.
+        """
+        import orbax.checkpoint as ocp
+
+        manager = self._manager()
+        with self._writing(step):
+            if manager.latest_step() != step:
+                args = {_STATE: ocp.args.StandardSave(state), _RUN: ocp.args.JsonSave(run)}
+                manager.save(step, args=ocp.args.Composite(**args))
+
+    def wait(self) -> None:
+        """Returns when everything is on disk. Raises CheckpointError if it could not be written."""
+        if self._made is not None:
+            with self._writing(None):
+                self._made.wait_until_finished()
+
+    def _writing(self, step: int | None) -> _Writing:
+        return _Writing(self.directory, step)
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (state, what `save` was given beside it).
+
+        Args:
+          like: tree of `jax.ShapeDtypeStruct` with shardings; the mesh may differ from the one that saved.
+
+        Raises:
+          CheckpointError: the checkpoint is damaged, or of a model of another shape.
+        """
+        import orbax.checkpoint as ocp
+
+        try:
+            run = self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+            self._check_shapes(step, like)
+            args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(like)})
+            return self._manager().restore(step, args=args)[_STATE], run
+        except CheckpointError:
+            raise
+        except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
+            first = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            earlier = [s for s in self._manager().all_steps() if s < step]
+            remedy = (
+                f"remove it to go on from step {max(earlier)}" if earlier else "choose another run.dir, or remove it"
+            )
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} cannot be read ({type(error).__name__}: {first}); {remedy}"
+            ) from error
+
+    def _check_shapes(self, step: int, like: Any) -> None:
+        stored = self._manager().item_metadata(step)[_STATE]
+        stored = getattr(stored, "tree", stored)
+        if stored is None:
+            raise FileNotFoundError(f"there is no {_STATE!r} in it")
+        found = {jax.tree_util.keystr(k, simple=True, separator="."): tuple(v.shape) for k, v in _leaves(stored)}
+        wanted = {jax.tree_util.keystr(k, simple=True, separator="."): tuple(v.shape) for k, v in _leaves(like)}
+        for name, shape in wanted.items():
+            if name in found and found[name] != shape:
+                raise CheckpointError(
+                    f"checkpoint {self.directory / str(step)} is of another model: {name} is {found[name]} there and {shape} "
+                    "in this recipe; restore the recipe, or choose another run.dir"
+                )
+        if set(found) != set(wanted):
+            odd = sorted(set(found) ^ set(wanted))[:3]
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} is of another model or optimizer: {', '.join(odd)} is on one side "
+                "only; restore the recipe, or choose another run.dir"
+            )
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    return [(k, v) for k, v in jax.tree_util.tree_leaves_with_path(tree) if hasattr(v, "shape")]
+
+
+@dataclass
+class _Writing:
+    """Turns whatever goes wrong while writing into one clear error."""
+
+    directory: Path
+    step: int | None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        what = "the last checkpoint" if self.step is None else f"checkpoint {self.step}, or the one before it,"
+        first = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        full = "no space" in str(error).lower() or "quota" in str(error).lower()
+        remedy = "free space on that disk" if full else "check that the disk is there and can be written"
+        raise CheckpointError(
+            f"{what} could not be written to {self.directory} ({type(error).__name__}: {first}); {remedy} and start again: "
+            "the run goes on from the last complete one"
+        ) from error

@@ -1,0 +1,113 @@
+"""Tokenizers: bytes, a `tokenizer.json`, or a byte-level BPE trained on the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+
+class Tokenizer(Protocol):
+    """What the pipeline needs of a tokenizer. `eos_id` ends every document; `fingerprint` identifies the vocabulary."""
+
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """Bytes of UTF-8, ids 0 to 255, and 256 for the end of a document."""
+
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = "bytes-1"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns int32 ids, without the end of document."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text; ids past 255 are left out, broken UTF-8 is replaced."""
+        return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json` of the tokenizers library.
+
+    Raises:
+      ValueError: the file cannot be read, or has no token that ends a document.
+    """
+
+    _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            content = Path(path).read_bytes()
+            self._tokenizer = Library.from_str(content.decode())
+        except FileNotFoundError:
+            raise ValueError(
+                f"data.tokenizer = {str(path)!r}: no such file; give 'bytes', 'bpe:4096' or a path"
+            ) from None
+        except Exception as error:  # the library raises plain Exception for a malformed file
+            raise ValueError(f"data.tokenizer = {str(path)!r} is not a tokenizer.json: {error}") from None
+        ends = [self._tokenizer.token_to_id(t) for t in self._ENDS]
+        self.eos_id = next((i for i in ends if i is not None), -1)
+        if self.eos_id < 0:
+            raise ValueError(f"data.tokenizer = {str(path)!r} has none of {', '.join(self._ENDS)} to end a document")
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids])
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
+    """Writes a byte-level BPE `tokenizer.json` trained on the texts; the file appears whole or not at all."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Library(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as f:
+            f.write(tokenizer.to_str())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def bpe_size(name: str) -> int:
+    """Returns the vocabulary size of "bpe:4096".
+
+    Raises:
+      ValueError: not a number, or smaller than the bytes.
+    """
+    size = name.removeprefix("bpe:")
+    if not size.isdigit() or int(size) < 300:
+        raise ValueError(f"data.tokenizer = {name!r}: write 'bpe:SIZE' with a size of at least 300")
+    return int(size)

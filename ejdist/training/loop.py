@@ -1,0 +1,318 @@
+"""The training loop: builds the parts, feeds the devices, saves, and stops where it was told to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejdist.bound import bind_ops
+from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, sharding
+from ejdist.mesh import MeshSection, make_mesh
+from ejdist.models import decoder
+from ejdist.models.parameters import initialise, map_declared, num_parameters
+from ejdist.sequence.order import Order
+from ejdist.training.checkpoint import Checkpoints, CheckpointSection
+from ejdist.training.data import Data, DataSection
+from ejdist.training.data import build as build_data
+from ejdist.training.flops import peak_flops, step_flops
+from ejdist.training.metrics import MetricsWriter, draw_loss, measured_peak, read_rows, summarise, write_whole
+from ejdist.training.optimizer import OptimizerSection, make_optimizer
+from ejdist.training.step import TrainState, init_state, make_train_step
+
+
+@dataclass
+class RunSection:
+    """The `run` section of a recipe."""
+
+    dir: str = "outputs/run"  # everything that the run writes; a run that is there goes on
+    steps: int = 200  # of the whole run; the schedule ends there
+    stop_after: int | None = None  # stop at this step, with a checkpoint; the schedule does not change
+    seed: int = 0  # of parameters and data
+    cpu_devices: int = 4  # virtual devices where there is no accelerator and a mesh size is -1
+
+
+@dataclass
+class SequenceSection:
+    """The `sequence` section of a recipe."""
+
+    scheme: str = "ring"  # how keys and values travel over sp: ring, all_gather
+    order: str = "zigzag"  # how tokens lie on sp: contiguous, zigzag, striped
+
+
+@dataclass
+class TrainSections:
+    """What a training run is made from; `recipes.schema.Recipe` is this."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: decoder.DecoderConfig = field(default_factory=decoder.DecoderConfig)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    sequence: SequenceSection = field(default_factory=SequenceSection)
+    data: DataSection = field(default_factory=DataSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    accumulation: int = 1  # microbatches of a step
+    z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
+    platform: str | None = None  # backend of every operation; null for the fastest
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step on a mesh, and where its arguments lie."""
+
+    config: decoder.DecoderConfig
+    mesh: jax.sharding.Mesh
+    order: Order
+    step: Any  # jitted (state, batch) -> (state, metrics)
+    init: Any  # jitted () -> state
+    state: Any  # tree of jax.ShapeDtypeStruct with shardings
+    batch: dict[str, jax.ShapeDtypeStruct]
+    schedule: Any
+    num_parameters: int
+
+
+def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
+    """Returns the step of a recipe on a mesh. Nothing runs and nothing is allocated: it may be compiled ahead of time.
+
+    Raises:
+      ValueError: a size does not fit the mesh; names the parameter or key, and the remedy.
+    """
+    s, config = sections, sections.model
+    config.validate()
+    order = Order(s.sequence.order, MeshSection.sequence_shards(mesh))
+    length, rows = s.data.sequence_length, s.data.global_batch
+    order.indices(length)
+    if s.accumulation < 1 or rows % s.accumulation:
+        raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
+    part = (rows // s.accumulation, length)
+    sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
+    sharding(mesh, ("N", "K"), ACTIVATIONS, shape=(config.num_heads, config.num_kv_heads), what="model heads")
+    declared = decoder.declare(config)
+    ops = bind_ops(mesh, order=order, scheme=s.sequence.scheme, platform=s.platform)
+    decayed = map_declared(lambda _, p: p.decay, declared)
+    optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> Any:
+        return decoder.loss(params, batch, config, ops, z_loss=s.z_loss)
+
+    def make_state() -> TrainState:
+        return init_state(initialise(declared, jax.random.key(s.run.seed)), optimizer)
+
+    placed = map_declared(
+        lambda path, p: sharding(mesh, p.dims.split(), PARAMETERS, shape=p.shape, what=f"parameter {path}"), declared
+    )
+    shapes = jax.eval_shape(make_state)
+    shardings = _state_shardings(shapes, placed, mesh)
+    state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+    at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
+    fields = ("tokens", "targets", "positions", "segment_ids")
+    batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=at) for name in fields}
+    step = jax.jit(
+        make_train_step(loss, optimizer, accumulation=s.accumulation),
+        donate_argnums=0,
+        in_shardings=(shardings, dict.fromkeys(fields, at)),
+        out_shardings=(shardings, replicated(mesh)),
+    )
+    init = jax.jit(make_state, out_shardings=shardings)
+    return Program(config, mesh, order, step, init, state, batch, schedule, num_parameters(declared))
+
+
+def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Returns a sharding for each leaf of the state: the moments lie with their parameters, the rest is replicated."""
+    whole = replicated(mesh)
+    structure = jax.tree.structure(placed)
+
+    def is_params(x: Any) -> bool:
+        return jax.tree.structure(x) == structure
+
+    return jax.tree.map(lambda x: placed if is_params(x) else whole, shapes, is_leaf=is_params)
+
+
+def _place(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
+    """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs."""
+
+    def put(name: str) -> jax.Array:
+        rows = program.order.permute(batch[name], axis=1)
+        like = program.batch[name]
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            b, t = index
+            start, stop, _ = b.indices(like.shape[0])
+            return rows[start - first_row : stop - first_row, t]
+
+        return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+    return {name: put(name) for name in program.batch}
+
+
+def _local_rows(program: Program) -> slice:
+    """Returns the rows of the global batch that this host's devices hold."""
+    like = program.batch["tokens"]
+    index = like.sharding.addressable_devices_indices_map(like.shape).values()
+    spans = [b.indices(like.shape[0])[:2] for b, _ in index]
+    return slice(min(s for s, _ in spans), max(e for _, e in spans))
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """Yields a list that a SIGTERM or SIGINT is added to; a second one has its usual effect."""
+    seen: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        seen.append(number)
+        signal.signal(number, before[number])
+
+    with contextlib.suppress(ValueError):  # not the main thread: whoever runs this handles signals
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, note)
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _fingerprint(sections: TrainSections) -> dict[str, Any]:
+    """Returns what must not change when a run goes on: what decides the losses, and not where or how fast."""
+    model = {k: v for k, v in vars(sections.model).items() if k not in ("remat",)}
+    return json.loads(
+        json.dumps(
+            {"run.steps": sections.run.steps, "accumulation": sections.accumulation, "z_loss": sections.z_loss}
+            | {f"model.{k}": v for k, v in model.items()}
+            | {f"optimizer.{k}": v for k, v in vars(sections.optimizer).items()}
+        )
+    )
+
+
+def _check_same_run(stored: dict[str, Any], now: dict[str, Any], where: Path) -> None:
+    changed = [
+        f"{k}: was {stored.get(k)}, is {now.get(k)}" for k in sorted({*stored, *now}) if stored.get(k) != now.get(k)
+    ]
+    if changed:
+        raise ValueError(
+            f"the run in {where} was started with another recipe: {'; '.join(changed[:5])}; restore it, or choose another "
+            "run.dir"
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    finished: bool  # False: it was stopped early and can go on
+    summary: dict[str, Any] | None
+
+
+def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any = print) -> Outcome:
+    """Returns how the run ended, after training it from where `run.dir` left it.
+
+    Writes to run.dir: metrics.jsonl, tensorboard/, checkpoints/, and at the end summary.json and loss.png.
+
+    Args:
+      devices: default: all.
+      say: takes a line for the user; only the first process calls it.
+
+    Raises:
+      ValueError: the recipe is wrong; nothing has been written. CheckpointError: a checkpoint cannot be read or written.
+    """
+    s = sections
+    main = jax.process_index() == 0
+    say = say if main else (lambda line: None)
+    mesh = make_mesh(**vars(s.mesh), devices=devices)
+    program = make_program(s, mesh)
+    if s.run.steps < 1:
+        raise ValueError(f"run.steps must be at least 1, got {s.run.steps}")
+    directory = Path(s.run.dir)
+    checkpoints = Checkpoints(directory, s.checkpoint)
+    start = checkpoints.latest()
+    data = build_data(s.data, seed=s.run.seed)
+    if data.vocab_size > s.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "
+            f"{s.data.tokenizer!r}; make it at least that"
+        )
+    if start is None:
+        start, state = 0, program.init()
+    else:
+        state, kept = checkpoints.restore(start, program.state)
+        _check_same_run(kept["recipe"], _fingerprint(s), directory)
+        data.check_cursor(kept["data"])
+        say(f"going on from step {start} of {directory}")
+    for name in checkpoints.interrupted():
+        say(f"ignoring {name}: a save that was cut off")
+    end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
+    used = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    say(
+        f"{program.num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {used or 'of one'}, "
+        f"{s.data.global_batch} x {s.data.sequence_length:,} tokens a step, {s.sequence.scheme} in {program.order.name} order"
+    )
+    if start >= end:
+        say(f"nothing to do: {directory} has {start} of {end} steps; raise run.steps, or choose another run.dir")
+        return Outcome(start, start >= s.run.steps, None)
+    writer = MetricsWriter(directory, start, s.run.steps) if main else None
+    step = start
+    try:
+        with _stop_on_signals() as stopped:
+            step = _steps(s, program, data, state, checkpoints, writer, start, end, stopped)
+    finally:
+        if writer is not None:
+            writer.close()
+        checkpoints.close()
+    if stopped and step < end:
+        say(f"stopped by {signal.Signals(stopped[0]).name} after step {step}; the same command goes on from there")
+    summary = _finish(s, program, directory) if main else None
+    return Outcome(step, step >= s.run.steps, summary)
+
+
+def _steps(s, program, data: Data, state, checkpoints, writer, start: int, end: int, stopped: list[int]) -> int:
+    """Returns the last step made. The loop: nothing in it waits for the devices but a save of their state."""
+    rows = _local_rows(program)
+    batches = data.iterator(start, end, rows)
+    step = start
+    for step in range(start + 1, end + 1):
+        batch = next(batches)
+        flops = step_flops(program.config, batch["segment_ids"])
+        state, metrics = program.step(state, _place(batch, program, rows.start))
+        if writer is not None:
+            share = s.data.global_batch / (rows.stop - rows.start)
+            host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
+            writer.put(step, metrics, {"learning_rate": float(program.schedule(step - 1)), **host})
+        if checkpoints.due(step) or step == end or stopped:
+            checkpoints.save(step, state, {"recipe": _fingerprint(s), "data": data.cursor(step)})
+        if stopped:
+            break
+    checkpoints.wait()
+    return step
+
+
+def _finish(s: TrainSections, program: Program, directory: Path) -> dict[str, Any]:
+    rows = read_rows(directory / "metrics.jsonl")
+    devices = list(program.mesh.devices.flat)
+    kind = devices[0].device_kind
+    peak = peak_flops(kind)
+    facts = {
+        "peak_source": "measured: float32 matmul on all devices at once" if peak is None else "data sheet, dense bf16",
+        "mfu_causal_counts": "attention by the (query, key) pairs of the mask that was used",
+        "mfu_full_counts": "attention as sequence_length^2 in every layer",
+        "device_kind": kind,
+        "mesh": dict(program.mesh.shape),
+        "sequence_length": s.data.sequence_length,
+        "global_batch": s.data.global_batch,
+        "parameters": program.num_parameters,
+        "jax": jax.__version__,
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    summary = summarise(rows, devices=len(devices), peak=peak or measured_peak(devices), **facts)
+    write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    draw_loss(rows, directory / "loss.png", f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens")
+    return summary

@@ -1,0 +1,209 @@
+"""Metrics of a run: a row a step, TensorBoard events, the progress line, the summary and the picture.
+
+A thread of its own fetches the numbers from the devices and writes them, so the loop that feeds the devices never waits
+for one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the complete rows of a metrics.jsonl; a last line that was cut off is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Progress:
+    """One live line on a terminal; on anything else, a line now and then."""
+
+    def __init__(self, total: int, every: float = 10.0) -> None:
+        self.total, self.every, self._last = total, every, 0.0
+        self._live: Any = None
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self._live = Live(refresh_per_second=4, transient=False)
+            self._live.start()
+
+    def show(self, row: dict[str, Any]) -> None:
+        left = (self.total - row["step"]) * row["step_time"]
+        minutes, seconds = divmod(round(left), 60)
+        line = (
+            f"step {row['step']}/{self.total}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
+            f"{row['step_time']:.2f} s/step  ETA {minutes}:{seconds:02d}"
+        )
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text(line))
+        elif time.monotonic() - self._last >= self.every or row["step"] in (1, self.total):
+            self._last = time.monotonic()
+            print(line, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+class MetricsWriter:
+    """Takes (step, device metrics, host numbers) and writes them from its own thread.
+
+    Args:
+      directory: of the run; metrics.jsonl and tensorboard/ are written there.
+      start: the step that the run goes on from; rows past it are removed.
+      total: steps of the run.
+    """
+
+    def __init__(self, directory: Path, start: int, total: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        rows = [row for row in read_rows(self.path) if row["step"] <= start]
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._file = self.path.open("a", buffering=1)
+        from tensorboardX import SummaryWriter
+
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1 if start else None)
+        self._progress = Progress(total)
+        # Bounded, so that the host runs ahead of the devices by a few steps and not by all of them.
+        self._queue: queue.Queue = queue.Queue(maxsize=8)
+        self._failure: BaseException | None = None
+        self._finished_at = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float]) -> None:
+        """Hands over a step. Raises what went wrong in the thread, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+        self._queue.put((step, metrics, host))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if self._failure is None:
+                try:
+                    self._write(*item)
+                except BaseException as error:
+                    self._failure = error
+            self._queue.task_done()
+
+    def _write(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float]) -> None:
+        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        step_time, self._finished_at = now - self._finished_at, now
+        row = {"step": step, **values, **host, "step_time": step_time}
+        row["tokens_per_second"] = values["tokens"] / step_time
+        self._file.write(json.dumps(row) + "\n")
+        for name, value in row.items():
+            if name != "step":
+                self._events.add_scalar(name, value, step)
+        self._progress.show(row)
+
+    def close(self) -> None:
+        """Returns when every row is written. Raises what went wrong in the thread, if anything did."""
+        self._queue.put(None)
+        self._thread.join()
+        self._progress.close()
+        self._events.close()
+        self._file.close()
+        if self._failure is not None:
+            raise self._failure
+
+
+# The first steps compile and warm up; speeds are taken from the others.
+_WARMUP_STEPS = 2
+_LAST = 10
+
+
+def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, **facts: Any) -> dict[str, Any]:
+    """Returns the summary of a run from its rows.
+
+    loss_first is the loss of the first step; loss_last the mean over the last 10. Speeds are of the median step after the
+    first two. tflops_per_device and mfu_causal count attention by the mask that was used; mfu_full counts it as T x T.
+
+    Args:
+      peak: FLOP/s of one device, for the two MFU.
+    """
+    steady = rows[_WARMUP_STEPS:] or rows
+    seconds = statistics.median(row["step_time"] for row in steady)
+    causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
+    last = [row["loss"] for row in rows[-_LAST:]]
+    return {
+        "loss_first": rows[0]["loss"],
+        "loss_last": statistics.fmean(last),
+        "steps": rows[-1]["step"],
+        "tokens_per_second": statistics.fmean(row["tokens"] for row in steady) / seconds,
+        "step_time": seconds,
+        "tflops_per_device": causal / seconds / devices / 1e12,
+        "mfu_causal": causal / seconds / devices / peak,
+        "mfu_full": full / seconds / devices / peak,
+        "devices": devices,
+        "peak_tflops_per_device": peak / 1e12,
+        **facts,
+    }
+
+
+def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Writes a picture of the loss over the steps, with a running mean."""
+    from matplotlib.figure import Figure
+
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    width = max(1, len(rows) // 25)
+    mean = [statistics.fmean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="#9bb7d4", linewidth=1, label="loss of a step")
+    axes.plot(steps, mean, color="#1f4e79", linewidth=2, label=f"mean of the last {width}")
+    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    temporary = path.with_name(f"tmp{os.getpid()}.{path.name}")
+    figure.savefig(temporary, dpi=120)
+    os.replace(temporary, path)
+
+
+def measured_peak(devices: list[Any], size: int = 768, seconds: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the FLOP/s of one device at a float32 matmul that all devices run at the same time.
+
+    The ceiling for devices without a published peak: virtual CPU devices share the cores of one machine.
+    """
+    import jax.numpy as jnp
+
+    multiply = jax.jit(lambda x: x @ x)
+    inputs = [jax.device_put(jnp.full((size, size), 1 / math.sqrt(size), jnp.float32), d) for d in devices]
+    jax.block_until_ready([multiply(x) for x in inputs])
+    best = math.inf
+    for _ in range(3):
+        start = seconds()
+        jax.block_until_ready([multiply(x) for x in inputs])
+        best = min(best, seconds() - start)
+    return 2 * size**3 / best

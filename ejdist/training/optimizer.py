@@ -1,0 +1,70 @@
+"""The optimizer: AdamW with a schedule, through optax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+SCHEDULES = ("warmup_cosine", "wsd", "constant")
+
+
+@dataclass
+class OptimizerSection:
+    """The `optimizer` section of a recipe."""
+
+    learning_rate: float = 3e-4  # the peak
+    schedule: str = "warmup_cosine"  # warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
+    warmup_steps: int = 100
+    decay_fraction: float = 0.1  # wsd: the part of all steps in which the rate falls, at the end
+    final_ratio: float = 0.1  # the last rate, as a part of the peak
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # not on norms and biases
+    clip_norm: float = 1.0  # of the global gradient; 0 for none
+
+
+def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
+    """Returns step -> learning rate.
+
+    Raises:
+      ValueError: names the key.
+    """
+    s = section
+    if s.schedule not in SCHEDULES:
+        raise ValueError(f"optimizer.schedule = {s.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+    if not 0 <= s.decay_fraction <= 1:
+        raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {s.decay_fraction}")
+    if s.learning_rate <= 0 or s.warmup_steps < 0:
+        raise ValueError("optimizer.learning_rate must be positive, and optimizer.warmup_steps not negative")
+    warmup = min(s.warmup_steps, max(steps - 1, 0))
+    if s.schedule == "warmup_cosine":
+        rest = optax.cosine_decay_schedule(s.learning_rate, max(steps - warmup, 1), alpha=s.final_ratio)
+    elif s.schedule == "constant":
+        rest = optax.constant_schedule(s.learning_rate)
+    else:
+        decay = round(steps * s.decay_fraction)
+        stable = max(steps - warmup - decay, 0)
+        fall = optax.linear_schedule(s.learning_rate, s.learning_rate * s.final_ratio, max(decay, 1))
+        rest = optax.join_schedules([optax.constant_schedule(s.learning_rate), fall], [stable])
+    # The first step has a rate already: (step + 1) / warmup of the peak.
+    rise = optax.linear_schedule(s.learning_rate / max(warmup, 1), s.learning_rate, max(warmup - 1, 1))
+    return optax.join_schedules([rise, rest], [warmup]) if warmup else rest
+
+
+def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple[optax.GradientTransformation, Any]:
+    """Returns (AdamW with clipping, its schedule).
+
+    Args:
+      steps: of the whole run; the schedule ends there.
+      decayed: tree of bool, which parameters decay.
+    """
+    schedule = make_schedule(section, steps)
+    s = section
+    adamw = optax.adamw(
+        schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay, mask=decayed, mu_dtype="float32"
+    )
+    clip = optax.clip_by_global_norm(s.clip_norm) if s.clip_norm > 0 else optax.identity()
+    return optax.chain(clip, adamw), schedule

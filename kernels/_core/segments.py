@@ -1,0 +1,74 @@
+"""Segment ids: which packed sequence a token belongs to, as int32 [batch, length]; negative is padding. O(S log S)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def integers(value: Any, name: str) -> jax.Array:
+    """Returns the ids as int32 [B, L]. Raises ValueError naming the argument where they are not such."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"argument {name!r} must hold integers, got {array.dtype}")
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2:
+        raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
+    return array.astype(jnp.int32)
+
+
+def of_cuts(cuts: Any, total: int) -> jax.Array:
+    """Returns the ids [1, total] of an axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding."""
+    cuts = jnp.asarray(cuts)
+    if cuts.ndim != 1 or cuts.shape[0] < 2 or not jnp.issubdtype(cuts.dtype, jnp.integer):
+        raise ValueError(
+            "cumulative lengths (cum_seqlens_q, cum_seqlens_k) must be integers [0, n1, n1 + n2, ...] of length batch + 1, "
+            f"got {cuts.dtype} of shape {cuts.shape}"
+        )
+    ids = jnp.searchsorted(cuts, jnp.arange(total), side="right") - 1
+    return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
+
+
+def joint(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the ids (q, kv) under which a pair attends iff it does under both (a_q, a_k) and (b_q, b_k).
+
+    An id is the rank of its pair (a, b) in the row, so ids keep the order of `a` and cannot overflow.
+    """
+    batch = max(x.shape[0] for x in (a_q, a_k, b_q, b_k))
+    a, b = (
+        jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[1])) for x in sides], 1)
+        for sides in ((a_q, a_k), (b_q, b_k))
+    )
+    order = jnp.lexsort((b, a), axis=1)
+    changes = [jnp.diff(jnp.take_along_axis(x, order, 1), axis=1) != 0 for x in (a, b)]
+    ranks = jnp.pad(jnp.cumsum(changes[0] | changes[1], axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    ids = jnp.where((a >= 0) & (b >= 0), jnp.take_along_axis(ranks, jnp.argsort(order, axis=1), 1), -1)
+    return ids[:, : a_q.shape[1]], ids[:, a_q.shape[1] :]
+
+
+def rank(ids: jax.Array, order: Any = None) -> jax.Array:
+    """Returns int32 [B, L]: how many tokens before it in the row have the same id.
+
+    Args:
+      order: int [L], the place in the sequence of each token, where the row lies permuted.
+    """
+    if order is not None:
+        return jnp.take(rank(jnp.take(ids, jnp.argsort(jnp.asarray(order)), axis=1)), jnp.asarray(order), axis=1)
+    by_id = jnp.argsort(ids, axis=1, stable=True)
+    ordered = jnp.take_along_axis(ids, by_id, 1)
+    at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    first = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    found = at - jax.lax.cummax(jnp.where(first, at, 0), axis=1)
+    return jnp.take_along_axis(found, jnp.argsort(by_id, axis=1), 1)
+
+
+def occurrences(ids: jax.Array, among: jax.Array) -> jax.Array:
+    """Returns int32 [B, L]: how often each id of `ids` occurs in the same row of `among`."""
+    batch = max(ids.shape[0], among.shape[0])
+    ids, among = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, jnp.sort(among, axis=1)))
+    first = jax.vmap(lambda row, x: jnp.searchsorted(row, x, side="left"))(among, ids)
+    last = jax.vmap(lambda row, x: jnp.searchsorted(row, x, side="right"))(among, ids)
+    return (last - first).astype(jnp.int32)

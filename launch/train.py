@@ -1,0 +1,116 @@
+"""`python -m launch.train recipe=long_context [KEY=VALUE ...]`: trains a recipe, or goes on with a run that is there."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+
+# Exit codes: finished or told to stop (0), the user's recipe or files (2), a checkpoint (3), a signal (75: try again).
+DONE, WRONG, BAD_CHECKPOINT, PREEMPTED = 0, 2, 3, 75
+
+USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
+
+  python -m launch.train recipe=long_context
+  python -m launch.train recipe=long_context mesh.sp=2 run.steps=20 run.dir=outputs/try
+  python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence
+
+A run that is in run.dir goes on from its last checkpoint.
+"""
+
+
+def _usage() -> str:
+    from recipes.schema import GROUPS, keys_of, options_of
+
+    groups = "\n".join(f"  {g}={{{','.join(options_of(g))}}}" for g in GROUPS)
+    return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
+
+
+def _virtual_cpus(recipe) -> int:
+    """Returns how many CPU devices the recipe asks for, should there be no accelerator."""
+    sizes = list(vars(recipe.mesh).values())
+    fixed = math.prod(size for size in sizes if size > 0)
+    return fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes else fixed
+
+
+# Device files of NVIDIA and AMD GPUs and of TPUs.
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+def _start_jax(recipe) -> None:
+    """Joins the cluster, and says how many CPU devices there are to be; the devices are made after this."""
+    import glob
+
+    import jax
+
+    if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in _ACCELERATORS):
+        # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
+        jax.config.update("jax_platforms", "cpu")
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe))
+    cluster = recipe.cluster
+    if cluster.kind == "manual":
+        given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
+        if None in given:
+            raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
+        jax.distributed.initialize(*given)
+    elif cluster.kind == "auto":
+        jax.distributed.initialize()
+    elif cluster.kind != "local":
+        raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
+
+
+def _how_to_scale() -> str:
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return ""
+    return (
+        "no accelerator here: training the small model on virtual CPU devices. On GPUs or a TPU slice: "
+        "python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence cluster=auto"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(a in ("-h", "--help") for a in arguments):
+        print(_usage())
+        return DONE
+    # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from ejdist.training.checkpoint import CheckpointError
+    from ejdist.training.loop import train
+    from kernels import Unsupported
+    from recipes.schema import compose
+
+    try:
+        recipe = compose(arguments)
+        _start_jax(recipe)
+        hint = _how_to_scale()
+        if hint:
+            print(hint, flush=True)
+        outcome = train(recipe, say=lambda line: print(line, flush=True))
+    except (ValueError, Unsupported) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_CHECKPOINT
+    except OSError as error:
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        return WRONG
+    stopped_early = not outcome.finished and recipe.run.stop_after is None
+    if outcome.summary is not None:
+        s = outcome.summary
+        print(
+            f"loss {s['loss_first']:.3f} -> {s['loss_last']:.3f} in {s['steps']} steps, "
+            f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s a device, "
+            f"MFU {s['mfu_causal']:.1%} causal, {s['mfu_full']:.1%} full; written to {recipe.run.dir}"
+        )
+    return PREEMPTED if stopped_early else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Recipes: typed sections and their variants, composed by Hydra."""

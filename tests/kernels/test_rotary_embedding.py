@@ -1,0 +1,155 @@
+"""RoPE and its scalings against NumPy float64 written from the papers, one pair and one position at a time."""
+
+import cmath
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import check
+
+from kernels.rotary_embedding import RopeScaling, frequencies, op, rotary_embedding
+
+B, T, N, H = 2, 5, 3, 16
+
+
+def oracle_frequencies(width, base, scaling):
+    """Returns (frequency of each pair, factor), from the definitions, in Python floats."""
+    kind = scaling.kind if scaling else None
+    s = scaling.factor if scaling else 1.0
+    if kind == "ntk":
+        base = base * s ** (width / (width - 2))
+    plain = [1 / base ** (2 * i / width) for i in range(width // 2)]
+    if kind in (None, "ntk"):
+        return plain, 1.0
+    if kind == "linear":
+        return [w / s for w in plain], 1.0
+    L = scaling.original_length
+    if kind == "llama3":
+        low, high, out = scaling.low or 1.0, scaling.high or 4.0, []
+        for w in plain:
+            wavelength = 2 * math.pi / w
+            if wavelength < L / high:
+                out.append(w)
+            elif wavelength > L / low:
+                out.append(w / s)
+            else:
+                smooth = (L / wavelength - low) / (high - low)
+                out.append((1 - smooth) * w / s + smooth * w)
+        return out, 1.0
+    slow, fast = scaling.low or 1.0, scaling.high or 32.0
+    where = lambda turns: width * math.log(L / (turns * 2 * math.pi)) / (2 * math.log(base))  # noqa: E731
+    first, last = max(math.floor(where(fast)), 0), min(math.ceil(where(slow)), width - 1)
+    out = []
+    for i, w in enumerate(plain):
+        keep = 1 - min(max((i - first) / (last - first), 0), 1)
+        out.append(keep * w + (1 - keep) * w / s)
+    factor = scaling.attention_factor
+    return out, (0.1 * math.log(s) + 1 if factor is None else factor)
+
+
+def oracle(x, positions, base=10000.0, scaling=None, interleaved=False, rotary_dim=None):
+    width = rotary_dim or x.shape[-1]
+    w, factor = oracle_frequencies(width, base, scaling)
+    out = np.array(x, np.float64)
+    for b, t in np.ndindex(x.shape[:2]):
+        for i in range(width // 2):
+            one, two = (2 * i, 2 * i + 1) if interleaved else (i, i + width // 2)
+            turn = factor * cmath.exp(1j * float(positions[b % len(positions), t]) * w[i])
+            z = (x[b, t, :, one] + 1j * x[b, t, :, two]) * turn
+            out[b, t, :, one], out[b, t, :, two] = z.real, z.imag
+    return out
+
+
+OPTIONS = {
+    "plain": {},
+    "base": {"base": 5e5},
+    "interleaved": {"interleaved": True},
+    "partial": {"rotary_dim": 10},
+    "linear": {"scaling": RopeScaling("linear", 8.0)},
+    "ntk": {"scaling": RopeScaling("ntk", 8.0)},
+    "yarn": {"scaling": RopeScaling("yarn", 16.0, 4096)},
+    "yarn_deepseek": {"scaling": RopeScaling("yarn", 40.0, 4096, 1.0, 32.0, 1.0), "interleaved": True},
+    "llama3": {"scaling": RopeScaling("llama3", 8.0, 8192), "base": 5e5},
+    "llama3_32": {"scaling": RopeScaling("llama3", 32.0, 8192, 1.0, 4.0), "base": 5e5},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_against_float64(options):
+    rng = np.random.default_rng(0)
+    x, positions = rng.standard_normal((B, T, N, H)), rng.integers(0, 3000, (B, T))
+    d = rng.standard_normal(x.shape)
+    got, pull = jax.vjp(lambda x: rotary_embedding(x, jnp.asarray(positions), **options), jnp.asarray(x, jnp.float32))
+    # float32 angles: 3000 radians carry an error of about 2e-4.
+    np.testing.assert_allclose(got, oracle(x, positions, **options), atol=2e-3)
+    # The map is linear, so <d, R x> = <R^T d, x> for every x; the transpose turns back.
+    basis = rng.standard_normal(x.shape)
+    np.testing.assert_allclose(
+        np.sum(np.asarray(pull(jnp.asarray(d, jnp.float32))[0]) * basis),
+        np.sum(d * oracle(basis, positions, **options)),
+        rtol=1e-3,
+        atol=0.05,
+    )
+
+
+@pytest.mark.parametrize("scaling", [o["scaling"] for o in OPTIONS.values() if "scaling" in o], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_frequencies_at_real_widths(scaling, width):
+    w, factor = frequencies(width, 5e5, scaling)
+    wanted, wanted_factor = oracle_frequencies(width, 5e5, scaling)
+    np.testing.assert_allclose(w, wanted, rtol=1e-12)
+    assert factor == pytest.approx(wanted_factor)
+
+
+def test_published_numbers_of_llama_3_1():
+    """The ends of the ramp at H = 128, base 5e5: the highest frequency stays 1, the lowest is divided by 8."""
+    w, _ = frequencies(128, 5e5, RopeScaling("llama3", 8.0, 8192))
+    assert w[0] == 1.0
+    assert w[-1] == pytest.approx(5e5 ** (-126 / 128) / 8)
+
+
+def test_bfloat16_keeps_integer_positions():
+    x = jnp.ones((1, 2, 1, 4), jnp.bfloat16)
+    got = rotary_embedding(x, jnp.array([[256, 257]]))
+    wanted = oracle(np.ones((1, 2, 1, 4)), np.array([[256, 257]]))
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=0.01)
+    assert abs(wanted[0, 0, 0, 0] - wanted[0, 1, 0, 0]) > 0.4  # so rounding 257 to 256 would be seen
+
+
+def test_only_relative_positions_matter():
+    rng = np.random.default_rng(1)
+    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, H)), jnp.float32) for _ in range(2))
+    at = lambda x, p: rotary_embedding(x, jnp.array([[p]]))  # noqa: E731
+    score = lambda i, j: float(jnp.sum(at(q, i) * at(k, j)))  # noqa: E731
+    assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
+
+
+@pytest.mark.parametrize("case", [c for c in op.cases if "bench" not in c.tags], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes(case, dtype):
+    check(op, op.backends["xla"], case, dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RopeScaling("dynamic", 2.0), "linear, ntk, yarn or llama3"),
+        (lambda: RopeScaling("linear", 0.5), "factor must be at least 1"),
+        (lambda: RopeScaling("linear", 2.0, low=1.0), "belong to yarn and llama3"),
+        (lambda: RopeScaling("llama3", 8.0, low=4.0, high=1.0), "below high"),
+        (lambda: RopeScaling("yarn", 8.0, 0), "original_length"),
+        (lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), rotary_dim=3), "rotary_dim"),
+        (
+            lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), rotary_dim=10),
+            "at most H = 8",
+        ),
+        (lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1))), "positions"),
+        (lambda: rotary_embedding(jnp.ones((1, 4, 1, 8)), jnp.zeros((1, 3), jnp.int32)), "T"),
+    ],
+)
+def test_errors_name_the_argument(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
