@@ -10,8 +10,8 @@ import triton.language as tl
 from kernels._core.triton import triton_launch
 from kernels.rms_norm.contract import RMSNormConfig, op
 
-# A row lies in the registers of one program: 64 elements a thread at the most.
-WIDEST = 65536
+# A row lies in the registers of one program: 32 elements of each array a thread, at 32 warps.
+WIDEST = 32768
 # Programs of the backward, each with one partial sum of the weight's gradient: four on each of 132 multiprocessors.
 BACKWARD_PROGRAMS = 528
 

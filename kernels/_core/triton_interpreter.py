@@ -1,0 +1,215 @@
+"""Runs Triton kernels on the CPU: Python over NumPy, every program of the grid in turn, inside a `jax.pure_callback`.
+
+It drives the interpreter that Triton brings, with three differences. No torch: a buffer is an address and a type. Buffers
+lie between guards, and outputs start as NaN, so what a kernel forgets to write, or writes or reads where it must not,
+shows. And bfloat16 is arithmetic on bfloat16, rounded to nearest; Triton's own keeps it as uint16, truncates, and
+multiplies the bits as integers. The language is patched only while a kernel runs, so that compiling goes on in the same
+process. Gluon kernels cannot be interpreted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from triton import language as tl
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
+from triton.runtime import jit as triton_jit
+
+__all__ = ["language_lock", "run_interpreted"]
+
+_POINTER_TYPES = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint64": "u64",
+    "uint32": "u32",
+    "uint16": "u16",
+    "uint8": "u8",
+    "bool": "i1",
+}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# The interpreter and the target of a compilation are settings of whole modules, so one thread uses them at a time.
+language_lock = threading.RLock()
+
+
+class _Pointer:
+    """What the interpreter takes for a tensor: an address and an element type."""
+
+    def __init__(self, array: np.ndarray):
+        self._array, self.dtype = array, _POINTER_TYPES[str(array.dtype)]
+
+    def data_ptr(self) -> int:
+        return self._array.ctypes.data
+
+
+class _Buffer:
+    """An array between two guards. All of it is NaN (the largest integer but one) until something is written.
+
+    The guards of what a kernel may write have other bits, -NaN, so that copying one guard to another shows too. They are
+    as wide as the array, or a large tile: a wrong mask is to be a failed test, not a crashed process.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, value: Any = None, writable: bool = True):
+        dtype, size = np.dtype(dtype), int(np.prod(shape))
+        n = self._width = max(65536, size)
+        if dtype.kind in "iub":
+            poison = np.array(1 if dtype.kind == "b" else np.iinfo(dtype).max - 1, dtype)
+        else:
+            poison = np.array(np.nan).astype(dtype)
+        self._storage = np.full(size + 2 * n, poison, dtype)
+        if writable:
+            self._storage[:n].view(np.uint8)[...] = self._storage[-n:].view(np.uint8)[...] = 0xFF
+        self._guard = self._storage[:1].view(np.uint8).copy()
+        self.array = self._storage[n : n + size].reshape(shape)
+        if value is not None:
+            self.array[...] = value
+
+    def intact(self) -> bool:
+        sides = self._storage[: self._width], self._storage[-self._width :]
+        return all((side.view(np.uint8).reshape(-1, self._guard.size) == self._guard).all() for side in sides)
+
+
+@functools.cache
+def _interpretable(function: types.FunctionType) -> Any:
+    """Returns the function in the form that the interpreter runs, with globals of its own.
+
+    The interpreter's rewriter adds names to the globals of what it rewrites; the kernel's module keeps its own.
+    """
+    scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    functools.update_wrapper(copy, function)
+    del copy.__wrapped__
+    return interpreter.FunctionRewriter(copy).rewrite_ast()
+
+
+@contextlib.contextmanager
+def _interpreted_language() -> Iterator[None]:
+    """Inside, `triton.language` works on NumPy, and `@triton.jit` functions may be called. All of it is undone after."""
+
+    def call_jit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _interpretable(self.fn)(*args, **kwargs)
+
+    def call_constexpr(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        bare = tl.core._unwrap_if_constexpr
+        return self.fn(*map(bare, args), **{k: bare(v) for k, v in kwargs.items()})
+
+    def numpy_dtype(dtype: Any) -> np.dtype:
+        return _BFLOAT16 if dtype.scalar == tl.bfloat16 else plain_dtype(dtype)
+
+    def cast(self: Any, value: Any, dtype: Any) -> Any:
+        return interpreter.TensorHandle(value.data.astype(numpy_dtype(dtype)), dtype.scalar)
+
+    def convert(self: Any, value: Any, dtype: Any, rounding: Any) -> Any:
+        kinds = {value.dtype.scalar, dtype.scalar}
+        narrow = any(kind.primitive_bitwidth == 8 for kind in kinds)
+        if tl.bfloat16 not in kinds or narrow or rounding == ir.ROUNDING_MODE.RTZ:
+            return plain_convert(self, value, dtype, rounding)
+        return cast(self, value, dtype)
+
+    def load(self: Any, pointers: Any, mask: Any, other: Any, cache_policy: Any, is_volatile: Any) -> Any:
+        if pointers.get_element_ty() != tl.bfloat16:
+            return plain_load(self, pointers, mask, other, cache_policy, is_volatile)
+        rest = np.zeros(pointers.data.shape, _BFLOAT16) if other is None else other.data
+        bits = interpreter._interpreter.load(pointers.data, mask.data, rest.view(np.uint16), np.dtype(np.uint16))
+        return interpreter.TensorHandle(bits.view(_BFLOAT16), tl.bfloat16)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+        data = value.data.view(np.uint16) if value.data.dtype == _BFLOAT16 else value.data
+        return interpreter._interpreter.store(pointers.data, data, mask.data)
+
+    builder, plain_dtype = interpreter.InterpreterBuilder, interpreter._get_np_dtype
+    plain_load, plain_convert = builder.create_masked_load, builder.create_fp_to_fp
+    replacements = [
+        (triton_jit.JITFunction, "__call__", call_jit),
+        (triton_jit.ConstexprFunction, "__call__", call_constexpr),
+        (interpreter, "_get_np_dtype", numpy_dtype),
+        (builder, "cast_impl", cast),
+        (builder, "create_fp_to_fp", convert),
+        (builder, "create_masked_load", load),
+        (builder, "create_masked_store", store),
+    ]
+    modules = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    with language_lock:
+        patches = interpreter._patch_lang(modules)
+        try:
+            for owner, name, replacement in replacements:
+                patches.set_attr(owner, name, replacement)
+            # A GPU says nothing of the NaN and infinities that masked-off lanes make.
+            with np.errstate(all="ignore"):
+                yield
+        finally:
+            patches.restore()
+
+
+def _run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+    function, builder = _interpretable(kernel.fn), interpreter.interpreter_builder
+    constexprs = {p.name for p in kernel.params if p.is_constexpr}
+    sizes = (*grid, *(1,) * (3 - len(grid)))
+    with _interpreted_language():
+        values = {k: v if k in constexprs else interpreter._implicit_cvt(v) for k, v in arguments.items()}
+        builder.set_grid_dim(*sizes)
+        for index in itertools.product(*map(range, sizes)):
+            builder.set_grid_idx(*index)
+            function(**values)
+
+
+def run_interpreted(
+    kernel: Any, args: tuple, named: dict[str, Any], out_shape: Any, grid: tuple[int, ...], aliases: dict[int, int]
+) -> Any:
+    """Returns the outputs of a kernel run by the interpreter; arguments as `kernels._core.triton.triton_launch`.
+
+    Raises (when it runs):
+      RuntimeError: the kernel wrote outside its buffers, or to an input that is not aliased to an output.
+    """
+    outputs, tree = jax.tree.flatten(out_shape)
+    bound = kernel.signature.bind_partial(*args, **named).arguments
+    operands = [p.name for p in kernel.params if not p.is_constexpr]
+    inputs = [name for name in operands if name in bound]
+    arrays = {name: bound[name] for name in inputs if hasattr(bound[name], "shape")}
+    aliased = {output: inputs[i] for i, output in aliases.items()}
+    fresh = [i for i in range(len(outputs)) if i not in aliased]
+    missing = [name for name in operands if name not in bound]
+    if len(missing) != len(fresh):
+        raise ValueError(
+            f"{kernel.fn.__name__}: argument 'out_shape' has {len(fresh)} outputs that are not aliased, but the kernel "
+            f"has {len(missing)} parameters left for them: {', '.join(missing)}"
+        )
+
+    def run(*values: Any) -> list[np.ndarray]:
+        buffers = {
+            name: _Buffer(v.shape, v.dtype, v, writable=name in aliased.values())
+            for name, v in zip(arrays, map(np.asarray, values), strict=True)
+        }
+        inputs_before = {name: b.array.copy() for name, b in buffers.items() if name not in aliased.values()}
+        for name, i in zip(missing, fresh, strict=True):
+            buffers[name] = _Buffer(outputs[i].shape, outputs[i].dtype)
+        _run_grid(kernel, {**bound, **{name: _Pointer(b.array) for name, b in buffers.items()}}, grid)
+        for name, buffer in buffers.items():
+            if not buffer.intact():
+                raise RuntimeError(f"{kernel.fn.__name__} wrote outside the buffer {name!r}")
+        for name, before in inputs_before.items():
+            if before.tobytes() != buffers[name].array.tobytes():
+                raise RuntimeError(f"{kernel.fn.__name__} wrote to its input {name!r}")
+        where = {**dict(zip(fresh, missing, strict=True)), **aliased}
+        return [buffers[where[i]].array for i in range(len(outputs))]
+
+    result = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in outputs]
+    flat = jax.pure_callback(run, result, *arrays.values(), vmap_method="sequential")
+    return jax.tree.unflatten(tree, flat)
