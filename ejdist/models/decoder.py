@@ -1,18 +1,29 @@
-"""A decoder of the Llama and Qwen3 family: RMSNorm, RoPE, GQA, SwiGLU, full or windowed attention by layer."""
+"""A decoder of the Llama and Qwen3 family: RMSNorm, RoPE, GQA, SwiGLU, full or windowed attention by layer.
+
+Dtypes. Parameters are float32, the master weights. Matrices are cast to the compute dtype once a step, outside the scan
+over layers, so that a mesh gathers the narrow copy. Norm scales, and the table that embeddings are taken from, stay
+float32: they cost little, and a frequent token's gradient is a long sum, which bfloat16 stops adding to after some 256
+equal terms. Gradients are float32 before they are accumulated. Float32 compute is true float32 on every device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
+from kernels.gated_mlp import ACTIVATIONS
 from kernels.rotary_embedding import RopeScaling
 
-REMAT = ("none", "attention", "dots", "full")
+REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `rematerialised`
+_LAYER_INPUT = "decoder.layer_input"
 
 
 @dataclass(unsafe_hash=True)
@@ -41,7 +52,7 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     init_std: float = 0.02
     compute_dtype: str = "float32"  # of activations and matmuls; parameters stay float32
-    remat: str = "attention"  # what the backward does not compute again: see `remat_policy`
+    remat: str = "attention"  # what the backward does not compute again: see `rematerialised`
 
     def __post_init__(self) -> None:
         self.layer_pattern = tuple(self.layer_pattern)
@@ -59,17 +70,27 @@ class DecoderConfig:
             raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
         if not self.layer_pattern or set(self.layer_pattern) - {"full", "window"}:
             raise ValueError(f"model.layer_pattern = {list(self.layer_pattern)} must be made of full and window")
-        if self.num_layers % len(self.layer_pattern):
+        if self.num_layers < len(self.layer_pattern):
             raise ValueError(
-                f"model.num_layers = {self.num_layers} must be a multiple of the {len(self.layer_pattern)} layers of "
-                "model.layer_pattern"
+                f"model.num_layers = {self.num_layers} is less than the {len(self.layer_pattern)} layers of "
+                "model.layer_pattern: shorten it or add layers"
             )
         if "window" in self.layer_pattern and not self.sliding_window:
             raise ValueError("model.layer_pattern has windowed layers: give model.sliding_window, in keys")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+        for name in ("sliding_window", "attention_soft_cap", "logits_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"model.{name} must be positive, or null for none, got {value}")
+        for name in ("rope_base", "norm_eps", "init_std"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
-        if self.compute_dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use float32, bfloat16 or float16")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            # float16 would need its loss scaled: gradients here are of sums over tokens, past its range.
+            raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use float32 or bfloat16")
         self.scaling()
 
     def scaling(self) -> RopeScaling | None:
@@ -116,19 +137,30 @@ def declare(c: DecoderConfig) -> dict[str, Any]:
     return declared
 
 
-def remat_policy(name: str) -> Any:
-    """Returns what a layer's backward keeps instead of computing it again.
+def rematerialised(layer: Callable, policy: str, *, in_scan: bool) -> Callable:
+    """Returns the layer under a policy for what its backward keeps, beside the layer's input.
 
-    "attention": the output and lse of attention, so that no attention runs twice. "dots": also the results of matmuls
-    with parameters. "full": nothing. ("none" keeps everything and needs no policy.)
+    "none" keeps everything. "dots": the results of the projections, and attention's output and lse. "attention": the
+    latter alone, so that no attention runs twice. "offload": the same, but attention's output and the layer's input wait
+    in the host's memory. "full": nothing.
     """
     policies = jax.checkpoint_policies
     attention = policies.save_only_these_names("flash_attention.out", "flash_attention.lse")
-    if name == "full":
-        return policies.nothing_saveable
-    if name == "attention":
-        return attention
-    return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
+    if policy == "none":
+        return layer
+    keep = {
+        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention),
+        "attention": attention,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["flash_attention.lse"],  # a number per query and head
+            names_which_can_be_offloaded=["flash_attention.out", _LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+        "full": policies.nothing_saveable,
+    }[policy]
+    # Forward and backward of a scan are separate loops. Elsewhere the compiler would merge the two computations.
+    return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -151,6 +183,14 @@ def _attention_block(x, p, batch, window: int | None, c: DecoderConfig, ops: Ops
     return ops.constrain(_einsum("btnh,nhd->btd", out, p["output"]), "B T D")
 
 
+def _layer(x, weights, batch, window: int | None, c: DecoderConfig, ops: Ops, dims: dict[str, str]) -> jax.Array:
+    x = checkpoint_name(x, _LAYER_INPUT)
+    p = {name: ops.constrain(w, dims[name]) for name, w in weights.items()}
+    x = x + _attention_block(x, p, batch, window, c, ops)
+    h = ops.rms_norm(x, p["mlp_norm"], c.norm_eps)
+    return x + ops.gated_mlp(h, p["gate"], p["up"], p["down"], c.activation)
+
+
 def hidden_states(params: dict, batch: dict[str, jax.Array], c: DecoderConfig, ops: Ops) -> jax.Array:
     """Returns the final hidden states, [B, T, D] in the compute dtype.
 
@@ -158,26 +198,26 @@ def hidden_states(params: dict, batch: dict[str, jax.Array], c: DecoderConfig, o
     """
     dtype = jnp.dtype(c.compute_dtype)
     dims = {name: p.dims.replace("layers ", "") for name, p in declare(c)["layers"].items()}
-    # Cast once, outside the scan, so that what is gathered layer by layer is already in the narrow type.
-    layers = jax.tree.map(lambda p: p.astype(dtype), params["layers"])
-    period = len(c.layer_pattern)
-    layers = jax.tree.map(lambda p: p.reshape(c.num_layers // period, period, *p.shape[1:]), layers)
-    table = ops.constrain(params["embedding"].astype(dtype), "V D")
-    x = ops.constrain(jnp.take(table, batch["tokens"], axis=0), "B T D")
+    layers = {name: w if name.endswith("norm") else w.astype(dtype) for name, w in params["layers"].items()}
+    period, windows = len(c.layer_pattern), c.windows()
+    rounds = c.num_layers // period
+    table = ops.constrain(params["embedding"], "V D")
+    x = ops.constrain(jnp.take(table, batch["tokens"], axis=0).astype(dtype), "B T D")
+
+    def run(x: jax.Array, stacked: dict[str, jax.Array], i: int, in_scan: bool) -> jax.Array:
+        layer = partial(_layer, batch=batch, window=windows[i % period], c=c, ops=ops, dims=dims)
+        return rematerialised(layer, c.remat, in_scan=in_scan)(x, {name: w[i] for name, w in stacked.items()})
 
     def one_period(x: jax.Array, stacked: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        for i, window in enumerate(c.windows()):
-            p = {name: ops.constrain(w[i], dims[name]) for name, w in stacked.items()}
-            x = x + _attention_block(x, p, batch, window, c, ops)
-            h = ops.rms_norm(x, p["mlp_norm"], c.norm_eps)
-            x = x + ops.gated_mlp(h, p["gate"], p["up"], p["down"], c.activation)
+        for i in range(period):
+            x = run(x, stacked, i, in_scan=rounds > 1)
         return x, None
 
-    body = one_period
-    if c.remat != "none":
-        body = jax.checkpoint(one_period, policy=remat_policy(c.remat), prevent_cse=False)
-    x, _ = jax.lax.scan(body, x, layers)
-    return ops.rms_norm(x, params["final_norm"].astype(dtype), c.norm_eps)
+    whole = {name: w[: rounds * period].reshape(rounds, period, *w.shape[1:]) for name, w in layers.items()}
+    x, _ = jax.lax.scan(one_period, x, whole)
+    for i in range(rounds * period, c.num_layers):  # the pattern's last round, if it is not complete
+        x = run(x, layers, i, in_scan=False)
+    return ops.rms_norm(x, params["final_norm"], c.norm_eps)
 
 
 def output_projection(params: dict, c: DecoderConfig) -> jax.Array:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ejdist.models.decoder import DecoderConfig
+from ejdist.models.decoder import DecoderConfig, declare
 
 # Dense bf16 peaks by device kind, in FLOP/s, from the vendors' data sheets.
 PEAKS = {
@@ -39,20 +39,30 @@ def peak_flops(device_kind: str) -> float | None:
 def visible_pairs(segment_ids: np.ndarray, window: int | None = None) -> int:
     """Returns how many (query, key) pairs causal attention computes in a batch of packed documents.
 
+    Only the lengths of the documents matter, so a batch that was permuted gives the same count.
+
     Args:
-      segment_ids: int [B, T] in the original order, equal ids adjacent, -1 for padding.
+      segment_ids: int [B, T], -1 for padding; before any permutation each document is one run of neighbours.
       window: keys that a query sees, itself included; None for all before it.
     """
     total = 0
     for row in np.asarray(segment_ids):
-        edges = np.flatnonzero(np.diff(row)) + 1
-        starts = np.concatenate([[0], edges])
-        lengths = np.diff(np.concatenate([starts, [row.size]]))
-        n = lengths[row[starts] >= 0].astype(np.int64)
+        n = np.bincount(row[row >= 0]).astype(np.int64)
         w = n if window is None else np.minimum(n, window)
         # The first w queries see 1, 2, ..., w keys; the others w each.
         total += int(np.sum(w * (w + 1) // 2 + (n - w) * w))
     return total
+
+
+def matmul_flops_per_token(config: DecoderConfig) -> int:
+    """Returns the forward FLOPs of a token in matmuls with parameters: two for each weight that multiplies it.
+
+    The embedding is looked up, not multiplied, unless it is the output projection too; norms and biases multiply nothing.
+    """
+    declared = declare(config)
+    matrices = sum(p.size for p in declared["layers"].values() if p.init == "normal")
+    head = declared["embedding" if config.tie_embeddings else "lm_head"]
+    return 2 * (matrices + head.size)
 
 
 @dataclass(frozen=True)
@@ -64,17 +74,17 @@ class StepFlops:
 
 
 def step_flops(config: DecoderConfig, segment_ids: np.ndarray) -> StepFlops:
-    """Returns the FLOPs of a training step on a batch with those segments (int [B, T], in the original order)."""
-    c = config
+    """Returns the FLOPs of a training step on a batch with those segments, int [B, T].
+
+    Matmuls with parameters count every position, padding too, because it is computed.
+    """
     rows, length = segment_ids.shape
-    per_token = (
-        c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.model_dim * c.ffn_dim
-    ) * c.num_layers + c.model_dim * c.vocab_size
-    matmuls = 2 * per_token * rows * length
-    repeats = c.num_layers // len(c.layer_pattern)
-    pairs = {window: visible_pairs(segment_ids, window) for window in set(c.windows())}
-    exact = repeats * sum(pairs[window] for window in c.windows())
-    square = c.num_layers * rows * length * length
+    windows = config.windows()
+    of_layer = [windows[layer % len(windows)] for layer in range(config.num_layers)]
+    pairs = {window: visible_pairs(segment_ids, window) for window in set(of_layer)}
+    exact = sum(pairs[window] for window in of_layer)
+    square = config.num_layers * rows * length * length
+    matmuls = matmul_flops_per_token(config) * rows * length
     # Two matmuls of head_dim per pair and head.
-    attention = 2 * 2 * c.num_heads * c.head_dim
+    attention = 2 * 2 * config.num_heads * config.head_dim
     return StepFlops(causal=3.0 * (matmuls + attention * exact), full=3.0 * (matmuls + attention * square))

@@ -16,7 +16,7 @@ class OptimizerSection:
 
     learning_rate: float = 3e-4  # the peak
     schedule: str = "warmup_cosine"  # warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
-    warmup_steps: int = 100
+    warmup_steps: int = 100  # at most all but one of the run's steps
     decay_fraction: float = 0.1  # wsd: the part of all steps in which the rate falls, at the end
     final_ratio: float = 0.1  # the last rate, as a part of the peak
     b1: float = 0.9
@@ -37,6 +37,8 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
         raise ValueError(f"optimizer.schedule = {s.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
     if not 0 <= s.decay_fraction <= 1:
         raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {s.decay_fraction}")
+    if not 0 <= s.final_ratio <= 1:
+        raise ValueError(f"optimizer.final_ratio must be in [0, 1], got {s.final_ratio}")
     if s.learning_rate <= 0 or s.warmup_steps < 0:
         raise ValueError("optimizer.learning_rate must be positive, and optimizer.warmup_steps not negative")
     warmup = min(s.warmup_steps, max(steps - 1, 0))
@@ -60,7 +62,13 @@ def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple
     Args:
       steps: of the whole run; the schedule ends there.
       decayed: tree of bool, which parameters decay.
+
+    Raises:
+      ValueError: names the key.
     """
+    for name, low, high in (("b1", 0, 1), ("b2", 0, 1), ("weight_decay", 0, 10), ("clip_norm", 0, float("inf"))):
+        if not low <= getattr(section, name) < high:
+            raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {getattr(section, name)}")
     schedule = make_schedule(section, steps)
     s = section
     adamw = optax.adamw(

@@ -26,6 +26,11 @@ def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainSta
 def microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
     """Returns [count, B / count, ...] of each array; microbatch i has rows i, i + count, ..., so that every device keeps
     its share of each."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if rows % count:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be split into {count} equal microbatches; change one of the two"
+        )
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), batch)
 
 
@@ -65,7 +70,7 @@ def make_train_step(
             "loss": sums["loss"] / count,
             "z_loss": sums["z_loss"] / count,
             "tokens": sums["tokens"],
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 

@@ -1,0 +1,342 @@
+"""The decoder: shapes, gradients, masks, patterns, remat, dtypes. On one device, with dense attention in plain jnp."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import partial_eval as pe
+
+from ejdist.bound import bind_ops
+from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, loss
+from ejdist.models.parameters import initialise, num_parameters, shapes
+
+TINY = DecoderConfig(
+    vocab_size=61, num_layers=4, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, tie_embeddings=False
+)
+VARIANTS = {
+    "llama3": dataclasses.replace(TINY, rope_scaling="llama3", rope_factor=8.0, rope_original_length=16),
+    "qwen2": dataclasses.replace(TINY, attention_bias=True, tie_embeddings=True),
+    "qwen3": dataclasses.replace(TINY, qk_norm=True, norm_eps=1e-6),
+    "windows": dataclasses.replace(TINY, layer_pattern=("window", "full"), sliding_window=5),
+    "incomplete_round": dataclasses.replace(
+        TINY,
+        layer_pattern=("window", "window", "full"),
+        sliding_window=3,
+        attention_soft_cap=5.0,
+        logits_soft_cap=10.0,
+        activation="gelu_tanh",
+    ),
+}
+B, T = 2, 24
+
+
+def dense_attention(query, key, value, segment_ids, window, logits_soft_cap):
+    """Returns attention by its definition, with the whole square of scores."""
+    H, groups, T = query.shape[-1], query.shape[2] // key.shape[2], query.shape[1]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest", preferred_element_type=jnp.float32)
+    scores = scores * H**-0.5
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+    i, j = jnp.arange(T)[:, None], jnp.arange(T)[None]
+    seen = (j <= i) & (i - j < (window or T))
+    seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    seen = seen & (segment_ids >= 0)[:, None, None, :]
+    weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1), 0)
+    return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value, precision="highest")
+
+
+FLASH = bind_ops(None)
+OPS = dataclasses.replace(FLASH, attention=dense_attention)
+
+
+def init(config, key):
+    return initialise(declare(config), key)
+
+
+def batch_of(config, seed=0, cuts=((7, 15), (11,)), padding=2):
+    """Returns a batch in which row b has documents cut at cuts[b], and padding at the end of row 0."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, config.vocab_size, (B, T))
+    segments, positions, targets = np.zeros((3, B, T), int)
+    for b in range(B):
+        edges = [0, *cuts[b], T - padding if b == 0 else T]
+        segments[b], targets[b] = -1, -1
+        for k, (start, end) in enumerate(itertools.pairwise(edges)):
+            segments[b, start:end], positions[b, start:end] = k, np.arange(end - start)
+            targets[b, start : end - 1] = tokens[b, start + 1 : end]
+    batch = {"tokens": tokens, "targets": targets, "positions": positions, "segment_ids": segments}
+    return {k: jnp.asarray(v, jnp.int32) for k, v in batch.items()}
+
+
+def mean_loss(params, batch, config, ops=OPS):
+    total, terms = loss(params, batch, config, ops)
+    return total / terms["tokens"]
+
+
+def value_and_grad(config, params, batch, ops=OPS):
+    return jax.jit(jax.value_and_grad(lambda p: mean_loss(p, batch, config, ops)))(params)
+
+
+def assert_close(a, b, rtol=1e-5, atol=1e-6):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_against_an_independent_forward_and_every_parameter_has_a_gradient(config):
+    """The oracle is NumPy float64, layer after layer and query after query: no scan, no rooms, no JAX."""
+    params, batch = init(config, jax.random.key(0)), batch_of(config)
+    # No bias at zero, no scale at one: what they do must show.
+    params["layers"] = {k: v + 0.05 * jnp.sin(jnp.arange(v.size)).reshape(v.shape) for k, v in params["layers"].items()}
+    value, gradients = value_and_grad(config, params, batch)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    assert float(value) == pytest.approx(oracle_loss(wide, jax.tree.map(np.asarray, batch), config), rel=2e-5)
+    assert abs(float(value) - np.log(config.vocab_size)) < 1.0  # near chance
+    for path, g in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.isfinite(g).all() and float(jnp.max(jnp.abs(g))) > 1e-8, path
+    for name, g in gradients["layers"].items():
+        assert (np.abs(np.asarray(g)).reshape(config.num_layers, -1).max(axis=1) > 1e-8).all(), name
+
+
+def oracle_loss(params, batch, c):
+    """Returns the mean cross entropy, float64."""
+
+    def norm(x, w):
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c.norm_eps) * w
+
+    def rope(x, positions):
+        half = c.head_dim // 2
+        w = c.rope_base ** (-np.arange(half) / half)
+        if c.rope_scaling == "llama3":
+            smooth = np.clip((c.rope_original_length * w / (2 * np.pi) - 1) / 3, 0, 1)
+            w = w / c.rope_factor * (1 - smooth) + w * smooth
+        a = positions[..., None, None] * w
+        one, two = x[..., :half], x[..., half:]
+        return np.concatenate([one * np.cos(a) - two * np.sin(a), two * np.cos(a) + one * np.sin(a)], -1)
+
+    def bend(x, cap):
+        return x if cap is None else cap * np.tanh(x / cap)
+
+    x, ids = params["embedding"][batch["tokens"]], batch["segment_ids"]
+    for layer in range(c.num_layers):
+        w = {k: v[layer] for k, v in params["layers"].items()}
+        h = norm(x, w["attention_norm"])
+        q, k, v = (np.einsum("btd,dnh->btnh", h, w[n]) + w.get(f"{n}_bias", 0) for n in ("query", "key", "value"))
+        if c.qk_norm:
+            q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
+        q, k = rope(q, batch["positions"]), rope(k, batch["positions"])
+        out = np.zeros_like(q)
+        kind = c.layer_pattern[layer % len(c.layer_pattern)]
+        for b, t, n in np.ndindex(B, T, c.num_heads):
+            m = n // (c.num_heads // c.num_kv_heads)
+            first = max(0, t - c.sliding_window + 1) if kind == "window" else 0
+            seen = [s for s in range(first, t + 1) if ids[b, s] == ids[b, t] and ids[b, t] >= 0]
+            if not seen:
+                continue
+            z = bend(k[b, seen, m] @ q[b, t, n] / np.sqrt(c.head_dim), c.attention_soft_cap)
+            p = np.exp(z - z.max())
+            out[b, t, n] = p / p.sum() @ v[b, seen, m]
+        x = x + np.einsum("btnh,nhd->btd", out, w["output"])
+        h = norm(x, w["mlp_norm"])
+        g = h @ w["gate"]
+        act = g / (1 + np.exp(-g))
+        if c.activation == "gelu_tanh":
+            act = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+        x = x + (act * (h @ w["up"])) @ w["down"]
+    head = params["embedding"].T if c.tie_embeddings else params["lm_head"]
+    z = bend(norm(x, params["final_norm"]) @ head, c.logits_soft_cap)
+    lse = np.log(np.sum(np.exp(z), -1))
+    keep = batch["targets"] >= 0
+    at = np.take_along_axis(z, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
+    return np.sum((lse - at)[keep]) / keep.sum()
+
+
+SMALL = dataclasses.replace(VARIANTS["windows"], num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def with_flash_attention():
+    """Value and gradient of SMALL through the operations of `kernels`, under the default remat policy."""
+    return value_and_grad(SMALL, init(SMALL, jax.random.key(0)), batch_of(SMALL), FLASH)
+
+
+def test_flash_attention_gives_what_dense_attention_gives(with_flash_attention):
+    dense = value_and_grad(SMALL, init(SMALL, jax.random.key(0)), batch_of(SMALL))
+    assert_close(with_flash_attention, dense, 1e-4, 5e-6)
+
+
+def test_a_scan_equals_layers_unrolled():
+    params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
+    unrolled = dataclasses.replace(TINY, layer_pattern=("full",) * TINY.num_layers)
+    assert_close(value_and_grad(TINY, params, batch), value_and_grad(unrolled, params, batch))
+
+
+def test_a_window_as_wide_as_the_row_is_full_attention_and_a_narrower_one_is_not():
+    params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
+    value = lambda config: float(jax.jit(lambda p: mean_loss(p, batch, config))(params))  # noqa: E731
+    full = value(TINY)
+    same = lambda w: dataclasses.replace(TINY, layer_pattern=("window", "full"), sliding_window=w)  # noqa: E731
+    assert value(same(T)) == pytest.approx(full, rel=1e-6)
+    assert abs(value(same(2)) - full) > 1e-5
+
+
+def test_documents_do_not_see_each_other():
+    """Changing one document leaves what comes out for the others, and their loss, bit for bit."""
+    config = VARIANTS["windows"]
+    params, batch = init(config, jax.random.key(0)), batch_of(config)
+    of_second = lambda b: {**b, "targets": jnp.where(b["segment_ids"] == 1, b["targets"], -1)}  # noqa: E731
+    changed = {**batch, "tokens": jnp.where(batch["segment_ids"] == 0, 3, batch["tokens"])}
+    assert np.any(changed["tokens"] != batch["tokens"])
+    hidden = jax.jit(lambda b: hidden_states(params, b, config, OPS))
+    inside = np.asarray(batch["segment_ids"] == 1)
+    np.testing.assert_array_equal(np.asarray(hidden(batch))[inside], np.asarray(hidden(changed))[inside])
+    value = jax.jit(lambda b: mean_loss(params, b, config))
+    np.testing.assert_array_equal(value(of_second(batch)), value(of_second(changed)))
+    assert value(batch) != value(changed)
+    # A row packed is the rows apart.
+    alone = {k: v[1:2, 11:] for k, v in batch.items()}
+    np.testing.assert_allclose(hidden(batch)[1:2, 11:], hidden(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_the_future_and_padding_are_not_seen():
+    params, batch = init(TINY, jax.random.key(0)), batch_of(TINY, cuts=((), ()))
+    run = jax.jit(lambda b: hidden_states(params, b, TINY, OPS))
+    hidden = lambda b: np.asarray(run(b))  # noqa: E731
+    later = {**batch, "tokens": batch["tokens"].at[:, 10:].set(1)}
+    np.testing.assert_array_equal(hidden(batch)[:, :10], hidden(later)[:, :10])
+    assert np.abs(hidden(batch)[:, 10:] - hidden(later)[:, 10:]).max() > 1e-3
+    padded = {**batch, "tokens": batch["tokens"].at[0, T - 2 :].set(1)}
+    assert float(mean_loss(params, batch, TINY)) == float(mean_loss(params, padded, TINY))
+
+
+@pytest.mark.parametrize("remat", [p for p in REMAT if p != "attention"])
+def test_remat_changes_memory_not_numbers(remat, with_flash_attention):
+    params, batch = init(SMALL, jax.random.key(0)), batch_of(SMALL)
+    got = value_and_grad(dataclasses.replace(SMALL, remat=remat), params, batch, FLASH)
+    assert_close(got, with_flash_attention, 1e-5, 1e-6)
+
+
+def test_attention_is_computed_again_only_under_full():
+    """Counted in matmuls of the gradient's program, after what is not needed was removed."""
+    params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
+
+    def matmuls(remat):
+        config = dataclasses.replace(TINY, remat=remat)
+        gradient = jax.grad(lambda p: mean_loss(p, batch, config, FLASH))
+        closed = jax.make_jaxpr(gradient)(params)
+        needed, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        return matmuls_of(needed, "flash_attention"), matmuls_of(needed, "gated_mlp")
+
+    counts = {remat: matmuls(remat) for remat in REMAT}
+    attention, mlp = counts["none"]
+    assert attention >= 7 and mlp == 11  # forward 2, backward 5; forward 3, backward 2 again and 6
+    for remat in ("dots", "attention", "offload"):
+        assert counts[remat] == (attention, mlp), remat
+    assert counts["full"] == (attention + 2, mlp)
+
+
+def matmuls_of(jaxpr, name, inside=False):
+    """Returns how many matmuls a program has in its parts of this name."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        here = inside or eqn.params.get("name") == name
+        count += here and eqn.primitive.name == "dot_general"
+        for p in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            count += matmuls_of(getattr(p, "jaxpr", p), name, here) if is_jaxpr(p) else 0
+    return count
+
+
+def is_jaxpr(p):
+    return isinstance(p, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
+
+
+def test_bfloat16_compute_keeps_float32_masters():
+    params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
+    exact, wide = value_and_grad(TINY, params, batch)
+    short = dataclasses.replace(TINY, compute_dtype="bfloat16")
+    rounded, narrow = value_and_grad(short, params, batch)
+    assert float(rounded) == pytest.approx(float(exact), rel=0.02)
+    for w, n in zip(jax.tree.leaves(wide), jax.tree.leaves(narrow), strict=True):
+        assert n.dtype == jnp.float32
+        assert np.linalg.norm(n - w) < 0.1 * np.linalg.norm(w)
+    assert hidden_states(params, batch, short, OPS).dtype == jnp.bfloat16
+
+
+def test_a_frequent_tokens_gradient_is_summed_in_float32():
+    """The row of a token that is everywhere is a sum of thousands; in bfloat16 it would stop growing after 256 terms."""
+    config = dataclasses.replace(TINY, num_layers=1, compute_dtype="bfloat16")
+    table = jnp.zeros((config.vocab_size, config.model_dim))
+    params = {**init(config, jax.random.key(0)), "embedding": table + 0.02}
+    batch = {k: jnp.zeros((1, 2048), jnp.int32) for k in ("tokens", "positions")}
+    batch |= {"segment_ids": jnp.arange(2048, dtype=jnp.int32)[None], "targets": jnp.ones((1, 2048), jnp.int32)}
+    see_nothing = dataclasses.replace(OPS, attention=lambda query, *_: jnp.zeros_like(query))
+    few = {k: v[:, :64] for k, v in batch.items()}
+    rows = [jax.grad(lambda p, b=b: loss(p, b, config, see_nothing)[0])(params)["embedding"][0] for b in (few, batch)]
+    np.testing.assert_allclose(rows[1], 32 * rows[0], rtol=1e-3)
+
+
+def test_init_depends_on_seed_and_name_alone():
+    params = init(TINY, jax.random.key(0))
+    assert_close(params, init(TINY, jax.random.key(0)), 0, 0)
+    wider = init(dataclasses.replace(TINY, qk_norm=True, attention_bias=True), jax.random.key(0))
+    np.testing.assert_array_equal(params["layers"]["query"], wider["layers"]["query"])
+    assert not np.allclose(params["embedding"], init(TINY, jax.random.key(1))["embedding"])
+    assert not np.allclose(params["layers"]["gate"], params["layers"]["up"])
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.sharding.PartitionSpec(None, "x"))
+    split = jax.jit(lambda key: init(TINY, key)["layers"]["query"], out_shardings=sharding)(jax.random.key(0))
+    np.testing.assert_array_equal(split, params["layers"]["query"])
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_declared_shapes_are_the_shapes(config):
+    declared, params = declare(config), init(config, jax.random.key(0))
+    assert jax.tree.map(lambda p: p.shape, declared) == jax.tree.map(jnp.shape, params)
+    assert jax.tree.map(jnp.shape, shapes(declared)) == jax.tree.map(jnp.shape, params)
+    assert num_parameters(declared) == sum(x.size for x in jax.tree.leaves(params))
+    for p in jax.tree.leaves(declared):
+        assert p.decay == (p.init == "normal")  # what starts at one or zero is a scale or a bias
+
+
+def test_the_size_of_llama_3_8b():
+    config = DecoderConfig(128256, 32, 4096, 32, 8, 128, 14336, tie_embeddings=False)
+    assert num_parameters(declare(config)) == 8_030_261_248
+
+
+def test_the_size_of_qwen3_8b():
+    config = DecoderConfig(151936, 36, 4096, 32, 8, 128, 12288, qk_norm=True, tie_embeddings=False)
+    assert num_parameters(declare(config)) == 8_190_735_360
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_heads": 3}, r"model.num_heads = 3 must be a multiple of model.num_kv_heads = 2"),
+        ({"head_dim": 7}, "model.head_dim = 7 must be even"),
+        ({"num_layers": 0}, "model.num_layers must be positive"),
+        ({"layer_pattern": ("full", "local")}, "full and window"),
+        ({"layer_pattern": ()}, "model.layer_pattern"),
+        ({"layer_pattern": ("full",) * 5}, "shorten it or add layers"),
+        ({"layer_pattern": ("window",)}, "give model.sliding_window"),
+        ({"rope_scaling": "dynamic"}, "linear, ntk, yarn or llama3"),
+        ({"remat": "some"}, "use one of none, dots, attention, offload, full"),
+        ({"compute_dtype": "float16"}, "use float32 or bfloat16"),
+        ({"activation": "swish"}, "use one of silu"),
+        ({"logits_soft_cap": 0.0}, "model.logits_soft_cap must be positive"),
+        ({"rope_base": -1.0}, "model.rope_base"),
+    ],
+)
+def test_a_wrong_configuration_names_the_field(change, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(TINY, **change).validate()
+
+
+def test_a_model_places_its_activations_by_logical_dims_only():
+    seen = []
+    ops = dataclasses.replace(OPS, constrain=lambda x, dims: seen.append((dims, x.ndim)) or x)
+    mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)
+    assert {"B T D", "B T N H", "B T K H", "V D", "D V"} <= {d for d, _ in seen}
+    assert all(len(d.split()) == n for d, n in seen)
