@@ -7,6 +7,7 @@ local backward with the *global* lse and delta, so it computes no attention agai
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +95,7 @@ def _over_hops(plan: _Plan, body: Any, carried: Any, stay: Any, travel: Any) -> 
     of keys are alive at a time: the next set but one waits for the body.
     """
     axis, hops = plan.axis_name, plan.hops
-    gaps = {b - a for a, b in zip(hops, hops[1:], strict=False)}
+    gaps = {b - a for a, b in itertools.pairwise(hops)}
     carried = exchange.shift(carried, axis, hops[0])
     if len(hops) > 2 and len(gaps) == 1:
         (gap,) = gaps
@@ -107,7 +108,7 @@ def _over_hops(plan: _Plan, body: Any, carried: Any, stay: Any, travel: Any) -> 
 
         (carried, stay, travel), _ = jax.lax.scan(step, (carried, stay, travel), jnp.asarray(hops[:-1]))
     else:
-        for hop, following in zip(hops[:-1], hops[1:], strict=True):
+        for hop, following in itertools.pairwise(hops):
             coming = exchange.shift(carried, axis, following - hop)
             stay, travel = body(hop, carried, stay, travel)
             travel = exchange.shift(travel, axis, following - hop)
