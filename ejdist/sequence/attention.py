@@ -59,7 +59,7 @@ def _own_positions(plan: _Plan, length: int, rank: Any) -> jax.Array:
     return jnp.asarray(table)[rank][None]
 
 
-def _hop_mask(plan: _Plan, mask: MaskInfo, carried: dict[str, jax.Array], hop: int, q_length: int) -> MaskInfo:
+def _hop_mask(plan: _Plan, mask: MaskInfo, carried: dict[str, jax.Array], hop: Any, q_length: int) -> MaskInfo:
     """Returns the mask of this rank's queries against the keys that it holds at a hop."""
     changes: dict[str, Any] = {n: carried[n] for n in _TRAVELLING if n in carried}
     if "kv_positions" not in changes:
@@ -86,6 +86,36 @@ def _local_arguments(plan: _Plan, query, carried, mask, slopes, seed) -> dict[st
     return arguments
 
 
+def _over_hops(plan: _Plan, body: Any, carried: Any, stay: Any, travel: Any) -> tuple[Any, Any]:
+    """Returns (stay, travel) after `stay, travel = body(hop, carried, stay, travel)` at every hop.
+
+    `carried` is passed on before each body that does not depend on it, so that the two may overlap; `travel` after it, and
+    home after the last. Evenly spaced hops are one loop, so a program does not grow with the ring. Both ways only two sets
+    of keys are alive at a time: the next set but one waits for the body.
+    """
+    axis, hops = plan.axis_name, plan.hops
+    gaps = {b - a for a, b in zip(hops, hops[1:], strict=False)}
+    carried = exchange.shift(carried, axis, hops[0])
+    if len(hops) > 2 and len(gaps) == 1:
+        (gap,) = gaps
+
+        def step(state: Any, hop: jax.Array) -> tuple[Any, None]:
+            carried, stay, travel = state
+            coming = exchange.shift(carried, axis, gap)
+            stay, travel = body(hop, carried, stay, travel)
+            return (coming, stay, exchange.shift(travel, axis, gap)), None
+
+        (carried, stay, travel), _ = jax.lax.scan(step, (carried, stay, travel), jnp.asarray(hops[:-1]))
+    else:
+        for hop, following in zip(hops[:-1], hops[1:], strict=True):
+            coming = exchange.shift(carried, axis, following - hop)
+            stay, travel = body(hop, carried, stay, travel)
+            travel = exchange.shift(travel, axis, following - hop)
+            carried, stay, travel = jax.lax.optimization_barrier((coming, stay, travel))
+    stay, travel = body(hops[-1], carried, stay, travel)
+    return stay, exchange.shift(travel, axis, plan.order.shards - hops[-1])
+
+
 def _forward(plan: _Plan, query, key, value, sinks, slopes, mask, seed) -> tuple[jax.Array, jax.Array]:
     B, T, N, _ = query.shape
     carried = _carried(key, value, mask)
@@ -96,16 +126,14 @@ def _forward(plan: _Plan, query, key, value, sinks, slopes, mask, seed) -> tuple
         out, lse = flash(**_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
         out = out.astype(jnp.float32)
     else:
-        carried = exchange.shift(carried, plan.axis_name, plan.hops[0])
-        out = jnp.zeros((B, T, N, value.shape[3]), jnp.float32)
-        lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
-        for hop, following in zip(plan.hops, (*plan.hops[1:], None), strict=True):
-            # Sent before the attention that does not depend on it, so that the two may overlap.
-            coming = None if following is None else exchange.shift(carried, plan.axis_name, following - hop)
+
+        def attend(hop: Any, carried: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
             hop_mask = _hop_mask(plan, mask, carried, hop, T)
             part = flash(**_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
-            out, lse = merge(out, lse, *part)
-            carried = coming
+            return merge(*sofar, *part), travel
+
+        nothing = jnp.zeros((B, T, N, value.shape[3]), jnp.float32), jnp.full((B, T, N), -jnp.inf, jnp.float32)
+        (out, lse), _ = _over_hops(plan, attend, carried, nothing, ())
     if sinks is not None:
         # A sink is a key that every row sees and that has no value; it joins once, after the last hop.
         joint = jnp.broadcast_to(jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None, None], lse.shape)
@@ -120,26 +148,21 @@ def _backward(plan: _Plan, saved, query, key, value, sinks, slopes, mask, seed) 
     if plan.scheme == "all_gather":
         carried = exchange.gather(carried, plan.axis_name)
         hop_mask = _hop_mask(plan, mask, carried, 0, T)
-        grads = flash.backward(saved, **_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
-        total = {"query": grads["query"], "alibi_slopes": grads.get("alibi_slopes")}
-        travelling = {n: grads[n].astype(jnp.float32) for n in ("key", "value")}
-        total |= exchange.scatter_sum(travelling, plan.axis_name)
+        total = flash.backward(saved, **_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
+        total |= exchange.scatter_sum({n: total[n].astype(jnp.float32) for n in ("key", "value")}, plan.axis_name)
     else:
-        carried = exchange.shift(carried, plan.axis_name, plan.hops[0])
-        total: dict[str, Any] = {"query": jnp.zeros(query.shape, jnp.float32)}
-        total["alibi_slopes"] = None if slopes is None else jnp.zeros(slopes.shape, jnp.float32)
-        sums = {"key": jnp.zeros(key.shape, jnp.float32), "value": jnp.zeros(value.shape, jnp.float32)}
-        for hop, following in zip(plan.hops, (*plan.hops[1:], None), strict=True):
-            coming = None if following is None else exchange.shift(carried, plan.axis_name, following - hop)
+
+        def pull(hop: Any, carried: dict[str, jax.Array], own: Any, sums: Any) -> tuple[Any, Any]:
             hop_mask = _hop_mask(plan, mask, carried, hop, T)
             grads = flash.backward(saved, **_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
-            for name in ("query", "alibi_slopes"):
-                total[name] = None if total[name] is None else total[name] + grads[name]
-            sums = {n: s + grads[n] for n, s in sums.items()}
-            # The sums stay beside the keys that they belong to; after the last hop they go home.
-            sums = exchange.shift(sums, plan.axis_name, (plan.order.shards if following is None else following) - hop)
-            carried = coming
-        total |= sums
+            return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
+
+        own = {"query": jnp.zeros(query.shape, jnp.float32)}
+        own |= {} if slopes is None else {"alibi_slopes": jnp.zeros(slopes.shape, jnp.float32)}
+        # The sums stay beside the keys that they belong to.
+        sums = {"key": jnp.zeros(key.shape, jnp.float32), "value": jnp.zeros(value.shape, jnp.float32)}
+        own, sums = _over_hops(plan, pull, carried, own, sums)
+        total = own | sums
     if sinks is not None:
         weight = jnp.exp(sinks.astype(jnp.float32)[None, None] - saved["lse"][..., None])
         total["softmax_aux"] = -jnp.sum(weight * saved["delta"][..., None], axis=(0, 1))
