@@ -11,6 +11,7 @@ import pytest
 import triton
 import triton.language as tl
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import kernels._core
 from kernels._core import checks
@@ -268,6 +269,19 @@ def test_what_a_pallas_kernel_leaves_unwritten_is_nan():
     with interpret():
         y = blocks(normal(16, 128), _forget)
     np.testing.assert_array_equal(jnp.isnan(y), True)
+
+
+def _read_past_the_end(x_ref, o_ref):
+    o_ref[...] = x_ref[pl.ds(pl.program_id(0) + 4, 8), :]
+
+
+def test_a_pallas_read_out_of_bounds_is_an_error():
+    """The generic interpreter would move the read back inside and say nothing."""
+    try:
+        with interpret(), pytest.raises(Exception, match=r"(?i)out-of-bounds"):
+            jax.block_until_ready(blocks(normal(8, 128), _read_past_the_end))
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
 
 
 def test_pallas_launch_wants_the_semantics_of_every_dim():

@@ -7,7 +7,7 @@ memory that nobody wrote with NaN, raises on reads out of bounds, and visits dim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import pallas as pl
@@ -22,7 +22,7 @@ def pallas_launch(
     kernel: Callable,
     *args: jax.Array,
     out_shape: Any,
-    dimension_semantics: Sequence[str],
+    dimension_semantics: Sequence[Literal["parallel", "arbitrary"]],
     grid: tuple[int, ...] | None = None,
     in_specs: Any = None,
     out_specs: Any = None,

@@ -23,7 +23,7 @@ def triton_launch(
     kernel: Any,
     *args: Any,
     out_shape: Any,
-    grid: tuple[int, ...],
+    grid: tuple[int] | tuple[int, int] | tuple[int, int, int],
     num_warps: int = 4,
     num_stages: int = 2,
     input_output_aliases: Mapping[int, int] | None = None,
@@ -48,7 +48,11 @@ def triton_launch(
         raise ValueError(f"{kernel.fn.__name__}: argument 'grid' = {grid} must have at least one program in every dim")
     if interpreting():
         return run_interpreted(kernel, args, named, out_shape, grid, dict(input_output_aliases or {}))
-    cost = {k: v for k, v in (("flops", flops), ("bytes_accessed", bytes_accessed)) if v is not None}
+    cost: triton_lib.CostEstimate = {}
+    if flops is not None:
+        cost["flops"] = flops
+    if bytes_accessed is not None:
+        cost["bytes_accessed"] = bytes_accessed
     with warnings.catch_warnings():
         # The replacement (a Ref argument) is an effect, which custom VJPs and remat do not allow.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
@@ -56,7 +60,7 @@ def triton_launch(
             *args,
             kernel=kernel,
             out_type=out_shape,
-            grid=tuple(grid),
+            grid=grid,
             name=kernel.fn.__name__,
             num_warps=num_warps,
             num_stages=num_stages,

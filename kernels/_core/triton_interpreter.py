@@ -94,8 +94,7 @@ def _interpretable(function: types.FunctionType) -> Any:
     """
     scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    functools.update_wrapper(copy, function)
-    del copy.__wrapped__
+    functools.update_wrapper(copy, function).__dict__.pop("__wrapped__")
     return interpreter.FunctionRewriter(copy).rewrite_ast()
 
 

@@ -25,13 +25,24 @@ FEATURES = set(op.feature_names)  # everything: this is the backend that the oth
 
 
 def _heuristic(call: Call) -> FlashAttentionConfig:
-    # A block pair should be large enough to amortise the loop and small enough that its logits stay in cache.
-    q, k = (min(256, max(16, 1 << (call.dims[d] - 1).bit_length())) for d in ("T", "S"))
+    # The logits of a block pair, over all rows and heads at once, should stay in cache; but a long sequence should not
+    # fall into so many pairs that the loop itself is the cost.
+    side = math.isqrt(2**17 // (call.dims["B"] * call.dims["N"]))
+    sizes = []
+    for length in (call.dims["T"], call.dims["S"]):
+        block = min(256, max(64, _power_of_two(side), _power_of_two(length // 64)))
+        sizes.append(min(block, max(16, _power_of_two(2 * length - 1))))
+    q, k = sizes
     return FlashAttentionConfig(FwdParams(q_blocksize=q, kv_blocksize=k), BwdParams(q_blocksize=q, kv_blocksize=k))
 
 
+def _power_of_two(n: int) -> int:
+    """Returns the greatest power of two that is not above n, at least 1."""
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
 def _candidates(call: Call) -> list[FlashAttentionConfig]:
-    sizes = [n for n in (128, 256, 512, 1024) if n <= max(call.dims["T"], call.dims["S"])]
+    sizes = [n for n in (64, 128, 256, 512, 1024) if n <= max(call.dims["T"], call.dims["S"])]
     return [
         FlashAttentionConfig(FwdParams(q_blocksize=n, kv_blocksize=m), BwdParams(q_blocksize=n, kv_blocksize=m))
         for n in sizes
@@ -44,8 +55,11 @@ class _Blocks(NamedTuple):
 
     block_q: int
     block_k: int
-    order: Any  # int [query blocks, key blocks]: the active key blocks of each query block come first
-    count: Any  # int [query blocks]: how many there are
+    order: (
+        Any  # int32 [query blocks, key blocks], the active key blocks of each query block first; or [query blocks, 1],
+    )
+    # the first one, where they are a run
+    count: Any  # int32 [query blocks]: how many there are
     rows: dict[str, jax.Array]  # per-query arrays, [query blocks, ..., block_q, ...]
     columns: dict[str, jax.Array]  # per-key arrays, padded
     pairs: dict[str, jax.Array]  # bias and dense mask, padded where they are not broadcast
@@ -67,8 +81,7 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo,
     T, S = query.shape[1], key.shape[1]
     mask = MaskInfo() if mask is None else mask.resolved()
     active = active_blocks(mask, T, S, block_q, block_k)
-    xp: Any = np if isinstance(active, np.ndarray) else jnp
-    order = xp.argsort(~active, axis=1, stable=True) if xp is jnp else np.argsort(~active, axis=1, kind="stable")
+    order, count = _compacted(active)
     q_positions, k_positions = (jnp.asarray(p) for p in mask.positions(T, S))
     rows = {"index": jnp.arange(T, dtype=jnp.int32)[None], "position": q_positions}
     columns = {"index": jnp.arange(S, dtype=jnp.int32)[None], "position": k_positions}
@@ -88,7 +101,23 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo,
         if x is not None:
             x = _pad(x, 2, whole_q) if x.shape[2] > 1 or T == 1 else x
             pairs[name] = _pad(x, 3, whole_k) if x.shape[3] > 1 or S == 1 else x
-    return mask, _Blocks(block_q, block_k, jnp.asarray(order), jnp.asarray(active.sum(1)), rows, columns, pairs)
+    return mask, _Blocks(block_q, block_k, order, count, rows, columns, pairs)
+
+
+def _compacted(active: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (order, count) of `_Blocks` for the pattern bool [query blocks, key blocks]."""
+    if isinstance(active, np.ndarray):
+        first, count = active.argmax(1), active.sum(1)
+        at = np.arange(active.shape[1])
+        if ((at >= first[:, None]) & (at < (first + count)[:, None]) == active).all():
+            # Causal, window, chunk: nothing of the size of the pattern goes into the program.
+            return jnp.asarray(first[:, None], jnp.int32), jnp.asarray(count, jnp.int32)
+    order = jnp.argsort(~jnp.asarray(active), axis=1, stable=True)
+    return order.astype(jnp.int32), jnp.asarray(active).sum(1, dtype=jnp.int32)
+
+
+def _nth(order: jax.Array, n: jax.Array) -> jax.Array:
+    return order[0] + n if order.shape[0] == 1 else order[n]
 
 
 def _column_block(blocks: _Blocks, j: jax.Array) -> dict[str, jax.Array]:
@@ -195,7 +224,7 @@ def forward(
 
         def key_block(n, carry):
             largest, total, out = carry
-            j = order[n]
+            j = _nth(order, n)
             column = _column_block(blocks, j)
             s = _logits(q, row, column, i, j, mask, blocks, (T, S), alibi_slopes, scale, logits_soft_cap).value
             new = jnp.maximum(largest, jnp.max(s, axis=-1))
@@ -269,7 +298,7 @@ def backward(
 
         def key_block(n, carry):
             dq, sums = carry
-            j = order[n]
+            j = _nth(order, n)
             column = _column_block(blocks, j)
             s = _logits(q, row, column, i, j, mask, blocks, (T, S), alibi_slopes, scale, logits_soft_cap)
             p = jnp.where(some, jnp.exp(s.value - anchor), 0)

@@ -30,18 +30,16 @@ def rms_norm_fwd_kernel(*refs, eps, zero_centered, has_weight):
 
 
 def rms_norm_bwd_kernel(*refs, num_rows, zero_centered, has_weight):
-    if has_weight:
-        x_ref, weight_ref, rstd_ref, d_out_ref, d_rstd_ref, dx_ref, dweight_ref = refs
-    else:
-        x_ref, rstd_ref, d_out_ref, d_rstd_ref, dx_ref = refs
+    x_ref, *weight_ref, rstd_ref, d_out_ref, d_rstd_ref = refs[: 5 if has_weight else 4]
+    dx_ref, *dweight_ref = refs[5 if has_weight else 4 :]
     x, rstd = x_ref[...].astype(jnp.float32), rstd_ref[...]
     g = d_out_ref[...].astype(jnp.float32)
     normal = x * rstd
     if has_weight:
         # The last block may reach past the array, where there is anything at all, NaN too.
         row = pl.program_id(0) * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        dweight_ref[...] = jnp.sum(jnp.where(row < num_rows, g * normal, 0.0), axis=0, keepdims=True)[None]
-        g = g * _factor(weight_ref, zero_centered)
+        dweight_ref[0][...] = jnp.sum(jnp.where(row < num_rows, g * normal, 0.0), axis=0, keepdims=True)[None]
+        g = g * _factor(weight_ref[0], zero_centered)
     c = (jnp.sum(g * x, axis=-1, keepdims=True) + d_rstd_ref[...]) * rstd * rstd / x.shape[-1]
     dx_ref[...] = (g * rstd - normal * c).astype(dx_ref.dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -63,11 +65,12 @@ def rms_norm_bwd_kernel(
 ):
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
+    weight = tl.full([BLOCK_D], 1.0, tl.float32)
+    dweight = tl.zeros([BLOCK_D], tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
         if ZERO_CENTERED:
             weight += 1.0
-        dweight = tl.zeros([BLOCK_D], tl.float32)
     for start in range(program * BLOCK_M, M, PROGRAMS * BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (cols < D)[None, :]
@@ -79,7 +82,7 @@ def rms_norm_bwd_kernel(
         normal = x * rstd[:, None]
         if weight_ptr is not None:
             dweight += tl.sum(g * normal, axis=0)
-            g = g * weight[None, :]
+        g = g * weight[None, :]
         c = (tl.sum(g * x, axis=1) + d_rstd) * rstd * rstd / D
         dx = g * rstd[:, None] - normal * c[:, None]
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -158,6 +161,7 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
     programs = min(triton.cdiv(M, cfg.backward_block_rows), cfg.backward_programs)
     dx_shape = jax.ShapeDtypeStruct((M, D), x.dtype)
     partial = jax.ShapeDtypeStruct((programs, D), jnp.float32)
+    unused: dict[str, Any] = {"dweight_ptr": None} if weight is None else {}
     result = triton_launch(
         rms_norm_bwd_kernel,
         x.reshape(M, D),
@@ -176,7 +180,7 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
         PROGRAMS=programs,
         BLOCK_M=cfg.backward_block_rows,
         BLOCK_D=_block_d(D),
-        **({"dweight_ptr": None} if weight is None else {}),
+        **unused,
     )
     gradients = {"x": result[0].reshape(x.shape)}
     if weight is not None:
