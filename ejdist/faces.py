@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.layout import ACTIVATIONS, Axes, on_mesh, spec
+from ejdist.layout import ACTIVATIONS, Axes, axes_of_specs, on_mesh, spec
 from ejdist.mesh import current_mesh
-from ejdist.sharded import map_shards, resolve_axes, run
+from ejdist.sharded import leading, map_shards, resolve_axes, run
 from kernels.cross_entropy import TokenLosses, token_losses
 from kernels.cross_entropy import fused_cross_entropy as _fused_cross_entropy
 from kernels.cross_entropy import op as cross_entropy_op
@@ -103,7 +103,7 @@ def rms_norm(
     x, weight=None, *, eps=1e-6, zero_centered=False, platform=None, cfg=None, mesh=None, in_specs=None, out_specs=None
 ):
     arguments = {"x": x, "weight": weight, "eps": eps, "zero_centered": zero_centered}
-    dims = ((*("B", "T", "N")[: x.ndim - 1], "D"),)
+    dims = ((*leading(x.ndim - 1), "D"),)
     sizes = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     return run(rms_norm_op, arguments, out_dims=dims, local=_first(rms_norm_op), platform=platform, cfg=cfg, **sizes)
 
@@ -135,7 +135,7 @@ def gated_mlp(
     x, gate, up, down, *, activation="silu", platform=None, cfg=None, mesh=None, in_specs=None, out_specs=None
 ):
     arguments = {"x": x, "gate": gate, "up": up, "down": down, "activation": activation}
-    dims = ((*("B", "T", "N")[: x.ndim - 1], "D"),)
+    dims = ((*leading(x.ndim - 1), "D"),)
     sizes = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     mesh = current_mesh() if mesh is None else mesh
     features = ()
@@ -149,7 +149,14 @@ def gated_mlp(
         return jax.lax.psum(part, features) if features else part
 
     return run(
-        gated_mlp_op, arguments, out_dims=dims, local=local, check=not features, platform=platform, cfg=cfg, **sizes
+        gated_mlp_op,
+        arguments,
+        out_dims=dims,
+        local=local,
+        handles=("F",) if features else (),
+        platform=platform,
+        cfg=cfg,
+        **sizes,
     )
 
 
@@ -227,13 +234,18 @@ def cross_entropy_terms(
     if mesh is None or mesh.size == 1:
         return local(hidden, lm_head, targets)
     dims = (("B", "T", "D"), ("D", "V"), ("B", "T"))
+    arrays = {"hidden": hidden, "lm_head": lm_head, "targets": targets}
     if in_specs is None:
         axes = on_mesh(table, mesh)
     else:
-        from ejdist.layout import axes_of_specs
-
-        axes = axes_of_specs(dims[: len(in_specs)], tuple(in_specs))
-    arrays = {"hidden": hidden, "lm_head": lm_head, "targets": targets}
+        axes = axes_of_specs(
+            dims[: len(in_specs)], tuple(in_specs), [x.shape for x in arrays.values()][: len(in_specs)]
+        )
+    features = [a for a in axes.get("D", ()) if mesh.shape[a] > 1]
+    if features:
+        raise ValueError(
+            f"cross_entropy: in_specs split dim D over {', '.join(features)}, but each device needs it whole; gather it first"
+        )
     specs = tuple(
         spec(d, axes, shape=x.shape, mesh=mesh, what=f"cross_entropy: argument {n!r}")
         for d, (n, x) in zip(dims, arrays.items(), strict=True)

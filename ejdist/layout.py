@@ -55,19 +55,27 @@ def spec(
     return PartitionSpec(*entries)
 
 
-def axes_of_specs(dims_of: Sequence[Sequence[str]], specs: Sequence[PartitionSpec]) -> dict[str, tuple[str, ...]]:
-    """Returns dim -> mesh axes, read from the specs of arrays whose dims are known.
+def axes_of_specs(
+    dims_of: Sequence[Sequence[str]], specs: Sequence[PartitionSpec], shapes: Sequence[Sequence[int]]
+) -> dict[str, tuple[str, ...]]:
+    """Returns dim -> mesh axes, read from the specs of arrays whose dims and shapes are known.
+
+    A dim of size 1 is broadcast: its entry says nothing of the dim.
 
     Raises:
-      ValueError: two specs split the same dim differently.
+      ValueError: two specs split the same dim differently, or one splits a dim that has no name.
     """
     axes: dict[str, tuple[str, ...]] = {}
-    for dims, entry_list in zip(dims_of, specs, strict=True):
+    for dims, entry_list, shape in zip(dims_of, specs, shapes, strict=True):
         entries = (*entry_list, *(None,) * (len(dims) - len(entry_list)))
         if len(entries) > len(dims):
             raise ValueError(f"in_specs: {entry_list} has {len(entries)} entries for an array of dims {' '.join(dims)}")
-        for dim, entry in zip(dims, entries, strict=True):
+        for dim, entry, size in zip(dims, entries, shape, strict=True):
             split = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            if size == 1:
+                continue
+            if dim == "_" and split:
+                raise ValueError(f"in_specs: {entry_list} splits a dim that an operation needs whole, over {split}")
             if axes.setdefault(dim, split) != split:
                 raise ValueError(
                     f"in_specs: dim {dim} is split over {axes[dim]} in one array and over {split} in another"

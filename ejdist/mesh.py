@@ -106,3 +106,19 @@ def axis_is_bound(axis_name: str) -> bool:
     except NameError:
         return False
     return True
+
+
+def check_axis(axis_name: str, mesh: Any = None) -> None:
+    """Raises ValueError where an axis that is not bound is not one to split a sequence over either: the mesh does not have
+    it, or this runs inside a `shard_map` that is over other axes, on arrays that may be parts of a sequence."""
+    around = jax.sharding.get_abstract_mesh()
+    if around.manual_axes:
+        if around.shape.get(axis_name) != 1:
+            raise ValueError(
+                f"argument 'axis_name' = {axis_name!r} is not among the axes {tuple(around.manual_axes)} of the shard_map that "
+                "this runs in; name one of those, or map over that axis too"
+            )
+        return
+    mesh = current_mesh() if mesh is None else mesh
+    if mesh is not None and axis_name not in mesh.axis_names:
+        raise ValueError(f"argument 'axis_name' = {axis_name!r} is not an axis of the mesh {dict(mesh.shape)}")

@@ -1,18 +1,21 @@
 """Operations on sharded arrays. The only file that calls `shard_map`.
 
-`run` takes an operation of `kernels`, its arguments, and where its dims lie on the mesh; every spec follows from the dims
-that the contract declares. What an operation cannot do without communication it does not do here: splitting such a dim
-raises, and names the operation that communicates.
+`sharded(op)` is an operation of `kernels` with `mesh`, `in_specs` and `out_specs`; `run` is one call of it. Every spec
+follows from the dims that the contract declares. What an operation cannot do without communication it does not do here:
+splitting such a dim raises, and names the operation that communicates.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ejdist.layout import ACTIVATIONS, Axes, axes_of_specs, on_mesh, spec
 from ejdist.mesh import current_mesh
@@ -29,31 +32,60 @@ MASK_DIMS = {
     "attention_mask": ("B", "N", "T", "S"),
     "prefix_lengths": ("B",),
 }
-LEADING = {0: (), 1: ("B",), 2: ("B", "T"), 3: ("B", "T", "N")}
+LEADING = ("B", "T", "N")
+
+# Where query heads read key heads of the same device: query head n reads key head n // (N / K), so both are split alike.
+GROUPED_HEADS = ("flash_attention",)
 
 # Where to go for a dim that an operation cannot have split.
 COMMUNICATES = {
     ("flash_attention", "T"): "ring_attention, which exchanges keys and values over that axis",
     ("flash_attention", "S"): "ring_attention, which exchanges keys and values over that axis",
-    ("cross_entropy", "V"): "ejdist.vocabulary_parallel_cross_entropy, which joins the parts over that axis",
-    ("gated_mlp", "F"): "the model's own matmuls under jit, which the compiler partitions",
+    ("cross_entropy", "V"): "ejdist.fused_cross_entropy, which joins the parts over that axis",
+    ("gated_mlp", "F"): "ejdist.gated_mlp, which sums the parts over that axis",
 }
 
 
-def dims_of(parameter: Parameter, value: Any, aliases: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Returns the name of each dim of an argument; a variadic `*lead` is B, B T, or B T N by its length."""
-    names: list[str] = []
-    for d in parameter.dims:
-        if d.variadic:
-            names.extend(LEADING[value.ndim - (len(parameter.dims) - 1)])
-        else:
-            names.append((aliases or {}).get(d.name, d.name))
-    return tuple(names)
+def leading(count: int) -> tuple[str, ...]:
+    """Returns the names of that many leading dims: B, B T, B T N, and unnamed, never split, after these."""
+    return (*LEADING, *("_",) * count)[:count]
 
 
-def _checked_mesh(mesh: Any) -> Any:
+def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
+    """Returns the mesh given or in force; None where there is none, or it has one device.
+
+    Raises:
+      ValueError: specs were given for a mesh that does not exist.
+    """
     mesh = current_mesh() if mesh is None else mesh
+    if mesh is None and (in_specs is not None or out_specs is not None):
+        raise ValueError(
+            "arguments 'in_specs' and 'out_specs' say where arrays lie on a mesh, and there is none: give 'mesh', or call "
+            "under `with jax.set_mesh(mesh):`"
+        )
     return None if mesh is None or mesh.size == 1 else mesh
+
+
+def _named(dims: Sequence[Dim], lead: int) -> tuple[str, ...]:
+    names = [leading(lead) if d.variadic else (d.name or "_",) for d in dims]
+    return tuple(itertools.chain.from_iterable(names))
+
+
+def dims_of(parameter: Parameter, value: Any) -> tuple[str, ...]:
+    """Returns the name of each dim of an argument; those of a variadic `*lead` by its length, see `leading`."""
+    return _named(parameter.dims, value.ndim - len(parameter.dims) + 1)
+
+
+def output_dims(op: Op, arguments: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Returns the names of the dims of each output, from the return annotation of the contract."""
+    lead = 0
+    for name, value in arguments.items():
+        dims = op.parameters[name].dims
+        if is_array(value) and any(d.variadic for d in dims):
+            lead = value.ndim - len(dims) + 1
+    hint = typing.get_type_hints(op.function)["return"]
+    hints = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
+    return tuple(_named([Dim.parse(part) for part in h.dim_str.split()], lead) for h in hints)
 
 
 def _spec_tree(op: Op, name: str, value: Any, axes: Axes, mesh: Any) -> Any:
@@ -86,28 +118,57 @@ def resolve_axes(
         unknown = [a for a in named if a not in mesh.axis_names]
         if unknown:
             raise ValueError(f"in_specs name the axes {unknown}, which the mesh {dict(mesh.shape)} does not have")
-    dims = [dims_of(op.parameters[n], v) for n, v in arrays[: len(in_specs)]]
-    return axes_of_specs(dims, in_specs)
+    shown = arrays[: len(in_specs)]
+    dims = [dims_of(op.parameters[n], v) for n, v in shown]
+    return axes_of_specs(dims, in_specs, [v.shape for _, v in shown])
 
 
-def check_local(op: Op, arguments: Mapping[str, Any], axes: Axes, mesh: Any) -> None:
-    """Raises ValueError where a dim is split that the operation needs whole; names what communicates over it."""
-    allowed = set(op.local_dims)
+def check_local(op: Op, arguments: Mapping[str, Any], axes: Axes, mesh: Any, handles: Collection[str] = ()) -> None:
+    """Raises ValueError where a dim is split that the operation needs whole; names what communicates over it.
+
+    Args:
+      handles: dims over which the caller communicates itself.
+    """
+
+    def split(dim: str) -> tuple[str, ...]:
+        return tuple(a for a in axes.get(dim, ()) if mesh.shape[a] > 1)
+
+    sizes: dict[str, int] = {}
     for name, value in arguments.items():
         if not is_array(value):
             continue
         parameter = op.parameters[name]
-        variadic = any(d.variadic and d.name in allowed for d in parameter.dims)
         dims = dims_of(parameter, value)
-        local = allowed | (set(LEADING[value.ndim - len(parameter.dims) + 1]) if variadic else set())
+        local = {*op.local_dims, *handles}
+        if any(d.variadic and d.name in op.local_dims for d in parameter.dims):
+            local |= set(leading(value.ndim - len(parameter.dims) + 1))
         for dim, size in zip(dims, value.shape, strict=True):
-            split = [a for a in axes.get(dim, ()) if mesh.shape[a] > 1]
-            if split and size > 1 and dim not in local:
+            sizes[dim] = max(size, sizes.get(dim, 1))
+            if split(dim) and size > 1 and dim not in local:
                 where = COMMUNICATES.get((op.name, dim))
                 raise ValueError(
-                    f"{op.name}: argument {name!r} has dim {dim} split over {', '.join(split)}, but this operation needs it "
-                    f"whole" + (f"; use {where}" if where else "; gather it first")
+                    f"{op.name}: argument {name!r} has dim {dim} split over {', '.join(split(dim))}, but this operation "
+                    "needs it whole" + (f"; use {where}" if where else "; gather it first")
                 )
+    if op.name in GROUPED_HEADS:
+        _check_heads(op, sizes["N"], sizes["K"], split("N"), split("K"), mesh)
+
+
+def _check_heads(op: Op, N: int, K: int, query_axes: Sequence[str], key_axes: Sequence[str], mesh: Any) -> None:
+    if K == 1:  # read by every query head, so whole on every device
+        return
+    if query_axes != key_axes:
+        raise ValueError(
+            f"{op.name}: the N = {N} query heads are split over {query_axes or 'nothing'} and the K = {K} heads of 'key' and "
+            f"'value' over {key_axes or 'nothing'}; split them alike"
+        )
+    parts = math.prod(mesh.shape[a] for a in key_axes)
+    if K % parts:
+        raise ValueError(
+            f"{op.name}: argument 'key' has K = {K} heads, which cannot be divided over "
+            f"{' x '.join(f'{a}={mesh.shape[a]}' for a in key_axes)}: make that a divisor of K, or repeat the heads of 'key' "
+            f"and 'value' {math.lcm(K, parts) // K} times (jnp.repeat on dim 2)"
+        )
 
 
 def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
@@ -116,41 +177,52 @@ def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> 
     Replication is stated by the specs and not tracked through the function (`check_vma=False`): kernels of other
     toolchains carry no such types. Gradients of arguments that are replicated over an axis are summed over it.
     """
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return mapped
+
+    def placed(*arguments: Any) -> Any:
+        # On a mesh of explicit axes (`jax.make_mesh`) where an array lies is its type, and `shard_map` moves nothing.
+        where = jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs)
+        return mapped(*jax.sharding.reshard(arguments, where))
+
+    return placed
 
 
 def run(
     op: Op,
     arguments: Mapping[str, Any],
     *,
-    out_dims: Sequence[Sequence[str]],
+    out_dims: Sequence[Sequence[str]] | None = None,
     mesh: Any = None,
     in_specs: Any = None,
     out_specs: Any = None,
     local: Callable | None = None,
     table: Axes = ACTIVATIONS,
-    check: bool = True,
+    handles: Collection[str] = (),
     **call: Any,
 ) -> Any:
     """Returns the outputs of an operation on sharded arguments.
 
     Args:
       arguments: of the contract; arrays are global.
-      out_dims: the dims of each output.
+      out_dims: the dims of each output; default: those of the contract.
       mesh: default: the mesh in force. Without one, the operation runs on the arrays as they are.
       in_specs: specs of the first arrays; the others follow from the dims that these show.
       out_specs: specs of the outputs; default: from the same dims.
       local: what runs on a shard, a function of the keyword arguments; default: the operation.
+      table: dim -> axes, where there are no in_specs.
+      handles: dims that `local` communicates over, and that may be split for that reason.
       call: platform and cfg.
     """
     local = op if local is None else local
-    mesh = _checked_mesh(mesh)
+    mesh = mesh_of(mesh, in_specs, out_specs)
     given = {n: v for n, v in arguments.items() if v is not None}
     if mesh is None:
         return local(**given, **call)
     axes = resolve_axes(op, given, mesh, in_specs, table)
-    if check:
-        check_local(op, given, axes, mesh)
+    check_local(op, given, axes, mesh, handles)
+    out_dims = output_dims(op, given) if out_dims is None else out_dims
     arrays = {n: v for n, v in given.items() if is_array(v) or isinstance(v, MaskInfo)}
     options = {n: v for n, v in given.items() if n not in arrays}
     specs = {n: _spec_tree(op, n, v, axes, mesh) for n, v in arrays.items()}
@@ -167,9 +239,37 @@ def run(
     return map_shards(body, mesh, (specs,), out_specs)(arrays)
 
 
-def parts(axes: Axes, dim: str, mesh: Any) -> int:
-    """Returns over how many devices a dim is split."""
-    return math.prod(mesh.shape[a] for a in axes.get(dim, ()))
+def sharded(op: Op, *, local: Callable | None = None, handles: Collection[str] = ()) -> Callable:
+    """Returns the operation with three arguments more: `mesh`, `in_specs` and `out_specs`, see `run`.
+
+    Without a mesh, given or in force, it is the operation. `local` and `handles` are for what communicates.
+    """
+
+    @functools.wraps(op.function)
+    def on_mesh(
+        *args: Any,
+        mesh: Any = None,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        platform: str | None = None,
+        cfg: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        arguments = op.bind(*args, **kwargs).arguments
+        where = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+        return run(op, arguments, local=local, handles=handles, platform=platform, cfg=cfg, **where)
+
+    return on_mesh
 
 
-__all__ = ["Dim", "check_local", "dims_of", "map_shards", "parts", "resolve_axes", "run"]
+__all__ = [
+    "check_local",
+    "dims_of",
+    "leading",
+    "map_shards",
+    "mesh_of",
+    "output_dims",
+    "resolve_axes",
+    "run",
+    "sharded",
+]

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.layout import ACTIVATIONS
-from ejdist.mesh import SP, axis_is_bound
+from ejdist.mesh import SP, axis_is_bound, check_axis
 from ejdist.sequence import exchange
 from ejdist.sequence.order import Order, order_of
 from ejdist.sequence.schedule import hops as hops_of
-from ejdist.sharded import _checked_mesh, resolve_axes, run
+from ejdist.sharded import mesh_of, resolve_axes, run
 from kernels._core.config import KernelConfig
 from kernels._core.contract import Unsupported
 from kernels._core.masks import MaskInfo
@@ -53,23 +53,21 @@ class _Plan(NamedTuple):
     platform: str | None
     cfg: KernelConfig | None
 
-
-def _own_positions(plan: _Plan, length: int, rank: Any) -> jax.Array:
-    """Returns int32 [1, length]: the global positions of a rank's tokens, from the order alone."""
-    table = plan.order.indices(length * plan.order.shards).reshape(plan.order.shards, length)
-    return jnp.asarray(table)[rank][None]
+    @property
+    def gathers(self) -> bool:
+        """Whether keys are gathered. Where each rank needs only its own, nothing is sent in either scheme."""
+        return self.scheme == "all_gather" and len(self.hops) > 1
 
 
 def _hop_mask(plan: _Plan, mask: MaskInfo, carried: dict[str, jax.Array], hop: Any, q_length: int) -> MaskInfo:
     """Returns the mask of this rank's queries against the keys that it holds at a hop."""
     changes: dict[str, Any] = {n: carried[n] for n in _TRAVELLING if n in carried}
     if "kv_positions" not in changes:
+        # The order alone tells where a rank's tokens are, so their positions do not travel.
         n, rank = plan.order.shards, jax.lax.axis_index(plan.axis_name)
-        changes["q_positions"] = _own_positions(plan, q_length, rank)
-        if plan.scheme == "all_gather":
-            changes["kv_positions"] = jnp.asarray(plan.order.indices(q_length * n))[None]
-        else:
-            changes["kv_positions"] = _own_positions(plan, q_length, (rank - hop) % n)
+        holds = jnp.arange(n) if plan.gathers else ((rank - hop) % n)
+        changes["q_positions"] = plan.order.positions(rank, q_length * n)[None]
+        changes["kv_positions"] = plan.order.positions(holds, q_length * n).reshape(1, -1)
     return mask.replace(**changes)
 
 
@@ -121,7 +119,7 @@ def _forward(plan: _Plan, query, key, value, sinks, slopes, mask, seed) -> tuple
     B, T, N, _ = query.shape
     carried = _carried(key, value, mask)
     call = {"platform": plan.platform, "cfg": plan.cfg}
-    if plan.scheme == "all_gather":
+    if plan.gathers:
         carried = exchange.gather(carried, plan.axis_name)
         hop_mask = _hop_mask(plan, mask, carried, 0, T)
         out, lse = flash(**_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
@@ -146,7 +144,7 @@ def _backward(plan: _Plan, saved, query, key, value, sinks, slopes, mask, seed) 
     T = query.shape[1]
     call = {"platform": plan.platform, "cfg": plan.cfg}
     carried = _carried(key, value, mask)
-    if plan.scheme == "all_gather":
+    if plan.gathers:
         carried = exchange.gather(carried, plan.axis_name)
         hop_mask = _hop_mask(plan, mask, carried, 0, T)
         total = flash.backward(saved, **_local_arguments(plan, query, carried, hop_mask, slopes, seed), **call)
@@ -165,8 +163,10 @@ def _backward(plan: _Plan, saved, query, key, value, sinks, slopes, mask, seed) 
         own, sums = _over_hops(plan, pull, carried, own, sums)
         total = own | sums
     if sinks is not None:
-        weight = jnp.exp(sinks.astype(jnp.float32)[None, None] - saved["lse"][..., None])
-        total["softmax_aux"] = -jnp.sum(weight * saved["delta"][..., None], axis=(0, 1))
+        # A sink has weight exp(sink - lse) and no value: ds = -weight * delta. With no key and sinks of -inf it has none.
+        some, lse = (saved["lse"] > -jnp.inf)[..., None], saved["lse"][..., None]
+        weight = jnp.exp(sinks.astype(jnp.float32)[None, None] - jnp.where(some, lse, 0))
+        total["softmax_aux"] = -jnp.sum(jnp.where(some, weight * saved["delta"][..., None], 0), axis=(0, 1))
     return total
 
 
@@ -195,6 +195,17 @@ def _ring_bwd(plan, kept, cotangents):
 _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
+def _resolved(mask: MaskInfo, order: Order, axis_name: str) -> MaskInfo:
+    """Returns `mask.resolved` of the whole sequence, on a rank: what is counted from the start of a segment needs it all."""
+    if mask.chunk_size is None or mask.q_segment_ids is None or mask.q_positions is not None:
+        return mask
+    names, own = ("q_segment_ids", "kv_segment_ids"), mask.q_segment_ids.shape[1]
+    whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis_name))
+    whole = whole.resolved(order.indices(own * order.shards))
+    start = jax.lax.axis_index(axis_name) * own
+    return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, own, 1) for n in names})
+
+
 def _on_shard(
     query,
     key,
@@ -214,7 +225,7 @@ def _on_shard(
     """Returns (out, lse) of this rank's queries; runs inside a shard_map over `axis_name`."""
     n = jax.lax.axis_size(axis_name)
     order = order_of(order, n)
-    mask = MaskInfo() if mask is None else mask
+    mask = _resolved(MaskInfo() if mask is None else mask, order, axis_name)
     # Positions of the caller's own, and prefixes, are known at run time only: every hop is made.
     known = mask.q_positions is None and mask.prefix_lengths is None
     hops = hops_of(order, query.shape[1] * n, mask, known=known)
@@ -313,40 +324,31 @@ def ring_attention(
     flash.bind(**arguments)  # shapes and dtypes are judged on the whole arrays, where the names mean something
     settings = {"axis_name": axis_name, "scheme": scheme, "platform": platform, "cfg": cfg}
     if axis_is_bound(axis_name):
+        if mesh is not None or in_specs is not None or out_specs is not None:
+            raise ValueError(
+                f"arguments 'mesh', 'in_specs' and 'out_specs' are for calls outside a shard_map over {axis_name!r}; this one "
+                "is inside and has this rank's arrays"
+            )
         out, lse = _on_shard(**arguments, order=order, **settings)
         return (out, lse) if return_lse else out
-    mesh = _checked_mesh(mesh)
-    shards = 1 if mesh is None else _axis_size(mesh, axis_name)
+    check_axis(axis_name, mesh)
+    whole = mesh_of(mesh, in_specs, out_specs)
+    shards = 1 if whole is None else whole.shape[axis_name]
     order = order_of(order, shards)
-    order.indices(query.shape[1])  # raises where the length does not divide
-    dims = (("B", "T", "N", "Hv"), ("B", "T", "N"))
-    sizes = {"out_dims": dims, "mesh": mesh, "out_specs": out_specs}
-    if shards == 1:
-        out, lse = run(flash, _with_positions(arguments, order), in_specs=in_specs, platform=platform, cfg=cfg, **sizes)
-    else:
-        table = {**ACTIVATIONS, "T": (axis_name,), "S": (axis_name,)}
-        axes = resolve_axes(flash, arguments, mesh, in_specs, table)
+    order.check(query.shape[1])
+    if "mask" in arguments:
+        # What is counted from the start of a segment is counted before the segments are split.
+        arguments["mask"] = arguments["mask"].resolved(order.indices(query.shape[1]))
+    table = {**ACTIVATIONS, "T": (axis_name,), "S": (axis_name,)}
+    call: dict[str, Any] = {"table": table, "platform": platform, "cfg": cfg}
+    if shards > 1:
+        local = functools.partial(_on_shard, order=order, axis_name=axis_name, scheme=scheme)
+        call |= {"local": local, "handles": ("T", "S")}
+        axes = resolve_axes(flash, arguments, whole, in_specs, table)
         for dim in ("T", "S"):
             if axes.get(dim) != (axis_name,):
                 raise ValueError(
                     f"in_specs split the sequence over {axes.get(dim)}, but axis_name = {axis_name!r}; the two must agree"
                 )
-        local = functools.partial(_on_shard, order=order, axis_name=axis_name, scheme=scheme)
-        call = {"local": local, "table": table, "check": False, "platform": platform, "cfg": cfg}
-        out, lse = run(flash, arguments, in_specs=in_specs, **call, **sizes)
+    out, lse = run(flash, arguments, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **call)
     return (out, lse) if return_lse else out
-
-
-def _axis_size(mesh: jax.sharding.Mesh, axis_name: str) -> int:
-    if axis_name not in mesh.axis_names:
-        raise ValueError(f"argument 'axis_name' = {axis_name!r} is not an axis of the mesh {dict(mesh.shape)}")
-    return mesh.shape[axis_name]
-
-
-def _with_positions(arguments: dict[str, Any], order: Order) -> dict[str, Any]:
-    """Returns the arguments, with a permuted sequence's positions in the mask when one device holds it whole."""
-    mask = arguments.get("mask") or MaskInfo()
-    if order.name == "contiguous" or mask.q_positions is not None:
-        return arguments
-    at = jnp.asarray(order.indices(arguments["query"].shape[1]))[None]
-    return {**arguments, "mask": mask.replace(q_positions=at, kv_positions=at)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 NAMES = ("contiguous", "zigzag", "striped")
@@ -36,26 +37,38 @@ class Order:
         """What the sequence length must be a multiple of."""
         return 2 * self.shards if self.name == "zigzag" and self.shards > 1 else self.shards
 
-    def indices(self, length: int) -> np.ndarray:
-        """Returns int32 [length]: place p of the permuted sequence holds token indices[p].
-
-        Raises:
-          ValueError: the length does not divide; names the remedy.
-        """
+    def check(self, length: int) -> None:
+        """Raises ValueError, naming the remedy, where a sequence of that length cannot be divided."""
         if length % self.multiple:
             nearest = max(self.multiple, round(length / self.multiple) * self.multiple)
             raise ValueError(
                 f"sequence length {length} cannot be divided for order {self.name!r} over sp = {self.shards}: it must be a "
                 f"multiple of {self.multiple}; use {nearest}, or another order or sp"
             )
-        tokens = np.arange(length, dtype=np.int32)
-        n = self.shards
-        if self.name == "zigzag" and n > 1:
-            chunks = tokens.reshape(2 * n, -1)
-            return np.concatenate([part for r in range(n) for part in (chunks[r], chunks[2 * n - 1 - r])])
+
+    def positions(self, ranks: Any, length: int) -> Any:
+        """Returns int32 [..., length / shards]: which tokens the ranks [...] hold, of a sequence of that length.
+
+        Arithmetic, no table: NumPy for NumPy ranks, traced for traced ones (`axis_index`), O(length / shards) either way.
+        """
+        self.check(length)
+        xp: Any = np if isinstance(ranks, (int, np.integer, np.ndarray)) else jnp
+        n, own = self.shards, length // self.shards
+        first = xp.asarray(ranks, xp.int32)[..., None]
         if self.name == "striped":
-            return tokens.reshape(-1, n).T.reshape(-1)
-        return tokens
+            return first + n * xp.arange(own, dtype=xp.int32)
+        if self.name == "contiguous" or n == 1:
+            return first * own + xp.arange(own, dtype=xp.int32)
+        part = xp.arange(own // 2, dtype=xp.int32)
+        return xp.concatenate([first * (own // 2) + part, (2 * n - 1 - first) * (own // 2) + part], axis=-1)
+
+    def indices(self, length: int) -> np.ndarray:
+        """Returns int32 [length]: place p of the permuted sequence holds token indices[p].
+
+        Raises:
+          ValueError: the length does not divide; names the remedy.
+        """
+        return self.positions(np.arange(self.shards), length).reshape(-1)
 
     def permute(self, x: Any, axis: int = 1) -> Any:
         """Returns x with its sequence dim in this order. x may be a NumPy or JAX array."""
