@@ -26,6 +26,7 @@ def table() -> str:
 
 
 def main() -> int:
+    """Returns the exit code of the command."""
     if "--write" not in sys.argv:
         print(table())
         return 0

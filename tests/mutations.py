@@ -68,7 +68,7 @@ FAULTS = (
         "plan.order.positions(rank, q_length * n)[None]",
         "(jnp.arange(q_length) + rank * q_length)[None]",
         SEQUENCE,
-    ),  # fmt: skip
+    ),
     Fault("keys sent the other way", EXCHANGE, "(i + by) % n", "(i - by) % n", SEQUENCE),
     Fault(
         "a needed hop left out", SCHEDULE, "return tuple(found) or (0,)", "return tuple(found[:-1]) or (0,)", SEQUENCE

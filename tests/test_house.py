@@ -66,7 +66,7 @@ def test_rooms_do_not_know_each_other(path):
 
 
 ONLY = {
-    r"\bshard_map\b": {"ejdist/sharded.py"},
+    r"\bjax\.shard_map\b|import shard_map": {"ejdist/sharded.py"},
     r"\b(PartitionSpec|PartitionSpec as P)\b": {"ejdist/layout.py", "ejdist/sharded.py"},
     r"\bcustom_vjp\b": {"kernels/_core/execute.py", "ejdist/sequence/attention.py"},
     r"[\"'](dp|fsdp|ep)[\"']": {"ejdist/mesh.py", "ejdist/layout.py", "recipes/schema.py"},
@@ -102,7 +102,8 @@ def test_every_public_function_has_a_docstring():
             public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
             tiny = isinstance(node, ast.FunctionDef) and len(node.body) <= 3
             backend = path.stem.endswith(("_gpu", "_tpu")) or path.stem == "xla"  # they do what their contract says
-            if public and not tiny and not backend and ast.get_docstring(node) is None:
+            takes_it = bool(getattr(node, "decorator_list", []))  # from the function that it wraps
+            if public and not tiny and not backend and not takes_it and ast.get_docstring(node) is None:
                 missing.append(f"{relative(path)}:{node.lineno} {node.name}")
     assert not missing, "\n".join(missing)
 

@@ -117,7 +117,7 @@ def test_what_a_run_writes(corpus, tmp_path):
     assert summary["loss_first"] == rows[0]["loss"] and summary["steps"] == 5
     assert 0 < summary["mfu_causal"] < summary["mfu_full"]
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert list((tmp_path / "tensorboard").glob("events*"))[0].stat().st_size > 500
+    assert next(iter((tmp_path / "tensorboard").glob("events*"))).stat().st_size > 500
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
 
 

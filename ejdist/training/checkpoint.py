@@ -41,8 +41,9 @@ class Checkpoints:
 
             # Orbax tells of every array that it writes; what matters is said here.
             logging.getLogger("absl").setLevel(logging.ERROR)
+            handlers = {_STATE: ocp.StandardCheckpointHandler(), _RUN: ocp.JsonCheckpointHandler()}
             options = ocp.CheckpointManagerOptions(max_to_keep=self.section.keep, enable_async_checkpointing=True)
-            self._made = ocp.CheckpointManager(self.directory, options=options, item_names=(_STATE, _RUN))
+            self._made = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         return self._made
 
     def latest(self) -> int | None:

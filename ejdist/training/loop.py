@@ -94,7 +94,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
-    sharding(mesh, ("N", "K"), ACTIVATIONS, shape=(config.num_heads, config.num_kv_heads), what="model heads")
+    for dim, key, heads in (("N", "num_heads", config.num_heads), ("K", "num_kv_heads", config.num_kv_heads)):
+        sharding(mesh, (dim,), ACTIVATIONS, shape=(heads,), what=f"model.{key}")
     declared = decoder.declare(config)
     ops = bind_ops(mesh, order=order, scheme=s.sequence.scheme, platform=s.platform)
     decayed = map_declared(lambda _, p: p.decay, declared)
@@ -115,8 +116,12 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")
     batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=at) for name in fields}
+
+    def place(grads: Any) -> Any:
+        return jax.lax.with_sharding_constraint(grads, placed)
+
     step = jax.jit(
-        make_train_step(loss, optimizer, accumulation=s.accumulation),
+        make_train_step(loss, optimizer, accumulation=s.accumulation, place=place),
         donate_argnums=0,
         in_shardings=(shardings, dict.fromkeys(fields, at)),
         out_shardings=(shardings, replicated(mesh)),
@@ -241,6 +246,8 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
             f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "
             f"{s.data.tokenizer!r}; make it at least that"
         )
+    # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
+    step = program.step.lower(program.state, program.batch).compile()
     if start is None:
         start, state = 0, program.init()
     else:
@@ -260,21 +267,22 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         say(f"nothing to do: {directory} has {start} of {end} steps; raise run.steps, or choose another run.dir")
         return Outcome(start, start >= s.run.steps, None)
     writer = MetricsWriter(directory, start, s.run.steps) if main else None
-    step = start
     try:
         with _stop_on_signals() as stopped:
-            step = _steps(s, program, data, state, checkpoints, writer, start, end, stopped)
+            last = _steps(s, program, step, data, state, checkpoints, writer, start, end, stopped)
     finally:
         if writer is not None:
             writer.close()
         checkpoints.close()
-    if stopped and step < end:
-        say(f"stopped by {signal.Signals(stopped[0]).name} after step {step}; the same command goes on from there")
+    if stopped and last < end:
+        say(f"stopped by {signal.Signals(stopped[0]).name} after step {last}; the same command goes on from there")
     summary = _finish(s, program, directory) if main else None
-    return Outcome(step, step >= s.run.steps, summary)
+    return Outcome(last, last >= s.run.steps, summary)
 
 
-def _steps(s, program, data: Data, state, checkpoints, writer, start: int, end: int, stopped: list[int]) -> int:
+def _steps(
+    s, program, train_step, data: Data, state, checkpoints, writer, start: int, end: int, stopped: list[int]
+) -> int:
     """Returns the last step made. The loop: nothing in it waits for the devices but a save of their state."""
     rows = _local_rows(program)
     batches = data.iterator(start, end, rows)
@@ -282,7 +290,7 @@ def _steps(s, program, data: Data, state, checkpoints, writer, start: int, end: 
     for step in range(start + 1, end + 1):
         batch = next(batches)
         flops = step_flops(program.config, batch["segment_ids"])
-        state, metrics = program.step(state, _place(batch, program, rows.start))
+        state, metrics = train_step(state, _place(batch, program, rows.start))
         if writer is not None:
             share = s.data.global_batch / (rows.stop - rows.start)
             host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}

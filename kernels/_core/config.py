@@ -257,6 +257,7 @@ def memory_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def persistent_tier(chain: ConfigSelectorChain, request: Request) -> Any:
+    """What this machine, or another process on it, tuned before."""
     if chain.persistent is None or request.device_kind is None or request.backend.candidates is None:
         return None
     cfg = chain.persistent.get(request.key(), _heuristic_of(request))

@@ -121,6 +121,7 @@ def compiled(
 
 @functools.lru_cache(maxsize=4096)
 def compiled_backward(op: Op, plan: Plan, static_items: tuple, interpreted: bool) -> Callable:
+    """Returns the jitted function (saved, arrays) -> gradients of one plan and one set of static options."""
     static = dict(static_items)
 
     def run(saved: dict[str, Any], traced: dict[str, Any]) -> Any:
