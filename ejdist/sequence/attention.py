@@ -328,8 +328,8 @@ def ring_attention(
     if axis_is_bound(axis_name):
         if mesh is not None or in_specs is not None or out_specs is not None:
             raise ValueError(
-                f"arguments 'mesh', 'in_specs' and 'out_specs' are for calls outside a shard_map over {axis_name!r}; this one "
-                "is inside and has this rank's arrays"
+                f"arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped over {axis_name!r} "
+                "already and has a rank's own: leave them out"
             )
         out, lse = _on_shard(**arguments, order=order, **settings)
         return (out, lse) if return_lse else out
