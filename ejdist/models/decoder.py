@@ -3,7 +3,8 @@
 Dtypes. Parameters are float32, the master weights. Matrices are cast to the compute dtype once a step, outside the scan
 over layers, so that a mesh gathers the narrow copy. Norm scales, and the table that embeddings are taken from, stay
 float32: they cost little, and a frequent token's gradient is a long sum, which bfloat16 stops adding to after some 256
-equal terms. Gradients are float32 before they are accumulated. Float32 compute is true float32 on every device.
+equal terms. A matrix's gradient is summed over devices in the compute dtype, and over microbatches in float32. Float32
+compute is true float32 on every device.
 """
 
 from __future__ import annotations

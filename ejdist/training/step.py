@@ -39,6 +39,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     accumulation: int = 1,
+    place: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the function (state, batch) -> (state, metrics).
 
@@ -46,8 +47,14 @@ def make_train_step(
       loss: (params, batch) -> (sum over tokens, sums to report, with "tokens" among them).
       accumulation: microbatches whose gradients are summed, in float32, before the one update. The result is the mean over
         all tokens of the batch, whatever the number.
+      place: applied to the gradients of each microbatch. On a mesh, puts them where the parameters lie: left alone, the
+        compiler is free to keep a sum whole on every device.
     """
-    gradient = jax.value_and_grad(loss, has_aux=True)
+    differentiate = jax.value_and_grad(loss, has_aux=True)
+
+    def gradient(params: Any, batch: dict) -> Any:
+        value, grads = differentiate(params, batch)
+        return value, place(grads)
 
     def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         if accumulation == 1:

@@ -204,6 +204,10 @@ class Op:
             self._backends = {stem: self._backends[stem] for stem in ordered}
         return self._backends
 
+    def unavailable(self) -> dict[str, str]:
+        """Returns the backends whose toolchain is not installed, with what to install."""
+        return dict(self._unavailable) if self.backends else {}
+
     def _load(self, stem: str) -> None:
         module_name = f"{self.package}.{stem}"
         if stem in self._backends or not self.package or importlib.util.find_spec(module_name) is None:

@@ -21,7 +21,7 @@ from kernels._core import segments
 Window = tuple[int | None, int | None]
 
 
-def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Window | None:
+def window_of(sliding_window: Any) -> Window | None:
     """Returns (left, right): a query at position i sees keys at positions j with i - left <= j <= i + right.
 
     An integer W means exactly the W keys i - W < j <= i. None on a side leaves it open.
@@ -254,9 +254,9 @@ class MaskInfo:
         Args:
           order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
         """
-        if self.chunk_size is None or self.q_segment_ids is None or self.q_positions is not None:
-            return self
         q, k = self.q_segment_ids, self.kv_segment_ids
+        if self.chunk_size is None or q is None or k is None or self.q_positions is not None:
+            return self
         # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
         q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
         k_at = segments.rank(k, order)
@@ -327,7 +327,7 @@ def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, k
     q, k = mask.positions(q_length, kv_length)
     everywhere = (np.ones((1, q_length), bool), np.ones((1, kv_length), bool))
     q_valid, k_valid = everywhere
-    if mask.q_segment_ids is not None:
+    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
         q_valid, k_valid = mask.q_segment_ids >= 0, mask.kv_segment_ids >= 0
     (q_low, q_high), (k_low, k_high) = _bounds(q, q_block, q_valid, xp), _bounds(k, kv_block, k_valid, xp)
     q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]

@@ -62,19 +62,19 @@ def flash_attention(
 
     # Masked logits are replaced before the exponential, so that neither it nor its gradient can overflow there.
     largest = jnp.max(jnp.where(visible, logits, -jnp.inf), axis=-1, keepdims=True)
-    if softmax_aux is not None:
-        sinks = softmax_aux.astype(accumulate)[None, :, None, :]
+    sinks = None if softmax_aux is None else softmax_aux.astype(accumulate)[None, :, None, :]
+    if sinks is not None:
         largest = jnp.maximum(largest, jnp.max(sinks, axis=-1, keepdims=True))
     largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits, largest) - largest), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if softmax_aux is not None:
+    if sinks is not None:
         total = total + jnp.sum(jnp.exp(sinks - largest), axis=-1, keepdims=True)
     some = total > 0
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
     weights = weights / total
-    if dropout_prob > 0:
+    if dropout_prob > 0 and dropout_seed is not None:
         weights = weights * dropout_scale(dropout_seed, i, j, dropout_prob)
     weights = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
     out = _dot("bkgts,bskv->btkgv", weights, value, accumulate)

@@ -93,7 +93,7 @@ def canonical(
     if alibi_slopes is not None:
         arguments["alibi_slopes"] = alibi_slopes[None] if alibi_slopes.ndim == 1 else alibi_slopes
     if dropout_prob > 0:
-        seed = 0 if dropout_seed is None else dropout_seed
+        seed: Any = 0 if dropout_seed is None else dropout_seed
         expanded = is_array(seed) and seed.ndim == 2
         arguments["dropout_seed"] = seed if expanded else expand_dropout_seed(seed, B, N)
         arguments["dropout_prob"] = float(dropout_prob)
@@ -269,7 +269,7 @@ def scaled_dot_product_attention(
     cfg: KernelConfig | None = None,
 ) -> jax.Array:
     """Returns attention [B, T, N, Hv] under the name and arguments of the field: `flash_attention` with fewer of them."""
-    return flash_attention(
+    arguments = canonical(
         query,
         key,
         value,
@@ -282,9 +282,8 @@ def scaled_dot_product_attention(
         cum_seqlens_q=cum_seqlens_q,
         cum_seqlens_k=cum_seqlens_k,
         mask_info=mask_info,
-        platform=platform,
-        cfg=cfg,
     )
+    return op(**arguments, platform=platform, cfg=cfg)[0]
 
 
 def attention(
@@ -337,6 +336,7 @@ def attention_of_canonical(
     B, S, K = arguments["key"].shape[:3]
     units = jnp.broadcast_to(jnp.eye(S, dtype=jnp.float32)[None, :, None], (B, S, K, S))
     plain = {n: x for n, x in arguments.items() if n not in ("dropout_seed", "dropout_prob")}
-    floats = {n: x.astype(jnp.float32) for n, x in plain.items() if n in ("query", "key")}
-    weights, _ = contract(**{**plain, **floats, "value": units})
+    floats: dict[str, Any] = {n: x.astype(jnp.float32) for n, x in plain.items() if n in ("query", "key")}
+    asked: dict[str, Any] = {**plain, **floats, "value": units}
+    weights, _ = contract(**asked)
     return out, weights.swapaxes(1, 2)

@@ -85,7 +85,7 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo,
     q_positions, k_positions = (jnp.asarray(p) for p in mask.positions(T, S))
     rows = {"index": jnp.arange(T, dtype=jnp.int32)[None], "position": q_positions}
     columns = {"index": jnp.arange(S, dtype=jnp.int32)[None], "position": k_positions}
-    if mask.q_segment_ids is not None:
+    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
         rows["segment"], columns["segment"] = mask.q_segment_ids, mask.kv_segment_ids
     whole_q, whole_k = active.shape[0] * block_q, active.shape[1] * block_k
     # A padded index is past the end, which is how padding is told from data.
@@ -313,7 +313,7 @@ def backward(
             new = {"key": _add(sums["key"], dk, j, blocks), "value": _add(sums["value"], dv, j, blocks)}
             if bias is not None:
                 new["bias"] = _add_pair(sums["bias"], ds.reshape(B, N, *ds.shape[3:]), i, j, blocks)
-            if alibi_slopes is not None:
+            if s.distance is not None:
                 new["alibi_slopes"] = sums["alibi_slopes"] - jnp.sum(ds * s.distance[:, None, None], axis=(3, 4))
             return dq + _dot("bkgts,bskh->btkgh", raw, column["key"]), new
 

@@ -1,0 +1,122 @@
+"""`python tests/mutations.py [WORDS ...]`: seeds one fault at a time into a copy of the project, and the tests must go red.
+
+Each fault is a line of code replaced in a private copy of the sources, and the tests that should notice are run there. The
+command fails if a fault goes unnoticed, or if its line is not there any more. WORDS choose faults by name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MASKS, XLA = "kernels/_core/masks.py", "kernels/flash_attention/xla.py"
+RING, ORDER = "ejdist/sequence/attention.py", "ejdist/sequence/order.py"
+SCHEDULE, EXCHANGE = "ejdist/sequence/schedule.py", "ejdist/sequence/exchange.py"
+FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
+SEQUENCE = "tests/test_sequence.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: in `file`, `old` becomes `new`; `tests` are those that must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    Fault("mask off by one", MASKS, "        below = j <= i\n", "        below = j < i\n", FLASH),
+    Fault("window one key wider", MASKS, "seen &= j >= i - left", "seen &= j >= i - left - 1", FLASH),
+    Fault("integer window is W + 1", MASKS, "(int(sliding_window) - 1, 0)", "(int(sliding_window), 0)", FLASH),
+    Fault("padding attends", MASKS, "seen &= (a == b) & (a >= 0)", "seen &= a == b", FLASH),
+    Fault("a block too many skipped", MASKS, "below = k_low <= q_high", "below = k_low < q_high", FLASH),
+    Fault("combining drops a window", MASKS, "window=_both(self.window, other.window)", "window=self.window", FLASH),
+    Fault("output not rescaled", XLA, "out * rescale[..., None] + pv", "out + pv", FLASH),
+    Fault("denominator not rescaled", XLA, "total = total * rescale + ", "total = total + ", FLASH),
+    Fault("sink counted twice", XLA, "        l0 = 1.0", "        l0 = 2.0", FLASH),
+    Fault("delta with the wrong sign", XLA, "- delta)", "+ delta)", FLASH),
+    Fault(
+        "slope of the soft cap dropped", XLA, "raw = ds if s.cap_slope is None else ds * s.cap_slope", "raw = ds", FLASH
+    ),
+    Fault("dropout missing in the backward", XLA, "(dp if keep is None else dp * keep)", "dp", FLASH),
+    Fault("wrong hop", RING, "((rank - hop) % n)", "((rank + hop) % n)", SEQUENCE),
+    Fault("merge without rescale", RING, "return out * a[..., None] + ", "return out + ", SEQUENCE),
+    Fault(
+        "ring counts the sink twice",
+        RING,
+        "jnp.zeros_like(out), joint)",
+        "jnp.zeros_like(out), joint + 0.6931)",
+        SEQUENCE,
+    ),
+    Fault("stale lse", RING, '{"out": out, "lse": lse}', '{"out": out, "lse": lse - 0.1}', SEQUENCE),
+    Fault("segments do not travel", RING, '("kv_segment_ids", "kv_positions")', '("kv_positions",)', SEQUENCE),
+    Fault("gradients of keys do not come home", RING, "plan.order.shards - hops[-1])", "0)", SEQUENCE),
+    Fault("gradients of keys do not travel", RING, "exchange.shift(travel, axis, gap)", "travel", SEQUENCE),
+    Fault(
+        "positions not permuted",
+        RING,
+        "plan.order.positions(rank, q_length * n)[None]",
+        "(jnp.arange(q_length) + rank * q_length)[None]",
+        SEQUENCE,
+    ),  # fmt: skip
+    Fault("keys sent the other way", EXCHANGE, "(i + by) % n", "(i - by) % n", SEQUENCE),
+    Fault(
+        "a needed hop left out", SCHEDULE, "return tuple(found) or (0,)", "return tuple(found[:-1]) or (0,)", SEQUENCE
+    ),
+)
+
+
+def run(fault: Fault) -> tuple[str, str]:
+    """Returns ("red" | "GREEN" | "STALE" | "BROKEN", the first test that failed)."""
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        copy = Path(folder) / "project"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "outputs", "*.egg-info"))
+        source = (copy / fault.file).read_text()
+        if fault.old not in source:
+            return "STALE", f"{fault.old!r} is not in {fault.file}"
+        (copy / fault.file).write_text(source.replace(fault.old, fault.new, 1))
+        command = [
+            sys.executable,
+            "-B",
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *fault.tests.split(),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=environment)
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        state = {0: "GREEN", 1: "red"}.get(done.returncode, "BROKEN")
+        return state, (failed or done.stdout.splitlines()[-1:] or [""])[0][:110]
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    chosen = [f for f in FAULTS if not words or any(w in f.name for w in words)]
+    bad = 0
+    for fault in chosen:
+        start = time.monotonic()
+        state, what = run(fault)
+        bad += state != "red"
+        print(f"{state:6} {fault.name:36} {time.monotonic() - start:4.0f} s  {what}", flush=True)
+    print(f"{len(chosen) - bad} of {len(chosen)} faults turned the tests red")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

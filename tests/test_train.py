@@ -1,0 +1,303 @@
+"""The train command: the same losses on every layout, bit for bit after a stop, and clear words for bad input."""
+
+import json
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
+from ejdist.training.loop import train
+from ejdist.training.metrics import read_rows
+from launch.train import BAD_CHECKPOINT, DONE, PREEMPTED, WRONG, main
+from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
+
+TINY = [
+    "recipe=long_context",
+    *("model.num_layers=2", "model.model_dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
+    *("model.ffn_dim=48", "data.sequence_length=64", "data.global_batch=2", "optimizer.warmup_steps=2", "run.steps=10"),
+    *("checkpoint.every=0", "mesh.sp=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A few short documents of real text, so that every row is packed from several."""
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = Path(json.__file__).read_text().splitlines()
+    rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]
+
+
+def losses(directory):
+    return [row["loss"] for row in read_rows(Path(directory) / "metrics.jsonl")]
+
+
+def run(directory, corpus, *overrides):
+    said = []
+    outcome = train(compose([*TINY, *corpus, f"run.dir={directory}", *overrides]), say=said.append)
+    return outcome, said
+
+
+LAYOUTS = {
+    "sp1": ["mesh.sp=1"],
+    "sp2_contiguous_ring": ["mesh.sp=2", "sequence.order=contiguous"],
+    "sp4_zigzag_ring": ["mesh.sp=4"],
+    "sp4_contiguous_all_gather": ["mesh.sp=4", "sequence.order=contiguous", "sequence.scheme=all_gather"],
+    "sp2_zigzag_all_gather": ["mesh.sp=2", "sequence.scheme=all_gather"],
+    "fsdp2_sp2": ["mesh.fsdp=2", "mesh.sp=2"],
+    "tp2_sp2": ["mesh.tp=2", "mesh.sp=2"],
+    "dp2_accumulation": ["mesh.dp=2", "mesh.sp=1", "data.global_batch=4", "accumulation=2"],
+}
+MORE_LAYOUTS = {
+    "sp2_zigzag_ring": ["mesh.sp=2"],
+    "sp4_contiguous_ring": ["mesh.sp=4", "sequence.order=contiguous"],
+    "sp4_zigzag_all_gather": ["mesh.sp=4", "sequence.scheme=all_gather"],
+    "sp2_contiguous_all_gather": ["mesh.sp=2", "sequence.order=contiguous", "sequence.scheme=all_gather"],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reference")
+    run(directory / "two_rows", corpus, "mesh.sp=1", "sequence.order=contiguous")
+    run(directory / "four_rows", corpus, "mesh.sp=1", "sequence.order=contiguous", "data.global_batch=4")
+    return {2: losses(directory / "two_rows"), 4: losses(directory / "four_rows")}
+
+
+def layouts():
+    for name in LAYOUTS:
+        yield name
+    for name in MORE_LAYOUTS:
+        yield pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", list(layouts()))
+def test_ten_losses_are_the_same_on_every_layout(layout, corpus, reference, tmp_path):
+    overrides = (LAYOUTS | MORE_LAYOUTS)[layout]
+    run(tmp_path, corpus, *overrides)
+    got = losses(tmp_path)
+    assert len(got) == 10
+    np.testing.assert_allclose(got, reference[4 if "data.global_batch=4" in overrides else 2], rtol=1e-4)
+
+
+def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(corpus, tmp_path):
+    run(tmp_path / "whole", corpus, "run.steps=6")
+    whole = losses(tmp_path / "whole")
+    for stop in (1, 2, 3, 4, 5):
+        outcome, _ = run(tmp_path / "parts", corpus, "run.steps=6", f"run.stop_after={stop}")
+        assert outcome.step == stop and not outcome.finished
+    outcome, said = run(tmp_path / "parts", corpus, "run.steps=6")
+    assert outcome.finished and any("going on from step 5" in line for line in said)
+    assert losses(tmp_path / "parts") == whole, "every loss must be the same number"
+    outcome, said = run(tmp_path / "parts", corpus, "run.steps=6")
+    assert any("nothing to do" in line for line in said) and losses(tmp_path / "parts") == whole
+
+
+def test_a_run_goes_on_with_another_mesh(corpus, tmp_path):
+    run(tmp_path / "whole", corpus, "run.steps=4")
+    run(tmp_path / "moved", corpus, "run.steps=4", "run.stop_after=2")
+    run(tmp_path / "moved", corpus, "run.steps=4", "mesh.fsdp=2", "mesh.sp=4")
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-4)
+
+
+def test_what_a_run_writes(corpus, tmp_path):
+    outcome, _ = run(tmp_path, corpus, "run.steps=5", "checkpoint.every=1", "checkpoint.keep=2")
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert {"loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second"} <= set(rows[0])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    wanted = "loss_first loss_last steps tokens_per_second tflops_per_device mfu_causal mfu_full".split()
+    assert set(wanted) <= set(summary) and outcome.summary == summary
+    assert summary["loss_first"] == rows[0]["loss"] and summary["steps"] == 5
+    assert 0 < summary["mfu_causal"] < summary["mfu_full"]
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((tmp_path / "tensorboard").glob("events*"))[0].stat().st_size > 500
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
+
+
+def test_a_signal_saves_and_the_run_goes_on(corpus, tmp_path, monkeypatch):
+    from ejdist.training import loop
+
+    steps, calls = loop.step_flops, []
+
+    def count(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return steps(*arguments)
+
+    monkeypatch.setattr(loop, "step_flops", count)
+    assert threading.current_thread() is threading.main_thread()
+    outcome, said = run(tmp_path, corpus, "run.steps=6")
+    assert outcome.step == 3 and not outcome.finished and any("SIGTERM after step 3" in line for line in said)
+    monkeypatch.setattr(loop, "step_flops", steps)
+    run(tmp_path, corpus, "run.steps=6")
+    run(tmp_path / "whole", corpus, "run.steps=6")
+    assert losses(tmp_path) == losses(tmp_path / "whole")
+
+
+# -- bad input: one clear message, nothing written ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.sequence_lenght=64"], ["'data.sequence_lenght'", "'data.sequence_length'"]),
+        (["seqence.order=zigzag"], ["'seqence.order'", "'sequence.order'"]),
+        (["model=nanno"], ["model=nanno", "nano"]),
+        (["recipe=longcontext"], ["recipe=longcontext", "long_context"]),
+        (["run"], ["'run'", "KEY=VALUE"]),
+        (["run=3"], ["'run'", "section", "run.steps"]),
+        (["run.steps=many"], ["run.steps", "many"]),
+        (["data.sequence_length=62", "mesh.sp=4"], ["62", "multiple of 8", "64"]),
+        (["mesh.tp=4", "mesh.sp=1"], ["K = 2", "tp=4"]),
+        (["mesh.dp=4", "mesh.sp=1"], ["B = 2", "data.global_batch", "dp=4"]),
+        (["mesh.sp=16"], ["mesh.sp=16", "16 devices", "8"]),
+        (["mesh.sp=-1", "mesh.fsdp=-1"], ["-1"]),
+        (["accumulation=3"], ["data.global_batch = 2", "accumulation = 3"]),
+        (["sequence.order=spiral"], ["sequence.order", "spiral", "zigzag"]),
+        (["sequence.scheme=tree"], ["scheme", "tree", "all_gather"]),
+        (["model.num_kv_heads=3"], ["model.num_heads = 4", "model.num_kv_heads = 3"]),
+        (["model.vocab_size=100"], ["model.vocab_size = 100", "257"]),
+        (["model.remat=some"], ["model.remat", "some"]),
+        (["model.compute_dtype=int8"], ["model.compute_dtype", "int8"]),
+        (["optimizer.schedule=steps"], ["optimizer.schedule", "steps"]),
+        (["data.source=/no/such/*.txt"], ["data.source", "matches no file"]),
+        (["platform=tritn"], ["platform", "tritn"]),
+        (["platform=pallas_gpu"], ["pallas_gpu"]),
+        (["run.steps=0"], ["run.steps"]),
+        (["checkpoint.keep=0"], ["checkpoint.keep"]),
+    ],
+)
+def test_bad_input(overrides, words, corpus, tmp_path, capsys):
+    arguments = [*TINY, *corpus, f"run.dir={tmp_path}/run", *overrides]
+    assert main(arguments) == WRONG
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "Traceback" not in message
+    assert all(w in message for w in words), message
+    assert not (tmp_path / "run").exists(), "nothing may be written"
+
+
+@pytest.fixture(scope="module")
+def stopped_run(corpus, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("stopped") / "run"
+    run(directory, corpus, "run.steps=6", "run.stop_after=3", "checkpoint.every=1")
+    return directory
+
+
+def command(directory, corpus, *overrides):
+    return main([*TINY, *corpus, f"run.dir={directory}", "run.steps=6", "checkpoint.every=1", *overrides])
+
+
+def test_a_damaged_checkpoint_is_named_with_a_remedy(stopped_run, corpus, tmp_path, capsys):
+    directory = tmp_path / "run"
+    shutil.copytree(stopped_run, directory)
+    for file in (directory / "checkpoints" / "3" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    before = (directory / "metrics.jsonl").read_text()
+    assert command(directory, corpus) == BAD_CHECKPOINT
+    message = capsys.readouterr().err
+    assert "checkpoints/3 cannot be read" in message and "remove it to go on from step 2" in message
+    assert (directory / "metrics.jsonl").read_text() == before, "the metrics so far must not be touched"
+    shutil.rmtree(directory / "checkpoints" / "3")
+    assert command(directory, corpus) == DONE
+
+
+def test_a_foreign_folder_is_left_alone(corpus, tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "weights.pt").write_text("someone else's")
+    assert command(tmp_path, corpus) == BAD_CHECKPOINT
+    assert "weights.pt" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.rglob("*")] == ["checkpoints", "weights.pt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ("model.ffn_dim=64", BAD_CHECKPOINT, ["another model", "down"]),
+        ("model.qk_norm=false", BAD_CHECKPOINT, ["another model", "one side only"]),
+        ("optimizer.learning_rate=0.5", WRONG, ["optimizer.learning_rate: was 0.003, is 0.5"]),
+        ("data.sequence_length=128", WRONG, ["data.sequence_length: was 64, is 128"]),
+        ("run.seed=1", WRONG, ["run.seed: was 0, is 1"]),
+    ],
+)
+def test_another_recipe_does_not_go_on_with_this_run(change, code, words, stopped_run, corpus, capsys):
+    before = (stopped_run / "metrics.jsonl").read_text()
+    assert command(stopped_run, corpus, change) == code
+    message = capsys.readouterr().err
+    assert all(w in message for w in words), message
+    assert (stopped_run / "metrics.jsonl").read_text() == before
+
+
+def test_an_interrupted_save_is_ignored(stopped_run, corpus, tmp_path, capsys):
+    directory = tmp_path / "run"
+    shutil.copytree(stopped_run, directory)
+    shutil.copytree(directory / "checkpoints" / "3", directory / "checkpoints" / "4.orbax-checkpoint-tmp-0")
+    assert command(directory, corpus, "run.stop_after=4") == DONE
+    said = capsys.readouterr().out
+    assert "going on from step 3" in said and "a save that was cut off" in said
+
+
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(corpus, tmp_path, monkeypatch, capsys):
+    import orbax.checkpoint as ocp
+
+    run(tmp_path, corpus, "run.steps=6", "run.stop_after=2")
+    capsys.readouterr()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        assert command(tmp_path, corpus) == BAD_CHECKPOINT
+    message = capsys.readouterr().err
+    assert "could not be written" in message and "free space" in message
+    section = CheckpointSection()
+    assert Checkpoints(tmp_path, section).latest() == 2
+    assert command(tmp_path, corpus) == DONE
+
+
+def test_checkpoint_errors_are_of_one_kind():
+    assert issubclass(CheckpointError, RuntimeError) and PREEMPTED == 75
+
+
+# -- recipes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", options_of("model"))
+def test_every_model_composes_and_is_sound(model):
+    recipe = compose([f"model={model}"])
+    recipe.model.validate()
+    assert recipe.model.vocab_size >= 257
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_variant_composes(group):
+    for option in options_of(group):
+        extra = ["data.source=x"] if option == "files" else []
+        compose([f"{group}={option}", *extra])
+
+
+def test_a_recipe_has_the_documented_keys():
+    wanted = """run.dir run.steps run.seed mesh.dp mesh.fsdp mesh.ep mesh.sp mesh.tp sequence.scheme sequence.order data.source
+    data.sequence_length data.global_batch checkpoint.every checkpoint.keep model.compute_dtype""".split()
+    assert set(wanted) <= set(keys_of())
+    with pytest.raises(RecipeError, match=r"did you mean 'mesh.sp'"):
+        compose(["mash.sp=2"])
+
+
+def test_help_lists_groups_and_keys(capsys):
+    assert main(["--help"]) == DONE
+    said = capsys.readouterr().out
+    assert "long_context" in said and "sequence.order" in said
+
+
+def test_the_command_runs_on_this_machine():
+    assert jax.default_backend() == "cpu" and len(jax.devices()) == 8
