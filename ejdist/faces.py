@@ -141,7 +141,7 @@ def gated_mlp(
     features = ()
     if mesh is not None:
         axes = resolve_axes(gated_mlp_op, {n: v for n, v in arguments.items() if n != "activation"}, mesh, in_specs)
-        features = axes.get("F", ())
+        features = axes.get("F", ()) if gate.shape[-1] > 1 else ()
 
     def local(**shards: Any) -> jax.Array:
         # With F split, each device has a part of the sum over F (Shoeybi et al., Megatron-LM, 2019).

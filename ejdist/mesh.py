@@ -115,8 +115,8 @@ def check_axis(axis_name: str, mesh: Any = None) -> None:
     if around.manual_axes:
         if around.shape.get(axis_name) != 1:
             raise ValueError(
-                f"argument 'axis_name' = {axis_name!r} is not among the axes {tuple(around.manual_axes)} of the shard_map that "
-                "this runs in; name one of those, or map over that axis too"
+                f"argument 'axis_name' = {axis_name!r} is not among the axes {tuple(around.manual_axes)} that this is mapped "
+                "over; name one of those, or map over that axis too"
             )
         return
     mesh = current_mesh() if mesh is None else mesh

@@ -226,12 +226,20 @@ def run(
     arrays = {n: v for n, v in given.items() if is_array(v) or isinstance(v, MaskInfo)}
     options = {n: v for n, v in given.items() if n not in arrays}
     specs = {n: _spec_tree(op, n, v, axes, mesh) for n, v in arrays.items()}
+    # A dim that is 1 in every argument was not split, so it is not in the outputs either.
+    split = {
+        dim
+        for n, v in given.items()
+        if is_array(v)
+        for dim, size in zip(dims_of(op.parameters[n], v), v.shape)
+        if size > 1
+    }
+    results = tuple(spec(dims, {dim: axes.get(dim, ()) for dim in split}) for dims in out_dims)
     if out_specs is None:
-        results = tuple(spec(dims, axes) for dims in out_dims)
         out_specs = results if len(results) > 1 else results[0]
     elif len(out_dims) > 1 and isinstance(out_specs, PartitionSpec):
         # The caller states the spec of the visible output; the others follow their dims.
-        out_specs = (out_specs, *(spec(dims, axes) for dims in out_dims[1:]))
+        out_specs = (out_specs, *results[1:])
 
     def body(arrays: dict[str, Any]) -> Any:
         return local(**arrays, **options, **call)

@@ -88,30 +88,29 @@ def _local_arguments(plan: _Plan, query, carried, mask, slopes, seed) -> dict[st
 def _over_hops(plan: _Plan, body: Any, carried: Any, stay: Any, travel: Any) -> tuple[Any, Any]:
     """Returns (stay, travel) after `stay, travel = body(hop, carried, stay, travel)` at every hop.
 
-    `carried` is passed on before each body that does not depend on it, so that the two may overlap; `travel` after it, and
-    home after the last. Evenly spaced hops are one loop, so a program does not grow with the ring. Both ways only two sets
-    of keys are alive at a time: the next set but one waits for the body.
+    `carried` is passed on, and `travel` follows it by a hop, beside a body that needs neither result until it adds to
+    `travel`, so that both ways the transfers may hide under the work. After the last hop `travel` goes home. Evenly spaced
+    hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time.
     """
     axis, hops = plan.axis_name, plan.hops
-    gaps = {b - a for a, b in itertools.pairwise(hops)}
-    carried = exchange.shift(carried, axis, hops[0])
-    if len(hops) > 2 and len(gaps) == 1:
-        (gap,) = gaps
+    gaps = [b - a for a, b in itertools.pairwise(hops)]
 
-        def step(state: Any, hop: jax.Array) -> tuple[Any, None]:
-            carried, stay, travel = state
-            coming = exchange.shift(carried, axis, gap)
-            stay, travel = body(hop, carried, stay, travel)
-            return (coming, stay, exchange.shift(travel, axis, gap)), None
+    def visit(hop: Any, state: Any, before: int, after: int) -> tuple[Any, Any, Any]:
+        carried, stay, travel = state
+        coming, moved = exchange.shift(carried, axis, after), exchange.shift(travel, axis, before)
+        return coming, *body(hop, carried, stay, moved)
 
-        (carried, stay, travel), _ = jax.lax.scan(step, (carried, stay, travel), jnp.asarray(hops[:-1]))
+    state = exchange.shift(carried, axis, hops[0]), stay, travel
+    state = visit(hops[0], state, 0, gaps[0] if gaps else 0)
+    middle = hops[1:-1]
+    if len(middle) > 1 and len(set(gaps)) == 1:
+        state, _ = jax.lax.scan(lambda s, hop: (visit(hop, s, gaps[0], gaps[0]), None), state, jnp.asarray(middle))
     else:
-        for hop, following in itertools.pairwise(hops):
-            coming = exchange.shift(carried, axis, following - hop)
-            stay, travel = body(hop, carried, stay, travel)
-            travel = exchange.shift(travel, axis, following - hop)
-            carried, stay, travel = jax.lax.optimization_barrier((coming, stay, travel))
-    stay, travel = body(hops[-1], carried, stay, travel)
+        for hop, before, after in zip(middle, gaps, gaps[1:], strict=False):
+            state = jax.lax.optimization_barrier(visit(hop, state, before, after))
+    if gaps:
+        state = visit(hops[-1], state, gaps[-1], 0)
+    _, stay, travel = state
     return stay, exchange.shift(travel, axis, plan.order.shards - hops[-1])
 
 
@@ -273,16 +272,19 @@ def ring_attention(
       query, key, value: [B, T, N, H], [B, T, K, H], [B, T, K, Hv], of one length T, in `order`.
       axis_name: the mesh axis that the sequence is split over.
       causal, sliding_window, chunk_size, softmax_aux, softmax_scale, logits_soft_cap, dropout_prob, dropout_seed,
-      alibi_slopes, mask_info, q_segment_ids, kv_segment_ids: as in `flash_attention`. Sinks count once.
+      alibi_slopes, mask_info, q_segment_ids, kv_segment_ids: as in `flash_attention`. Sinks count once. Inside a
+        `shard_map` that also splits batch or heads, give `dropout_seed` as `expand_dropout_seed` makes it, split alike.
       q_positions, kv_positions: only where they are not those of `order`.
       scheme: "ring" (keys and values travel, O(T / ranks) memory) or "all_gather" (each rank gathers all keys and values).
       order: how the tokens lie on the ranks: "contiguous", "zigzag", "striped", or an `Order`. For any but contiguous the
-        caller has permuted the sequence, once, by `order.permute`.
+        caller has permuted query, key, value and segment ids, once, by `Order(name, ranks).permute`, and the result is in
+        that order too; nothing is moved here.
       return_lse: also return the log-sum-exp, float32 [B, T, N].
       mesh, in_specs, out_specs: where the arrays lie; default: the layout tables, with the sequence over `axis_name`.
 
     Raises:
-      ValueError: a dim does not divide, the axis does not exist. Unsupported: bias and dense masks, which are S x S.
+      ValueError: a dim does not divide, the axis does not exist, the specs do not fit.
+      Unsupported: bias and dense masks, which are S x S.
 
     Sources: Liu et al., Ring Attention with Blockwise Transformers, 2023; Brandon et al., Striped Attention, 2023; zigzag
     order and the backward with a global lse as in ring-flash-attention (Zhu, 2024).
@@ -326,8 +328,8 @@ def ring_attention(
     if axis_is_bound(axis_name):
         if mesh is not None or in_specs is not None or out_specs is not None:
             raise ValueError(
-                f"arguments 'mesh', 'in_specs' and 'out_specs' are for calls outside a shard_map over {axis_name!r}; this one "
-                "is inside and has this rank's arrays"
+                f"arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped over {axis_name!r} "
+                "already and has a rank's own: leave them out"
             )
         out, lse = _on_shard(**arguments, order=order, **settings)
         return (out, lse) if return_lse else out
