@@ -50,7 +50,7 @@ def _as_sharded(face: Callable) -> Callable[[Callable], Callable]:
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None)
             for n in ("mesh", "in_specs", "out_specs")
         ]
-        function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])
+        function.__dict__["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *extra])
         function.__doc__ = (face.__doc__ or "").split(">>>")[0].rstrip() + "\n" + _SHARDED_DOC
         return function
 
@@ -162,9 +162,9 @@ def gated_mlp(
 
 @_as_sharded(_fused_cross_entropy)
 def fused_cross_entropy(
-    hidden=None,
-    lm_head=None,
-    targets=None,
+    hidden: Any = None,
+    lm_head: Any = None,
+    targets: Any = None,
     *,
     logits=None,
     mesh=None,
@@ -181,7 +181,7 @@ def fused_cross_entropy(
     if mesh is None or mesh.size == 1 or logits is not None or hidden is None or hidden.ndim != 3:
         if in_specs is not None or out_specs is not None:
             raise ValueError("in_specs and out_specs need a mesh, 'hidden' [B, T, D] and 'lm_head'")
-        given = {"logits": logits, "weights": weights, "reduction": reduction, **options, **call}
+        given: dict[str, Any] = {"logits": logits, "weights": weights, "reduction": reduction, **options, **call}
         return _fused_cross_entropy(hidden, lm_head, targets, **given)
     terms = cross_entropy_terms(hidden, lm_head, targets, mesh=mesh, in_specs=in_specs, **options, **call)
     each, count = terms.loss + terms.z_loss, terms.counted
@@ -202,7 +202,7 @@ def cross_entropy_terms(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Any = None,
     in_specs: Any = None,
     table: Axes = ACTIVATIONS,
     platform: str | None = None,
@@ -251,6 +251,6 @@ def cross_entropy_terms(
         for d, (n, x) in zip(dims, arrays.items(), strict=True)
     )
     vocabulary = tuple(a for a in axes.get("V", ()) if mesh.shape[a] > 1)
-    out = spec(("B", "T"), axes, shape=targets.shape)
+    out: Any = spec(("B", "T"), axes, shape=targets.shape)
     body = functools.partial(local, vocabulary=vocabulary)
     return map_shards(body, mesh, specs, TokenLosses(out, out, out))(hidden, lm_head, targets)

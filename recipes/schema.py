@@ -97,7 +97,8 @@ def compose(overrides: Sequence[str]) -> Recipe:
         with hydra.initialize_config_module("recipes", version_base="1.3"):
             composed = hydra.compose("train", overrides=list(overrides))
         OmegaConf.set_struct(composed, True)
-        return OmegaConf.to_object(composed)
+        recipe: Any = OmegaConf.to_object(composed)
+        return recipe
     except Exception as error:  # Hydra and OmegaConf have many; all of them mean that the recipe cannot be composed
         raise RecipeError(_explain(error)) from error
 

@@ -183,6 +183,7 @@ def _ring_fwd(plan, query, key, value, sinks, slopes, mask, seed):
 
 def _ring_bwd(plan, kept, cotangents):
     query, key, value, sinks, slopes, mask, seed, out, lse = kept
+    assert flash.backward_inputs is not None
     saved = flash.backward_inputs(
         {"out": out, "lse": lse}, {"d_out": cotangents[0].astype(query.dtype), "d_lse": cotangents[1]}
     )

@@ -6,6 +6,8 @@ known only at run time; they skip blocks inside the local operation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ejdist.sequence.order import Order
@@ -18,7 +20,7 @@ def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
     `mask` gives causal, window and chunk; its arrays are not read.
     """
     n = order.shards
-    at = order.indices(length)[None]
+    at: Any = order.indices(length)[None]
     # A rank's tokens are one run, or two in a zigzag; bounds are exact within a run.
     run = length // order.multiple
     static = MaskInfo(

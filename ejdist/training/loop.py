@@ -148,7 +148,7 @@ def _place(batch: dict[str, np.ndarray], program: Program, first_row: int) -> di
         rows = program.order.permute(batch[name], axis=1)
         like = program.batch[name]
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             b, t = index
             start, stop, _ = b.indices(like.shape[0])
             return rows[start - first_row : stop - first_row, t]
@@ -162,7 +162,7 @@ def _local_rows(program: Program) -> slice:
     """Returns the rows of the global batch that this host's devices hold."""
     like = program.batch["tokens"]
     index = like.sharding.addressable_devices_indices_map(like.shape).values()
-    spans = [b.indices(like.shape[0])[:2] for b, _ in index]
+    spans = [at[0].indices(like.shape[0])[:2] for at in index if at]
     return slice(min(s for s, _ in spans), max(e for _, e in spans))
 
 

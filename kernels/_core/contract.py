@@ -268,7 +268,7 @@ class Op:
         dims = resolve_dims(self.name, self.parameters, arguments)
         floats = {k: v for k, v in arguments.items() if is_float_array(v)}
         dtype = str(next(iter(floats.values())).dtype) if floats else ""
-        first = next((n for n in self.same_dtype if n in floats), None)
+        first = next((n for n in self.same_dtype if n in floats), "")
         for name in self.same_dtype:
             if name in floats and floats[name].dtype != floats[first].dtype:
                 raise ValueError(
@@ -346,7 +346,7 @@ class Op:
             platform = None
         chosen = self.choose(call, platform, device=getattr(cfg, "backend", "any"), differentiated=differentiated)
         configs: dict[str, Any] = {}
-        rows = []
+        rows: list[Any] = []
         for p, b in chosen.items():
             if isinstance(b, str):
                 rows.append((p, None, None, b))

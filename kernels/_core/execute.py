@@ -68,6 +68,7 @@ def _run_backward(op: Op, plan: Plan, static: dict[str, Any], saved: dict[str, A
         def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}.backward"):
                 arguments = {**static, **arrays}
+                assert backend.backward is not None  # the plan was made for a differentiated call
                 gradients = backend.backward(Saved(saved), *(arguments[name] for name in op.parameters), cfg)
             assert set(gradients) == set(floats), (op.name, backend.name, sorted(gradients), sorted(floats))
             for name, g in gradients.items():
@@ -88,9 +89,11 @@ def compiled(
     static options. `interpreted` is in the key because a traced program remembers how its kernels were launched."""
     static = dict(static_items)
 
-    @jax.custom_vjp
-    def run(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+    def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
         return _run_forward(op, primal, static, {**inputs, **others})
+
+    call.__name__ = op.name  # what profiles and programs show
+    run = jax.custom_vjp(call)
 
     def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
         if gradient is None:
@@ -106,6 +109,7 @@ def compiled(
 
     def run_bwd(kept: Any, cotangents: Any) -> Any:
         inputs, others, residuals = kept
+        assert gradient is not None  # else the forward has raised
         grads = {
             f"d_{name}": value
             for name, value in zip(op.outputs, _as_tuple(op, cotangents), strict=True)
@@ -115,7 +119,6 @@ def compiled(
         return _run_backward(op, gradient, static, saved, {**inputs, **others}), None
 
     run.defvjp(run_fwd, run_bwd)
-    run.__name__ = op.name
     return jax.jit(run)
 
 

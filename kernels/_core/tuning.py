@@ -47,6 +47,7 @@ def seconds(function: Any, *args: Any, rounds: int = 5, target: float = 0.02) ->
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
+        result = None
         for _ in range(calls):
             result = function(*args)
         jax.block_until_ready(result)
@@ -74,6 +75,7 @@ def tune(request: Request) -> Any:
     traced = request.call.traced()
     floats = {k: v for k, v in traced.items() if is_float_array(v)}
     others = {k: v for k, v in traced.items() if k not in floats}
+    assert request.backend.heuristic is not None and request.backend.candidates is not None
     first = request.backend.heuristic(request.call)
     candidates = list(dict.fromkeys([first, *request.backend.candidates(request.call)]))
     wanted, best, reasons = None, None, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,24 +82,29 @@ def fused_token_losses(
         raise ValueError("argument 'targets' is missing")
     if (logits is None) == (hidden is None) or (hidden is None) != (lm_head is None):
         raise ValueError("give either 'hidden' and 'lm_head', or 'logits'")
+    whole: Any = hidden if logits is None else logits
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"argument 'label_smoothing' must be in [0, 1), got {label_smoothing}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
         raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
     targets = jnp.asarray(targets)
-    lead = (hidden if logits is None else logits).shape[:-1]
+    lead = whole.shape[:-1]
     if targets.shape != lead:
         raise ValueError(f"argument 'targets' must have shape {lead}, got {targets.shape}")
     cap = None if logits_soft_cap is None else float(logits_soft_cap)
     flat = targets.reshape(-1)
     if logits is not None:
         vocabulary = logits.shape[-1]
-        parts = _of_logits(logits.reshape(-1, vocabulary), flat, cap)
+        parts: Any = _of_logits(logits.reshape(-1, vocabulary), flat, cap)
     else:
+        assert hidden is not None and lm_head is not None
         vocabulary = lm_head.shape[-1]
         rows = hidden.reshape(-1, hidden.shape[-1])
         parts = op(rows, lm_head, flat, logits_soft_cap=cap, platform=platform, cfg=cfg)
-    terms = token_losses(*parts, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    lse, at_target, mean = parts
+    terms = token_losses(
+        lse, at_target, mean, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss
+    )
     # A target that is no token and is not ignored is the caller's mistake. Under a trace it cannot raise, so it shows.
     stray = (flat != ignore_index) & ((flat < 0) | (flat >= vocabulary))
     terms = terms._replace(loss=jnp.where(stray, jnp.nan, terms.loss))
