@@ -44,7 +44,9 @@ def test_a_configuration_of_ones_own(qkv):
         platform="xla",
         backend="any",
     )
-    np.testing.assert_allclose(flash_attention(query, key, value, cfg=config), flash_attention(query, key, value), atol=1e-6)
+    np.testing.assert_allclose(
+        flash_attention(query, key, value, cfg=config), flash_attention(query, key, value), atol=1e-6
+    )
     on_triton = FlashAttentionConfig(platform="triton", backend="gpu")
     with pytest.raises(Unsupported, match="has no triton backend"):
         flash_attention(query, key, value, cfg=on_triton)

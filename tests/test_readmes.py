@@ -15,3 +15,10 @@ def test_python_blocks_run(path):
     # A module with a name of its own, so that contracts defined in a document belong to no room.
     space = {"__name__": "document"}
     exec(compile("\n".join(blocks), str(path), "exec"), space)
+
+
+def test_the_support_table_is_what_the_contracts_say():
+    from kernels.__main__ import BEGIN, END, table
+
+    written = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    assert written.strip() == table(), "run: python -m kernels --write"
