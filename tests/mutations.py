@@ -61,7 +61,7 @@ FAULTS = (
     Fault("stale lse", RING, '{"out": out, "lse": lse}', '{"out": out, "lse": lse - 0.1}', SEQUENCE),
     Fault("segments do not travel", RING, '("kv_segment_ids", "kv_positions")', '("kv_positions",)', SEQUENCE),
     Fault("gradients of keys do not come home", RING, "plan.order.shards - hops[-1])", "0)", SEQUENCE),
-    Fault("gradients of keys do not travel", RING, "exchange.shift(travel, axis, gap)", "travel", SEQUENCE),
+    Fault("gradients of keys do not travel", RING, "exchange.shift(travel, axis, before)", "travel", SEQUENCE),
     Fault(
         "positions not permuted",
         RING,
