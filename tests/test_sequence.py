@@ -62,7 +62,12 @@ MASKS = {
     "soft_cap": {"causal": True, "logits_soft_cap": 1.5, "softmax_scale": 0.9},
     "dropout": {"causal": True, "dropout_prob": 0.3, "dropout_seed": 7},
     "alibi": {"causal": True, "alibi_slopes": SLOPES},
-    "prefix": {"causal": True, "mask_info": MaskInfo(prefix_lengths=jnp.asarray([20, 3], jnp.int32))},
+    # Under the window alone two hops would do; the prefix lets the first rank see keys of the next ones.
+    "prefix": {
+        "causal": True,
+        "sliding_window": (9, None),
+        "mask_info": MaskInfo(prefix_lengths=jnp.asarray([40, 3], jnp.int32)),
+    },
 }
 
 
