@@ -182,7 +182,8 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9bb7d4", linewidth=1, label="loss of a step")
-    axes.plot(steps, mean, color="#1f4e79", linewidth=2, label=f"mean of the last {width}")
+    if width > 1:
+        axes.plot(steps, mean, color="#1f4e79", linewidth=2, label=f"mean of the last {width}")
     axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
