@@ -10,6 +10,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+# The documented form, which JAX would like to see replaced by `jax.set_mesh`.
+pytestmark = pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
+
 B, T, N, H = 2, 128, 8, 16
 RNG = np.random.default_rng(0)
 

@@ -12,6 +12,9 @@ from ejdist.layout import ACTIVATIONS, PARAMETERS, axes_of_specs, constrain, on_
 from ejdist.mesh import AXES, axis_is_bound, current_mesh, mesh_shape
 from ejdist.sharded import map_shards
 
+# The documented form, which JAX would like to see replaced by `jax.set_mesh`.
+pytestmark = pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
+
 
 def shape(**sizes):
     return tuple(make_mesh(**sizes).shape[a] for a in AXES)

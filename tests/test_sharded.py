@@ -93,7 +93,7 @@ def grid():
             yield pytest.param(name, {"dp": 2, "sp": 2, "tp": 2}, id=f"{name}-dp2_sp2_tp2")
 
 
-@pytest.mark.parametrize(("name", "sizes"), grid())
+@pytest.mark.parametrize(("name", "sizes"), list(grid()))
 def test_values_and_gradients_are_those_of_the_plain_operation(name, sizes):
     """Among them the gradients of what is whole on every device, which are sums over the devices."""
     function, arrays, options = CALLS[name]
