@@ -127,7 +127,8 @@ def test_a_tokenizer_file_and_several_globs(tmp_path):
     build_corpus(str(tmp_path / "d*.txt"), "bpe:320", "text", tmp_path / "cache")
     file = next((tmp_path / "cache").glob("tokenizer-*.json"))
     both = build_corpus([str(tmp_path / "d*.txt"), str(tmp_path / "a.jsonl")], str(file), "text", tmp_path / "cache")
-    assert both.num_documents == 6 and both.tokenizer.vocab_size == 320
+    # So little text has fewer pairs to join than the vocabulary has room for.
+    assert both.num_documents == 6 and 257 <= both.tokenizer.vocab_size <= 320
 
 
 def test_the_standard_library_is_there_and_real(tmp_path):
