@@ -1,20 +1,21 @@
 """Times rms_norm, Triton against XLA, on the GPU that is here. Numbers are checked first, in the same process.
 
-    python benchmarks/rms_norm.py --out results.json [--candidates]
+    python -m benchmarks.rms_norm --out results.json [--candidates]
 
-A time is the median over rounds of a program that runs the operation several times in a row, divided by how often, so
-that neither dispatch nor the host is in it. Bytes are those that must move: forward 2 arrays [M, D], backward 3. The
-ceiling is a copy of 1 GiB, measured here.
+Forward: reads x, writes out and the rstd that a backward needs. Backward: reads x, the cotangent and rstd, writes the
+gradients of x and weight. Each is a program of its own, as they are in training, where other layers lie between them; a
+program that holds both lets XLA compute the output again instead of writing and reading it. Times are those of the kernels
+alone (benchmarks/timing.py); bytes are those that must move, 2 arrays [M, D] forward and 3 backward; the ceiling is a pass
+over 1 GiB, measured here. Results are written after every row, so what was measured is kept if the run ends early.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -22,54 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.timing import chained, copy_ceiling
 from kernels.rms_norm import op
 
-REPEATS, ROUNDS = 10, 15
 TOLERANCE = 2e-2  # bfloat16, relative in the 2-norm
-
-
-def seconds(function, *args) -> float:
-    """Returns the median time of one call, after it was compiled and warmed up."""
-    for _ in range(3):
-        jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def repeated(step, x) -> float:
-    """Returns the seconds of one step x -> x, from a program of REPEATS of them that may not be merged."""
-
-    @jax.jit
-    def run(x):
-        for _ in range(REPEATS):
-            x = jax.lax.optimization_barrier(step(x))
-        return x
-
-    return seconds(run, x) / REPEATS
-
-
-def copy_ceiling() -> float:
-    """Returns bytes a second of an elementwise pass over 1 GiB, reads and writes counted."""
-    x = jnp.ones((2**29,), jnp.bfloat16)
-    return 2 * x.nbytes / repeated(lambda x: -x, x)
-
-
-def forward_step(weight, platform, cfg):
-    return lambda x: op(x, weight, platform=platform, cfg=cfg)[0]
-
-
-def training_step(weight, platform, cfg):
-    def step(x):
-        (out, rstd), pull = jax.vjp(lambda x, w: op(x, w, platform=platform, cfg=cfg), x, weight)
-        # The output is the cotangent, so that it must be written.
-        dx, dweight = pull((out, jnp.zeros_like(rstd)))
-        return jax.lax.optimization_barrier((dx, dweight))[0]
-
-    return step
 
 
 def check(case, platform, cfg=None) -> float:
@@ -90,27 +47,32 @@ def check(case, platform, cfg=None) -> float:
         a, w = np.asarray(a, np.float32), np.asarray(w, np.float32)
         worst = max(worst, float(np.linalg.norm(a - w) / np.linalg.norm(w)))
     if not worst < TOLERANCE:
-        sys.exit(f"{case.name} on {platform} with {cfg} is wrong: relative error {worst:.2e}; nothing is reported")
+        sys.exit(f"{case.name} on {platform} with {cfg} is wrong: relative error {worst:.2e}; nothing more is reported")
     return worst
 
 
 def measure(case, platform, ceiling, cfg=None) -> dict:
+    error = check(case, platform, cfg)
     arguments = op.case_inputs(case, dtype="bfloat16")
     x, weight = arguments["x"], arguments["weight"]
-    row = {
-        "case": case.name,
-        "shape": list(x.shape),
-        "platform": platform,
-        "cfg": str(cfg),
-        "error": check(case, platform, cfg),
-    }
-    for name, step, arrays in (("fwd", forward_step, 2), ("fwd_bwd", training_step, 5)):
-        time_taken = repeated(step(weight, platform, cfg), x)
-        rate = arrays * x.nbytes / time_taken
-        row |= {f"{name}_us": time_taken * 1e6, f"{name}_GB_s": rate / 1e9, f"{name}_of_copy": rate / ceiling}
+    (out, rstd), pull = jax.jit(lambda x, w: jax.vjp(lambda x, w: op(x, w, platform=platform, cfg=cfg), x, w))(
+        x, weight
+    )
+    no_rstd = jnp.zeros_like(rstd)  # rstd is kept for the backward and used by nothing else
+
+    def forward(carry, weight):
+        return op(carry[0], weight, platform=platform, cfg=cfg)
+
+    def backward(carry, pull):
+        return pull((carry[0], no_rstd))
+
+    row = {"case": case.name, "shape": list(x.shape), "platform": platform, "cfg": str(cfg), "error": error}
+    timed = {"fwd": (2, chained(forward, (x, rstd), weight)), "bwd": (3, chained(backward, (out, weight), pull))}
+    for name, (arrays, seconds) in timed.items():
+        row |= {f"{name}_us": seconds * 1e6, f"{name}_of_copy": arrays * x.nbytes / seconds / ceiling}
     print(
-        f"{case.name:12} {platform:7} fwd {row['fwd_us']:8.1f} us {row['fwd_GB_s']:6.0f} GB/s {row['fwd_of_copy']:5.2f}   "
-        f"fwd+bwd {row['fwd_bwd_us']:8.1f} us {row['fwd_bwd_GB_s']:6.0f} GB/s {row['fwd_bwd_of_copy']:5.2f}"
+        f"{case.name:12} {platform:7} "
+        + "   ".join(f"{name} {row[f'{name}_us']:7.1f} us, {row[f'{name}_of_copy']:4.2f} of copy" for name in timed)
         + (f"   {cfg}" if cfg is not None else ""),
         flush=True,
     )
@@ -133,15 +95,7 @@ def main() -> None:
         sys.exit(f"this times a GPU, and JAX runs on {jax.default_backend()} here")
     device = jax.devices()[0]
     ceiling = copy_ceiling()
-    print(f"{device.device_kind}: copy {ceiling / 1e9:.0f} GB/s")
-    rows = []
-    for case in op.cases:
-        if "bench" not in case.tags:
-            continue
-        rows += [measure(case, platform, ceiling) for platform in ("triton", "xla")]
-        if arguments.candidates:
-            call = op.bind(**op.case_inputs(case, dtype="bfloat16"))
-            rows += [measure(case, "triton", ceiling, cfg) for cfg in op.backends["triton_gpu"].candidates(call)]
+    print(f"{device.device_kind}: copy {ceiling / 1e9:.0f} GB/s", flush=True)
     result = {
         "op": op.name,
         "dtype": "bfloat16",
@@ -149,9 +103,23 @@ def main() -> None:
         "commit": arguments.commit,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "jax-triton", "triton")},
         "copy_GB_s": ceiling / 1e9,
-        "rows": rows,
+        "rows": [],
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    def keep(row: dict) -> None:
+        result["rows"].append(row)
+        temporary = arguments.out.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
+        os.replace(temporary, arguments.out)
+
+    cases = [case for case in op.cases if "bench" in case.tags]
+    for case in cases:
+        for platform in ("triton", "xla"):
+            keep(measure(case, platform, ceiling))
+    for case in cases if arguments.candidates else ():
+        call = op.bind(**op.case_inputs(case, dtype="bfloat16"))
+        for cfg in op.backends["triton_gpu"].candidates(call):
+            keep(measure(case, "triton", ceiling, cfg))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The contract machinery on a small operation made for the purpose."""
 
 import dataclasses
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -348,3 +350,14 @@ def test_registry_holds_the_backends_of_an_op(op):
 
 def test_tuned_configs_are_plain_dataclasses():
     assert dataclasses.asdict(KernelConfig())["fwd_params"]["num_warps"] is None
+
+
+def test_a_backend_file_imported_by_hand_keeps_its_backward():
+    """The file registers its forward when it is imported, whoever does so; its backward belongs to it all the same."""
+    code = (
+        "import importlib; module = importlib.import_module('kernels.rms_norm.xla')\n"
+        "from kernels.rms_norm import op\n"
+        "assert op.backends['xla'].backward is module.backward"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

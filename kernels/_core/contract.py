@@ -210,7 +210,7 @@ class Op:
 
     def _load(self, stem: str) -> None:
         module_name = f"{self.package}.{stem}"
-        if stem in self._backends or not self.package or importlib.util.find_spec(module_name) is None:
+        if not self.package or importlib.util.find_spec(module_name) is None:
             return
         try:
             module = importlib.import_module(module_name)
@@ -223,8 +223,9 @@ class Op:
             return
         if stem not in self._backends:
             raise TypeError(f"{module_name} registers no backend of {self.name}")
+        # Here and not where `forward` registers: `backward` stands below it, and the file may have been imported before.
         backward = getattr(module, "backward", None)
-        if backward is not None:
+        if backward is not None and self._backends[stem].backward is None:
             self._check_signature(stem, backward, first=("saved",))
             self._backends[stem] = replace(self._backends[stem], backward=backward)
 
