@@ -19,7 +19,7 @@ from ejdist.training.data import Data, DataSection, build
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.packing import Packing
 from ejdist.training.data.sources import files_of
-from ejdist.training.data.tokenizer import ByteTokenizer
+from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,14 +71,6 @@ def test_a_batch_is_a_pure_function_of_seed_and_step():
         assert same(first.batch(step), second.batch(step))
     assert not same(first.batch(0), first.batch(1))
     assert not same(first.batch(0), data_of(seed=4).batch(0))
-
-
-@pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_together_make_the_same_batch(hosts):
-    data = data_of()
-    parts = [data.batch(7, slice(i * 4 // hosts, (i + 1) * 4 // hosts)) for i in range(hosts)]
-    joined = {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
-    assert same(joined, data.batch(7))
 
 
 def test_the_prefetching_iterator_gives_the_same_batches_from_any_step():
@@ -173,6 +165,40 @@ def test_a_parquet_without_the_column_names_the_columns(tmp_path):
         build_corpus(str(tmp_path / "y.parquet"), "bytes", "text", tmp_path / "cache")
 
 
+def save_tokenizer(path, vocab, **changes):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], **changes))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8, pad_id=0, pad_token="a")
+    tokenizer.save(str(path))
+
+
+def test_a_tokenizer_file_neither_cuts_nor_pads(tmp_path):
+    save_tokenizer(tmp_path / "t.json", {"a": 0, "b": 1, "</s>": 2})
+    (tmp_path / "a.txt").write_text("a b " * 50)
+    (tmp_path / "b.txt").write_text("b")
+    corpus = build_corpus(str(tmp_path / "*.txt"), str(tmp_path / "t.json"), "text", tmp_path / "cache")
+    assert corpus.tokens.tolist() == [0, 1] * 50 + [2] + [1, 2]
+
+
+def test_a_tokenizer_file_is_checked(tmp_path):
+    path = tmp_path / "t.json"
+    save_tokenizer(path, {"a": 0, "b": 70_000, "</s>": 2})
+    (tmp_path / "a.txt").write_text("ab")
+    corpus = build_corpus(str(tmp_path / "a.txt"), str(path), "text", tmp_path / "cache")
+    assert corpus.tokenizer.vocab_size == 70_001 and corpus.tokens.tolist() == [0, 70_000, 2]
+    (tmp_path / "a.txt").write_text("none of it")
+    with pytest.raises(ValueError, match=r"data.tokenizer has no tokens"):
+        build_corpus(str(tmp_path / "a.txt"), str(path), "text", tmp_path / "cache")
+    save_tokenizer(path, {"a": 0, "</s>": 2}, dropout=0.5)
+    with pytest.raises(ValueError, match=r"data.tokenizer = .*t.json.*dropout = 0.5.*null"):
+        FileTokenizer(path)
+    with pytest.raises(ValueError, match=r"data.tokenizer = .*cannot be read: Is a directory"):
+        FileTokenizer(tmp_path)
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     write_files(tmp_path)
 
@@ -207,3 +233,11 @@ def test_two_builders_at_once(tmp_path):
     prints = [p.communicate()[0] for p in started]
     assert all(p.returncode == 0 for p in started) and len(set(prints)) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_hosts_together_make_the_same_batch(hosts):
+    data = data_of()
+    parts = [data.batch(7, slice(i * 4 // hosts, (i + 1) * 4 // hosts)) for i in range(hosts)]
+    joined = {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
+    assert same(joined, data.batch(7))

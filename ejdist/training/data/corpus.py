@@ -21,7 +21,7 @@ import numpy as np
 from ejdist.training.data.sources import STDLIB, documents, files_of
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, train_bpe
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def make_tokenizer(
     if name == "bytes":
         return ByteTokenizer()
     if not name.startswith("bpe:"):
-        return FileTokenizer(name)
+        return FileTokenizer(os.path.expanduser(name))
     path = cache_dir / f"tokenizer-{_key(paths, name, text_key)}.json"
     if not path.exists():
         train_bpe(_texts(paths, text_key, skip_unreadable=skip_unreadable), bpe_size(name), path)
@@ -127,6 +127,8 @@ def _write(folder: Path, texts: Iterator[str], tokenizer: Tokenizer, source: obj
                 lengths.append(len(ids))
         if not lengths:
             raise ValueError(f"data.source = {source!r}: the files hold no text")
+        if max(lengths) < 2:
+            raise ValueError(f"data.source = {source!r}: data.tokenizer has no tokens for any of its text")
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         digest.update(offsets.tobytes())
         raw = np.memmap(temporary / "tokens.bin", dtype, mode="r")
