@@ -2,8 +2,10 @@
 
 import errno
 import gzip
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejdist.training.data import Data, DataSection, build
+from ejdist.training.data import corpus as corpus_module
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.packing import Packing
-from ejdist.training.data.sources import files_of
+from ejdist.training.data.sources import documents, files_of
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,6 +166,184 @@ def test_a_parquet_without_the_column_names_the_columns(tmp_path):
     (tmp_path / "y.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match="not a readable parquet"):
         build_corpus(str(tmp_path / "y.parquet"), "bytes", "text", tmp_path / "cache")
+
+
+# A file of one document or row that is wrong, and what its error says: of the file, the line, the argument and the remedy.
+GZ = gzip.compress(b'{"text": "' + random.Random(0).randbytes(3000).hex().encode() + b'"}\n', mtime=0)
+GOOD = b'{"text": "x"}\n'
+BAD_FILES = [
+    ("cut.jsonl.gz", GZ[:-900], ["after line 0", "damaged gzip", "leave it out"]),
+    ("bits.jsonl.gz", GZ[:1500] + bytes([GZ[1500] ^ 255]) * 9 + GZ[1509:], ["damaged gzip", "leave it out"]),
+    ("deflate.jsonl.gz", GZ[:10] + b"\xff" + GZ[11:], ["after line 0", "damaged gzip", "invalid block type"]),
+    ("tail.jsonl.gz", GZ + b"tail", ["damaged gzip", "leave it out"]),
+    ("plain.jsonl.gz", GOOD, ["damaged gzip", "leave it out"]),
+    ("empty.jsonl.gz", b"", ["damaged gzip (it is empty)"]),
+    ("half.jsonl", GOOD + b'\n{"text": "a\\ud800"}', ["line 3", "'text'", "\\ud800 at character 1", "mend"]),
+    ("digits.jsonl", GOOD + b'{"text": "a", "n": ' + b"9" * 5000 + b"}", ["line 2", "4300 digits", "mend"]),
+    ("deep.jsonl", GOOD + b"[" * 100_000, ["line 2", "recursion", "mend"]),
+    ("list.jsonl", GOOD + b'["text"]', ["line 2", "list, not an object", "mend"]),
+    ("null.jsonl", GOOD + b'{"text": null}', ["line 2", "'text' is NoneType", "data.text_key"]),
+    ("latin.jsonl", GOOD * 3 + b'{"text": "\xe4"}', ["line 4", "not UTF-8", "byte 10 of the line"]),
+    ("latin.txt", b"abc \xe4", ["not UTF-8", "byte 4", "convert", "leave it out"]),
+    ("wide.txt", "text".encode("utf-16"), ["not UTF-8", "byte 0"]),
+    ("cut.parquet", b"PAR1 and no more", ["not a readable parquet", "leave it out"]),
+]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize(("name", "content", "words"), BAD_FILES, ids=[name for name, _, _ in BAD_FILES])
+def test_a_bad_file_is_named_with_its_line(tmp_path, name, content, words, tokenizer):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        build_corpus(str(tmp_path / "*.*"), tokenizer, "text", tmp_path / "cache")
+    assert all(w in str(error.value) for w in ["data.source", str(tmp_path / name), *words]), str(error.value)
+    assert not list(tmp_path.glob("cache/*"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
+def test_any_damage_gives_the_same_documents_or_names_the_file(tmp_path, kind):
+    path, chance = tmp_path / f"rows.{kind}", random.Random(0)
+    texts = [chance.randbytes(20).hex() * 3 for _ in range(300)]
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), path, write_page_checksum=True)
+    else:
+        path.write_bytes(gzip.compress("\n".join(json.dumps({"text": t}) for t in texts).encode()))
+    content, named = path.read_bytes(), 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(chance.randint(1, 3)):
+            # A parquet file ends in its description, which has no checksum.
+            damaged[chance.randrange(len(content) - (3000 if kind == "parquet" else 0))] ^= chance.randint(1, 255)
+        path.write_bytes(damaged)
+        try:
+            assert list(documents(path)) == texts
+        except ValueError as error:
+            assert str(path) in str(error) and any(w in str(error) for w in ("leave it out", "mend"))
+            named += 1
+    assert named > 100
+
+
+@pytest.mark.parametrize(("values", "words"), [(["x", None], ["row 1", "NoneType"]), ([b"x"], ["row 0", "bytes"])])
+def test_a_parquet_row_that_is_no_text_is_named(tmp_path, values, words):
+    pq.write_table(pa.table({"text": values}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError) as error:
+        build_corpus(str(tmp_path / "x.parquet"), "bytes", "text", tmp_path / "cache")
+    assert all(w in str(error.value) for w in ["x.parquet", "data.text_key", *words]), str(error.value)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "d1.txt"])
+def test_a_file_that_cannot_be_read_is_named_and_not_the_cache(tmp_path, monkeypatch, name, code):
+    write_files(tmp_path)
+    whole = Path.open
+
+    def refusing(path, *args, **kwargs):
+        if path.name == name:
+            raise OSError(code, os.strerror(code), str(path))
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(ValueError) as error:
+        build_corpus(str(tmp_path / "*.*"), "bytes", "text", tmp_path / "cache")
+    words = ["data.source", f"cannot read {tmp_path / name}", os.strerror(code), "leave it out"]
+    assert all(w in str(error.value) for w in words) and "cache" not in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "c.parquet", "d1.txt"])
+def test_a_file_that_vanishes_or_changes_while_others_are_read_is_named(tmp_path, monkeypatch, name):
+    for change, words in ((os.remove, ["cannot read", "listed"]), (lambda p: os.utime(p, (1, 1)), ["changed"])):
+        write_files(tmp_path)
+
+        def changing(path, text_key, change=change):
+            if path.name == "a.jsonl":
+                change(tmp_path / name)
+            return documents(path, text_key)
+
+        monkeypatch.setattr(corpus_module, "documents", changing)
+        with pytest.raises(ValueError) as error:
+            build_corpus(str(tmp_path / "*.*"), "bytes", "text", tmp_path / "cache")
+        assert all(w in str(error.value) for w in [str(tmp_path / name), *words]), str(error.value)
+        assert not list(tmp_path.glob("cache/*"))
+    monkeypatch.setattr(corpus_module, "files_of", lambda source: [tmp_path / "gone.txt"])
+    with pytest.raises(ValueError, match=r"cannot read .*gone.txt: No such file"):
+        build_corpus("*", "bytes", "text", tmp_path / "cache")
+
+
+def test_what_is_no_text_is_left_out_and_how_it_was_written_does_not_matter(tmp_path):
+    files = {
+        "a.txt": "\ufeffone\r\ntwo\rthree\n".encode(),
+        "b.txt": b"",
+        "c.txt": b" \r\n\t\n",
+        "d.jsonl": b'\xef\xbb\xbf{"text": "x\\r\\n"}\r\n\r\n  \n{"text": ""}\n{"text": " \\n"}\r\n{"text": "y"}',
+        "e.JSONL.GZ": gzip.compress(b'\xef\xbb\xbf{"text": "z\xe2\x80\xa8"}\r\n'),
+        "f.jsonl": b"\n\n",
+        "g[1].txt": b"brackets",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    corpus = build_corpus([str(tmp_path / "[a-f].*"), str(tmp_path / "g[1].txt")], "bytes", "text", tmp_path / "cache")
+    made = [corpus.tokens[a:b] for a, b in itertools.pairwise(corpus.offsets)]
+    expected = ["one\ntwo\nthree\n", "x\r\n", "y", "z\u2028", "brackets"]
+    assert [corpus.tokenizer.decode(d) for d in made] == expected
+    with pytest.raises(ValueError, match=r"data.source.*hold no text"):
+        build_corpus(str(tmp_path / "[bcf].*"), "bytes", "text", tmp_path / "cache")
+
+
+def test_files_are_in_one_order_and_taken_once(tmp_path, monkeypatch):
+    folders = [tmp_path / f"part{i}" for i in range(3)]
+    for folder, i in itertools.product(folders, range(400)):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{i}.txt").write_text(f"{folder.name} {i}")
+    (tmp_path / "latest").symlink_to(folders[2])
+    patterns = [str(tmp_path / "**/*.txt"), str(tmp_path / "part1/../part1/*.txt"), str(tmp_path / "part0/7.txt")]
+    first = files_of(patterns)
+    assert len(first) == len({p.resolve() for p in first}) == 1200 and first == sorted(first)
+    listed = os.scandir
+
+    class Shuffled(list):
+        def __init__(self, path):
+            super().__init__(listed(path))
+            random.shuffle(self)
+
+        __enter__, __exit__, close = (lambda self: self), (lambda *_: None), (lambda self: None)
+
+    monkeypatch.setattr(os, "scandir", Shuffled)
+    assert files_of(patterns) == files_of(patterns[::-1]) == first
+
+
+def test_files_that_would_be_missing_are_named(tmp_path, monkeypatch):
+    (tmp_path / "locked/deep").mkdir(parents=True)
+    (tmp_path / "locked/deep/a.txt").write_text("x")
+    (tmp_path / "b.txt").write_text("x")
+    listed = os.scandir
+
+    def refusing(path):
+        if "locked" in str(path):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for pattern in ("**/*.txt", "**/b.txt", "locked/*/a.txt", "locked/deep/*.txt"):
+        with pytest.raises(
+            ValueError, match=r"data.source = .*cannot list .*locked.*Permission denied; make it readable"
+        ):
+            files_of([str(tmp_path / "b.txt"), str(tmp_path / pattern)])
+    monkeypatch.undo()
+    (tmp_path / "c.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(ValueError, match=r"c.txt is a link to nothing"):
+        files_of(str(tmp_path / "*.txt"))
+    for nothing in ([], None, 5, ["a", 5]):
+        with pytest.raises(ValueError, match=r"data.source = .*give 'stdlib', a glob"):
+            files_of(nothing)
+
+
+def test_a_changed_file_is_not_served_from_the_cache(tmp_path):
+    path = tmp_path / "a.txt"
+    for text in ("first", "other"):  # the same size and, as a copying tool leaves it, the same time
+        path.write_text(text)
+        os.utime(path, ns=(1, 1))
+        corpus = build_corpus(str(path), "bytes", "text", tmp_path / "cache")
+        assert corpus.tokenizer.decode(corpus.tokens) == text
 
 
 def save_tokenizer(path, vocab, **changes):

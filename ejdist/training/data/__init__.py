@@ -105,7 +105,6 @@ def build(section: DataSection, *, seed: int) -> Data:
       ValueError: the files, the tokenizer or a size are wrong; names the key.
     """
     cache = section.cache_dir or default_cache_dir()
-    source = section.source if isinstance(section.source, str) else tuple(section.source)
-    corpus = build_corpus(source, section.tokenizer, section.text_key, cache)
+    corpus = build_corpus(section.source, section.tokenizer, section.text_key, cache)
     sizes = {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
     return Data(corpus, seed=seed, prefetch=section.prefetch, **sizes)

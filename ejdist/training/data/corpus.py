@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ejdist.training.data.sources import STDLIB, documents, files_of
+from ejdist.training.data.sources import STDLIB, NotText, documents, files_of, unreadable
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, train_bpe
 
 _FORMAT = 2
@@ -44,21 +44,35 @@ class Corpus:
         return len(self.offsets) - 1
 
 
+def _states(paths: Sequence[Path]) -> tuple[tuple, ...]:
+    states = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        states.append((os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return tuple(states)
+
+
 def _key(paths: Sequence[Path], *parts: object) -> str:
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    return hashlib.sha256(json.dumps([_FORMAT, stats, *parts]).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps([_FORMAT, _states(paths), *parts]).encode()).hexdigest()[:24]
 
 
 def _texts(paths: Sequence[Path], text_key: str, *, skip_unreadable: bool) -> Iterator[str]:
+    states = _states(paths)
     for path in paths:
         try:
             for text in documents(path, text_key):
-                if text:
+                if text and not text.isspace():
                     yield text
-        except ValueError:
+        except NotText:
             # The standard library has a few files in other encodings, made to test them; a user's corpus should not.
             if not skip_unreadable:
                 raise
+    for path, before, now in zip(paths, states, _states(paths), strict=True):
+        if before != now:
+            raise ValueError(f"data.source: {path} changed while it was read; start again once nothing writes to it")
 
 
 def make_tokenizer(
