@@ -6,8 +6,12 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +124,7 @@ def test_every_format_gives_the_same_documents(tmp_path, pattern, tokenizer):
 def test_a_tokenizer_file_and_several_globs(tmp_path):
     write_files(tmp_path)
     build_corpus(str(tmp_path / "d*.txt"), "bpe:320", "text", tmp_path / "cache")
-    file = next((tmp_path / "cache").glob("tokenizer-*.json"))
+    file = next((tmp_path / "cache").glob("tokenizer-*/tokenizer.json"))
     both = build_corpus([str(tmp_path / "d*.txt"), str(tmp_path / "a.jsonl")], str(file), "text", tmp_path / "cache")
     # So little text has fewer pairs to join than the vocabulary has room for.
     assert both.num_documents == 6 and 257 <= both.tokenizer.vocab_size <= 320
@@ -381,25 +385,145 @@ def test_a_tokenizer_file_is_checked(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    from ejdist.training.data.cache import NewFile
+
     write_files(tmp_path)
+    (tmp_path / "file").write_text("")
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(OSError, match="No space left on device; nothing was left"):
-        build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
+    monkeypatch.setattr(NewFile, "write", full)
+    for tokenizer in ("bytes", "bpe:300"):
+        with pytest.raises(OSError, match=r"No space left on device; nothing was left; set data.cache_dir"):
+            build_corpus(str(tmp_path / "a.jsonl"), tokenizer, "text", tmp_path / "cache")
+        assert not list((tmp_path / "cache").iterdir())
+        with pytest.raises(OSError, match=r"the corpus cache .*file/.*data.cache_dir"):
+            build_corpus(str(tmp_path / "a.jsonl"), tokenizer, "text", tmp_path / "file")
 
 
-def test_a_damaged_cache_is_made_again(tmp_path):
+def test_a_damaged_cache_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("ejdist.training.data.cache._BLOCK", 16)  # so that there are several
     write_files(tmp_path)
-    first = build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
-    folder = next((tmp_path / "cache").glob("corpus-*"))
-    for name in ("tokens.npy", "meta.json", "offsets.npy"):
-        (folder / name).write_bytes(b"damaged")
-        again = build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
-        assert again.fingerprint == first.fingerprint
+
+    def made():
+        corpus = build_corpus(str(tmp_path / "a.jsonl"), "bpe:300", "text", tmp_path / "cache")
+        return corpus.fingerprint, corpus.tokens.tolist(), corpus.offsets.tolist(), corpus.tokenizer.fingerprint
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = made()
+        assert made() == first
+    for path in [p for p in (tmp_path / "cache").glob("*/*") if p.is_file()]:
+        content = path.read_bytes()
+        places = range(0, len(content), 7 if len(content) < 500 else len(content) // 20)
+        for damaged in [b"", content[:-1], content + b"x", b"damaged", *(_flip(content, i) for i in places)]:
+            path.write_bytes(damaged)
+            with pytest.warns(UserWarning, match=rf"corpus cache .* is damaged \({path.name} .*made again"):
+                assert made() == first
+            assert path.read_bytes() == content
+        path.unlink()
+        with pytest.warns(UserWarning, match=rf"damaged \({path.name} is missing"):
+            assert made() == first
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def _flip(content, i):
+    return content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
+
+
+@pytest.mark.filterwarnings("ignore:the corpus cache")
+def test_a_cache_that_cannot_be_kept_or_read_is_an_error(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+    monkeypatch.setattr("ejdist.training.data.cache.zlib.crc32", lambda *args: random.random())
+    with pytest.raises(OSError, match=r"damaged whenever it is written"):
+        build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+
+    def failing(*args):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.undo()
+    build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+    monkeypatch.setattr("ejdist.training.data.cache.os.pread", failing)
+    with pytest.raises(OSError, match=r"cannot read the corpus cache .*Permission denied; make it readable"):
+        build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+
+
+def test_a_killed_build_leaves_nothing_that_is_served(tmp_path):
+    write_files(tmp_path)
+    code = (
+        "import os, sys; from ejdist.training.data import corpus;"
+        "real = corpus.documents; dying = lambda p, k: os.kill(os.getpid(), 9) if p.name == 'd2.txt' else real(p, k);"
+        "corpus.documents = dying; corpus.build_corpus(sys.argv[1], 'bytes', 'text', sys.argv[2])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "d*.txt"), str(tmp_path / "cache")]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = (tmp_path / "cache").iterdir()
+    corpus = build_corpus(str(tmp_path / "d*.txt"), "bytes", "text", tmp_path / "cache")
+    assert corpus.num_documents == 3 and left.exists()  # for all that is known here, it may still be written
+    for path in (*left.iterdir(), left):
+        os.utime(path, (1, 1))
+    build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+    assert not left.exists() and len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.filterwarnings("ignore:the corpus cache")
+def test_many_builders_of_a_damaged_cache_at_once(tmp_path):
+    write_files(tmp_path)
+    start = threading.Barrier(4)
+
+    def made(_):
+        start.wait()
+        return build_corpus(str(tmp_path / "a.jsonl"), "bpe:300", "text", tmp_path / "cache").tokens.tolist()
+
+    for _ in range(15):
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(made, range(4)))
+        assert all(r == results[0] for r in results)
+        folders = list((tmp_path / "cache").iterdir())
+        assert len(folders) == 2
+        for folder in folders:
+            file = folder / ("tokens.bin" if "corpus" in folder.name else "tokenizer.json")
+            file.write_bytes(_flip(file.read_bytes(), 5))
+
+
+@pytest.mark.filterwarnings("ignore:the corpus cache")
+def test_what_another_process_has_made_again_is_kept(tmp_path, monkeypatch):
+    from ejdist.training.data import cache
+
+    write_files(tmp_path)
+
+    def made():
+        return build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache").fingerprint
+
+    first, discard, other = made(), cache._discard, []
+    (folder,) = (tmp_path / "cache").iterdir()
+
+    def slow(*args):
+        monkeypatch.setattr(cache, "_discard", discard)
+        assert made() == first  # by the other process, before this one comes to it
+        other.append(folder.stat().st_mtime_ns)
+        discard(*args)
+
+    (folder / "tokens.bin").write_bytes(b"")
+    monkeypatch.setattr(cache, "_discard", slow)
+    assert made() == first and other == [folder.stat().st_mtime_ns]
+
+
+def test_a_cache_that_another_process_removes_is_made_again(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    whole, calls = corpus_module.open_folder, []
+
+    def removed(folder):
+        calls.append(folder)
+        if len(calls) == 2:
+            os.rename(folder, tmp_path / "removed")
+        return whole(folder)
+
+    monkeypatch.setattr(corpus_module, "open_folder", removed)
+    assert build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache").num_documents == 3
 
 
 def test_two_builders_at_once(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -86,8 +85,8 @@ class FileTokenizer:
         return self._tokenizer.decode([int(i) for i in ids])
 
 
-def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
-    """Writes a byte-level BPE `tokenizer.json` trained on the texts; the file appears whole or not at all."""
+def train_bpe(texts: Iterator[str], vocab_size: int) -> str:
+    """Returns the content of a byte-level BPE `tokenizer.json` trained on the texts."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -101,15 +100,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as f:
-            f.write(tokenizer.to_str())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    return tokenizer.to_str()
 
 
 def bpe_size(name: str) -> int:
