@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ejdist.training.data import Data, DataSection, build
@@ -38,6 +38,8 @@ def corpus_of(lengths):
 
 
 @settings(max_examples=60, deadline=None)
+@example([1] * 7, 5, 0)  # documents of one token
+@example([3, 900, 1, 500], 8, 1)  # documents of many rows
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(2, 33), st.integers(0, 3))
 def test_an_epoch_has_every_token_once_and_every_transition_once(lengths, length, seed):
     corpus = corpus_of(lengths)
@@ -80,11 +82,45 @@ def test_a_batch_is_a_pure_function_of_seed_and_step():
     assert not same(first.batch(0), data_of(seed=4).batch(0))
 
 
+def test_no_seed_and_no_step_is_negative():
+    with pytest.raises(ValueError, match=r"run.seed must be 0 or more, got -1"):
+        data_of(seed=-1)
+    with pytest.raises(ValueError, match=r"step must be 0 or more, got -2"):
+        data_of().batch(-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(2, 20), st.integers(0, 9), st.integers(0, 40))
+def test_any_number_of_hosts_makes_the_same_batch_at_any_step(lengths, length, seed, step):
+    def new():
+        return Data(corpus_of(lengths), sequence_length=length, global_batch=4, seed=seed)
+
+    whole = new().batch(step)  # of a run that starts here
+    running = new()
+    for earlier in range(step):
+        running.batch(earlier)
+    for hosts in (1, 2, 4):
+        parts = [running.batch(step, slice(i * 4 // hosts, (i + 1) * 4 // hosts)) for i in range(hosts)]
+        assert same({n: np.concatenate([p[n] for p in parts]) for n in parts[0]}, whole)
+
+
 def test_the_prefetching_iterator_gives_the_same_batches_from_any_step():
-    data = data_of()
-    got = list(data.iterator(5, 12, slice(1, 3)))
-    assert len(got) == 7
-    assert all(same(b, data.batch(5 + i, slice(1, 3))) for i, b in enumerate(got))
+    data = data_of(batch=40)  # some 1.7 steps to an epoch
+    for start in range(9):
+        got = list(data.iterator(start, 9, slice(1, 3)))
+        assert len(got) == 9 - start
+        assert all(same(b, data_of(batch=40).batch(start + i, slice(1, 3))) for i, b in enumerate(got))
+
+
+def test_every_epoch_and_every_seed_has_the_same_tokens_in_another_order():
+    orders = set()
+    for seed, epoch in itertools.product(range(3), range(4)):
+        packing = data_of(seed=seed).packing
+        rows = [packing.row(epoch * packing.rows_per_epoch + i) for i in range(packing.rows_per_epoch)]
+        tokens = np.concatenate([row["tokens"][row["segment_ids"] >= 0] for row in rows])
+        assert (np.sort(tokens) == np.arange(len(tokens))).all() and len(tokens) == data_of().num_tokens
+        orders.add(tokens.tobytes())
+    assert len(orders) == 12
 
 
 def test_a_changed_corpus_or_setting_is_noticed_on_resume():
@@ -538,11 +574,3 @@ def test_two_builders_at_once(tmp_path):
     prints = [p.communicate()[0] for p in started]
     assert all(p.returncode == 0 for p in started) and len(set(prints)) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-@pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_together_make_the_same_batch(hosts):
-    data = data_of()
-    parts = [data.batch(7, slice(i * 4 // hosts, (i + 1) * 4 // hosts)) for i in range(hosts)]
-    joined = {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
-    assert same(joined, data.batch(7))

@@ -52,7 +52,9 @@ class Data:
         return self.packing.rows_per_epoch / self.global_batch
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """Returns the batch of a step, or only those of its rows: what one host needs."""
+        """Returns the batch of a step, counted from 0, or only those of its rows: what one host needs."""
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, got {step}")
         numbers = range(step * self.global_batch, (step + 1) * self.global_batch)[rows]
         made = [self.packing.row(i) for i in numbers]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
