@@ -2,24 +2,31 @@
 
 import errno
 import gzip
+import itertools
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ejdist.training.data import Data, DataSection, build
+from ejdist.training.data import corpus as corpus_module
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.packing import Packing
-from ejdist.training.data.sources import files_of
-from ejdist.training.data.tokenizer import ByteTokenizer
+from ejdist.training.data.sources import documents, files_of
+from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +38,8 @@ def corpus_of(lengths):
 
 
 @settings(max_examples=60, deadline=None)
+@example([1] * 7, 5, 0)  # documents of one token
+@example([3, 900, 1, 500], 8, 1)  # documents of many rows
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(2, 33), st.integers(0, 3))
 def test_an_epoch_has_every_token_once_and_every_transition_once(lengths, length, seed):
     corpus = corpus_of(lengths)
@@ -73,19 +82,45 @@ def test_a_batch_is_a_pure_function_of_seed_and_step():
     assert not same(first.batch(0), data_of(seed=4).batch(0))
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_together_make_the_same_batch(hosts):
-    data = data_of()
-    parts = [data.batch(7, slice(i * 4 // hosts, (i + 1) * 4 // hosts)) for i in range(hosts)]
-    joined = {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
-    assert same(joined, data.batch(7))
+def test_no_seed_and_no_step_is_negative():
+    with pytest.raises(ValueError, match=r"run.seed must be 0 or more, got -1"):
+        data_of(seed=-1)
+    with pytest.raises(ValueError, match=r"step must be 0 or more, got -2"):
+        data_of().batch(-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(2, 20), st.integers(0, 9), st.integers(0, 40))
+def test_any_number_of_hosts_makes_the_same_batch_at_any_step(lengths, length, seed, step):
+    def new():
+        return Data(corpus_of(lengths), sequence_length=length, global_batch=4, seed=seed)
+
+    whole = new().batch(step)  # of a run that starts here
+    running = new()
+    for earlier in range(step):
+        running.batch(earlier)
+    for hosts in (1, 2, 4):
+        parts = [running.batch(step, slice(i * 4 // hosts, (i + 1) * 4 // hosts)) for i in range(hosts)]
+        assert same({n: np.concatenate([p[n] for p in parts]) for n in parts[0]}, whole)
 
 
 def test_the_prefetching_iterator_gives_the_same_batches_from_any_step():
-    data = data_of()
-    got = list(data.iterator(5, 12, slice(1, 3)))
-    assert len(got) == 7
-    assert all(same(b, data.batch(5 + i, slice(1, 3))) for i, b in enumerate(got))
+    data = data_of(batch=40)  # some 1.7 steps to an epoch
+    for start in range(9):
+        got = list(data.iterator(start, 9, slice(1, 3)))
+        assert len(got) == 9 - start
+        assert all(same(b, data_of(batch=40).batch(start + i, slice(1, 3))) for i, b in enumerate(got))
+
+
+def test_every_epoch_and_every_seed_has_the_same_tokens_in_another_order():
+    orders = set()
+    for seed, epoch in itertools.product(range(3), range(4)):
+        packing = data_of(seed=seed).packing
+        rows = [packing.row(epoch * packing.rows_per_epoch + i) for i in range(packing.rows_per_epoch)]
+        tokens = np.concatenate([row["tokens"][row["segment_ids"] >= 0] for row in rows])
+        assert (np.sort(tokens) == np.arange(len(tokens))).all() and len(tokens) == data_of().num_tokens
+        orders.add(tokens.tobytes())
+    assert len(orders) == 12
 
 
 def test_a_changed_corpus_or_setting_is_noticed_on_resume():
@@ -125,7 +160,7 @@ def test_every_format_gives_the_same_documents(tmp_path, pattern, tokenizer):
 def test_a_tokenizer_file_and_several_globs(tmp_path):
     write_files(tmp_path)
     build_corpus(str(tmp_path / "d*.txt"), "bpe:320", "text", tmp_path / "cache")
-    file = next((tmp_path / "cache").glob("tokenizer-*.json"))
+    file = next((tmp_path / "cache").glob("tokenizer-*/tokenizer.json"))
     both = build_corpus([str(tmp_path / "d*.txt"), str(tmp_path / "a.jsonl")], str(file), "text", tmp_path / "cache")
     # So little text has fewer pairs to join than the vocabulary has room for.
     assert both.num_documents == 6 and 257 <= both.tokenizer.vocab_size <= 320
@@ -173,26 +208,358 @@ def test_a_parquet_without_the_column_names_the_columns(tmp_path):
         build_corpus(str(tmp_path / "y.parquet"), "bytes", "text", tmp_path / "cache")
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+# A file of one document or row that is wrong, and what its error says: of the file, the line, the argument and the remedy.
+GZ = gzip.compress(b'{"text": "' + random.Random(0).randbytes(3000).hex().encode() + b'"}\n', mtime=0)
+GOOD = b'{"text": "x"}\n'
+BAD_FILES = [
+    ("cut.jsonl.gz", GZ[:-900], ["after line 0", "damaged gzip", "leave it out"]),
+    ("bits.jsonl.gz", GZ[:1500] + bytes([GZ[1500] ^ 255]) * 9 + GZ[1509:], ["damaged gzip", "leave it out"]),
+    ("deflate.jsonl.gz", GZ[:10] + b"\xff" + GZ[11:], ["after line 0", "damaged gzip", "invalid block type"]),
+    ("tail.jsonl.gz", GZ + b"tail", ["damaged gzip", "leave it out"]),
+    ("plain.jsonl.gz", GOOD, ["damaged gzip", "leave it out"]),
+    ("empty.jsonl.gz", b"", ["damaged gzip (it is empty)"]),
+    ("half.jsonl", GOOD + b'\n{"text": "a\\ud800"}', ["line 3", "'text'", "\\ud800 at character 1", "mend"]),
+    ("digits.jsonl", GOOD + b'{"text": "a", "n": ' + b"9" * 5000 + b"}", ["line 2", "4300 digits", "mend"]),
+    ("deep.jsonl", GOOD + b"[" * 100_000, ["line 2", "recursion", "mend"]),
+    ("list.jsonl", GOOD + b'["text"]', ["line 2", "list, not an object", "mend"]),
+    ("null.jsonl", GOOD + b'{"text": null}', ["line 2", "'text' is NoneType", "data.text_key"]),
+    ("latin.jsonl", GOOD * 3 + b'{"text": "\xe4"}', ["line 4", "not UTF-8", "byte 10 of the line"]),
+    ("latin.txt", b"abc \xe4", ["not UTF-8", "byte 4", "convert", "leave it out"]),
+    ("wide.txt", "text".encode("utf-16"), ["not UTF-8", "byte 0"]),
+    ("cut.parquet", b"PAR1 and no more", ["not a readable parquet", "leave it out"]),
+]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize(("name", "content", "words"), BAD_FILES, ids=[name for name, _, _ in BAD_FILES])
+def test_a_bad_file_is_named_with_its_line(tmp_path, name, content, words, tokenizer):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        build_corpus(str(tmp_path / "*.*"), tokenizer, "text", tmp_path / "cache")
+    assert all(w in str(error.value) for w in ["data.source", str(tmp_path / name), *words]), str(error.value)
+    assert not list(tmp_path.glob("cache/*"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
+def test_any_damage_gives_the_same_documents_or_names_the_file(tmp_path, kind):
+    path, chance = tmp_path / f"rows.{kind}", random.Random(0)
+    texts = [chance.randbytes(20).hex() * 3 for _ in range(300)]
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), path, write_page_checksum=True)
+    else:
+        path.write_bytes(gzip.compress("\n".join(json.dumps({"text": t}) for t in texts).encode()))
+    content, named = path.read_bytes(), 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(chance.randint(1, 3)):
+            # A parquet file ends in its description, which has no checksum.
+            damaged[chance.randrange(len(content) - (3000 if kind == "parquet" else 0))] ^= chance.randint(1, 255)
+        path.write_bytes(damaged)
+        try:
+            assert list(documents(path)) == texts
+        except ValueError as error:
+            assert str(path) in str(error) and any(w in str(error) for w in ("leave it out", "mend"))
+            named += 1
+    assert named > 100
+
+
+@pytest.mark.parametrize(("values", "words"), [(["x", None], ["row 1", "NoneType"]), ([b"x"], ["row 0", "bytes"])])
+def test_a_parquet_row_that_is_no_text_is_named(tmp_path, values, words):
+    pq.write_table(pa.table({"text": values}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError) as error:
+        build_corpus(str(tmp_path / "x.parquet"), "bytes", "text", tmp_path / "cache")
+    assert all(w in str(error.value) for w in ["x.parquet", "data.text_key", *words]), str(error.value)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "d1.txt"])
+def test_a_file_that_cannot_be_read_is_named_and_not_the_cache(tmp_path, monkeypatch, name, code):
     write_files(tmp_path)
+    whole = Path.open
+
+    def refusing(path, *args, **kwargs):
+        if path.name == name:
+            raise OSError(code, os.strerror(code), str(path))
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(ValueError) as error:
+        build_corpus(str(tmp_path / "*.*"), "bytes", "text", tmp_path / "cache")
+    words = ["data.source", f"cannot read {tmp_path / name}", os.strerror(code), "leave it out"]
+    assert all(w in str(error.value) for w in words) and "cache" not in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "c.parquet", "d1.txt"])
+def test_a_file_that_vanishes_or_changes_while_others_are_read_is_named(tmp_path, monkeypatch, name):
+    for change, words in ((os.remove, ["cannot read", "listed"]), (lambda p: os.utime(p, (1, 1)), ["changed"])):
+        write_files(tmp_path)
+
+        def changing(path, text_key, change=change):
+            if path.name == "a.jsonl":
+                change(tmp_path / name)
+            return documents(path, text_key)
+
+        monkeypatch.setattr(corpus_module, "documents", changing)
+        with pytest.raises(ValueError) as error:
+            build_corpus(str(tmp_path / "*.*"), "bytes", "text", tmp_path / "cache")
+        assert all(w in str(error.value) for w in [str(tmp_path / name), *words]), str(error.value)
+        assert not list(tmp_path.glob("cache/*"))
+    monkeypatch.setattr(corpus_module, "files_of", lambda source: [tmp_path / "gone.txt"])
+    with pytest.raises(ValueError, match=r"cannot read .*gone.txt: No such file"):
+        build_corpus("*", "bytes", "text", tmp_path / "cache")
+
+
+def test_what_is_no_text_is_left_out_and_how_it_was_written_does_not_matter(tmp_path):
+    files = {
+        "a.txt": "\ufeffone\r\ntwo\rthree\n".encode(),
+        "b.txt": b"",
+        "c.txt": b" \r\n\t\n",
+        "d.jsonl": b'\xef\xbb\xbf{"text": "x\\r\\n"}\r\n\r\n  \n{"text": ""}\n{"text": " \\n"}\r\n{"text": "y"}',
+        "e.JSONL.GZ": gzip.compress(b'\xef\xbb\xbf{"text": "z\xe2\x80\xa8"}\r\n'),
+        "f.jsonl": b"\n\n",
+        "g[1].txt": b"brackets",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    corpus = build_corpus([str(tmp_path / "[a-f].*"), str(tmp_path / "g[1].txt")], "bytes", "text", tmp_path / "cache")
+    made = [corpus.tokens[a:b] for a, b in itertools.pairwise(corpus.offsets)]
+    expected = ["one\ntwo\nthree\n", "x\r\n", "y", "z\u2028", "brackets"]
+    assert [corpus.tokenizer.decode(d) for d in made] == expected
+    with pytest.raises(ValueError, match=r"data.source.*hold no text"):
+        build_corpus(str(tmp_path / "[bcf].*"), "bytes", "text", tmp_path / "cache")
+
+
+def test_files_are_in_one_order_and_taken_once(tmp_path, monkeypatch):
+    folders = [tmp_path / f"part{i}" for i in range(3)]
+    for folder, i in itertools.product(folders, range(400)):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{i}.txt").write_text(f"{folder.name} {i}")
+    (tmp_path / "latest").symlink_to(folders[2])
+    patterns = [str(tmp_path / "**/*.txt"), str(tmp_path / "part1/../part1/*.txt"), str(tmp_path / "part0/7.txt")]
+    first = files_of(patterns)
+    assert len(first) == len({p.resolve() for p in first}) == 1200 and first == sorted(first)
+    listed = os.scandir
+
+    class Shuffled(list):
+        def __init__(self, path):
+            super().__init__(listed(path))
+            random.shuffle(self)
+
+        __enter__, __exit__, close = (lambda self: self), (lambda *_: None), (lambda self: None)
+
+    monkeypatch.setattr(os, "scandir", Shuffled)
+    assert files_of(patterns) == files_of(patterns[::-1]) == first
+
+
+def test_files_that_would_be_missing_are_named(tmp_path, monkeypatch):
+    (tmp_path / "locked/deep").mkdir(parents=True)
+    (tmp_path / "locked/deep/a.txt").write_text("x")
+    (tmp_path / "b.txt").write_text("x")
+    listed = os.scandir
+
+    def refusing(path):
+        if "locked" in str(path):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for pattern in ("**/*.txt", "**/b.txt", "locked/*/a.txt", "locked/deep/*.txt"):
+        with pytest.raises(
+            ValueError, match=r"data.source = .*cannot list .*locked.*Permission denied; make it readable"
+        ):
+            files_of([str(tmp_path / "b.txt"), str(tmp_path / pattern)])
+    monkeypatch.undo()
+    (tmp_path / "c.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(ValueError, match=r"c.txt is a link to nothing"):
+        files_of(str(tmp_path / "*.txt"))
+    for nothing in ([], None, 5, ["a", 5]):
+        with pytest.raises(ValueError, match=r"data.source = .*give 'stdlib', a glob"):
+            files_of(nothing)
+
+
+def test_a_changed_file_is_not_served_from_the_cache(tmp_path):
+    path = tmp_path / "a.txt"
+    for text in ("first", "other"):  # the same size and, as a copying tool leaves it, the same time
+        path.write_text(text)
+        os.utime(path, ns=(1, 1))
+        corpus = build_corpus(str(path), "bytes", "text", tmp_path / "cache")
+        assert corpus.tokenizer.decode(corpus.tokens) == text
+
+
+def save_tokenizer(path, vocab, **changes):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], **changes))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8, pad_id=0, pad_token="a")
+    tokenizer.save(str(path))
+
+
+def test_a_tokenizer_file_neither_cuts_nor_pads(tmp_path):
+    save_tokenizer(tmp_path / "t.json", {"a": 0, "b": 1, "</s>": 2})
+    (tmp_path / "a.txt").write_text("a b " * 50)
+    (tmp_path / "b.txt").write_text("b")
+    corpus = build_corpus(str(tmp_path / "*.txt"), str(tmp_path / "t.json"), "text", tmp_path / "cache")
+    assert corpus.tokens.tolist() == [0, 1] * 50 + [2] + [1, 2]
+
+
+def test_a_tokenizer_file_is_checked(tmp_path):
+    path = tmp_path / "t.json"
+    save_tokenizer(path, {"a": 0, "b": 70_000, "</s>": 2})
+    (tmp_path / "a.txt").write_text("ab")
+    corpus = build_corpus(str(tmp_path / "a.txt"), str(path), "text", tmp_path / "cache")
+    assert corpus.tokenizer.vocab_size == 70_001 and corpus.tokens.tolist() == [0, 70_000, 2]
+    (tmp_path / "a.txt").write_text("none of it")
+    with pytest.raises(ValueError, match=r"data.tokenizer has no tokens"):
+        build_corpus(str(tmp_path / "a.txt"), str(path), "text", tmp_path / "cache")
+    save_tokenizer(path, {"a": 0, "</s>": 2}, dropout=0.5)
+    with pytest.raises(ValueError, match=r"data.tokenizer = .*t.json.*dropout = 0.5.*null"):
+        FileTokenizer(path)
+    with pytest.raises(ValueError, match=r"data.tokenizer = .*cannot be read: Is a directory"):
+        FileTokenizer(tmp_path)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    from ejdist.training.data.cache import NewFile
+
+    write_files(tmp_path)
+    (tmp_path / "file").write_text("")
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(OSError, match="No space left on device; nothing was left"):
-        build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
+    monkeypatch.setattr(NewFile, "write", full)
+    for tokenizer in ("bytes", "bpe:300"):
+        with pytest.raises(OSError, match=r"No space left on device; nothing was left; set data.cache_dir"):
+            build_corpus(str(tmp_path / "a.jsonl"), tokenizer, "text", tmp_path / "cache")
+        assert not list((tmp_path / "cache").iterdir())
+        with pytest.raises(OSError, match=r"the corpus cache .*file/.*data.cache_dir"):
+            build_corpus(str(tmp_path / "a.jsonl"), tokenizer, "text", tmp_path / "file")
 
 
-def test_a_damaged_cache_is_made_again(tmp_path):
+def test_a_damaged_cache_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("ejdist.training.data.cache._BLOCK", 16)  # so that there are several
     write_files(tmp_path)
-    first = build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
-    folder = next((tmp_path / "cache").glob("corpus-*"))
-    for name in ("tokens.npy", "meta.json", "offsets.npy"):
-        (folder / name).write_bytes(b"damaged")
-        again = build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
-        assert again.fingerprint == first.fingerprint
+
+    def made():
+        corpus = build_corpus(str(tmp_path / "a.jsonl"), "bpe:300", "text", tmp_path / "cache")
+        return corpus.fingerprint, corpus.tokens.tolist(), corpus.offsets.tolist(), corpus.tokenizer.fingerprint
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = made()
+        assert made() == first
+    for path in [p for p in (tmp_path / "cache").glob("*/*") if p.is_file()]:
+        content = path.read_bytes()
+        places = range(0, len(content), 7 if len(content) < 500 else len(content) // 20)
+        for damaged in [b"", content[:-1], content + b"x", b"damaged", *(_flip(content, i) for i in places)]:
+            path.write_bytes(damaged)
+            with pytest.warns(UserWarning, match=rf"corpus cache .* is damaged \({path.name} .*made again"):
+                assert made() == first
+            assert path.read_bytes() == content
+        path.unlink()
+        with pytest.warns(UserWarning, match=rf"damaged \({path.name} is missing"):
+            assert made() == first
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def _flip(content, i):
+    return content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
+
+
+@pytest.mark.filterwarnings("ignore:the corpus cache")
+def test_a_cache_that_cannot_be_kept_or_read_is_an_error(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+    monkeypatch.setattr("ejdist.training.data.cache.zlib.crc32", lambda *args: random.random())
+    with pytest.raises(OSError, match=r"damaged whenever it is written"):
+        build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+
+    def failing(*args):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.undo()
+    build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+    monkeypatch.setattr("ejdist.training.data.cache.os.pread", failing)
+    with pytest.raises(OSError, match=r"cannot read the corpus cache .*Permission denied; make it readable"):
+        build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+
+
+def test_a_killed_build_leaves_nothing_that_is_served(tmp_path):
+    write_files(tmp_path)
+    code = (
+        "import os, sys; from ejdist.training.data import corpus;"
+        "real = corpus.documents; dying = lambda p, k: os.kill(os.getpid(), 9) if p.name == 'd2.txt' else real(p, k);"
+        "corpus.documents = dying; corpus.build_corpus(sys.argv[1], 'bytes', 'text', sys.argv[2])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "d*.txt"), str(tmp_path / "cache")]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = (tmp_path / "cache").iterdir()
+    corpus = build_corpus(str(tmp_path / "d*.txt"), "bytes", "text", tmp_path / "cache")
+    assert corpus.num_documents == 3 and left.exists()  # for all that is known here, it may still be written
+    for path in (*left.iterdir(), left):
+        os.utime(path, (1, 1))
+    build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache")
+    assert not left.exists() and len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.filterwarnings("ignore:the corpus cache")
+def test_many_builders_of_a_damaged_cache_at_once(tmp_path):
+    write_files(tmp_path)
+    start = threading.Barrier(4)
+
+    def made(_):
+        start.wait()
+        return build_corpus(str(tmp_path / "a.jsonl"), "bpe:300", "text", tmp_path / "cache").tokens.tolist()
+
+    for _ in range(15):
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(made, range(4)))
+        assert all(r == results[0] for r in results)
+        folders = list((tmp_path / "cache").iterdir())
+        assert len(folders) == 2
+        for folder in folders:
+            file = folder / ("tokens.bin" if "corpus" in folder.name else "tokenizer.json")
+            file.write_bytes(_flip(file.read_bytes(), 5))
+
+
+@pytest.mark.filterwarnings("ignore:the corpus cache")
+def test_what_another_process_has_made_again_is_kept(tmp_path, monkeypatch):
+    from ejdist.training.data import cache
+
+    write_files(tmp_path)
+
+    def made():
+        return build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache").fingerprint
+
+    first, discard, other = made(), cache._discard, []
+    (folder,) = (tmp_path / "cache").iterdir()
+
+    def slow(*args):
+        monkeypatch.setattr(cache, "_discard", discard)
+        assert made() == first  # by the other process, before this one comes to it
+        other.append(folder.stat().st_mtime_ns)
+        discard(*args)
+
+    (folder / "tokens.bin").write_bytes(b"")
+    monkeypatch.setattr(cache, "_discard", slow)
+    assert made() == first and other == [folder.stat().st_mtime_ns]
+
+
+def test_a_cache_that_another_process_removes_is_made_again(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    whole, calls = corpus_module.open_folder, []
+
+    def removed(folder):
+        calls.append(folder)
+        if len(calls) == 2:
+            os.rename(folder, tmp_path / "removed")
+        return whole(folder)
+
+    monkeypatch.setattr(corpus_module, "open_folder", removed)
+    assert build_corpus(str(tmp_path / "a.jsonl"), "bytes", "text", tmp_path / "cache").num_documents == 3
 
 
 def test_two_builders_at_once(tmp_path):

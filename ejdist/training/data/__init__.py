@@ -52,7 +52,9 @@ class Data:
         return self.packing.rows_per_epoch / self.global_batch
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """Returns the batch of a step, or only those of its rows: what one host needs."""
+        """Returns the batch of a step, counted from 0, or only those of its rows: what one host needs."""
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, got {step}")
         numbers = range(step * self.global_batch, (step + 1) * self.global_batch)[rows]
         made = [self.packing.row(i) for i in numbers]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
@@ -105,7 +107,6 @@ def build(section: DataSection, *, seed: int) -> Data:
       ValueError: the files, the tokenizer or a size are wrong; names the key.
     """
     cache = section.cache_dir or default_cache_dir()
-    source = section.source if isinstance(section.source, str) else tuple(section.source)
-    corpus = build_corpus(source, section.tokenizer, section.text_key, cache)
+    corpus = build_corpus(section.source, section.tokenizer, section.text_key, cache)
     sizes = {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
     return Data(corpus, seed=seed, prefetch=section.prefetch, **sizes)

@@ -1,27 +1,27 @@
 """A corpus as tokens on disk: made once, memory-mapped, and either whole or not there.
 
-The cache is a folder named by what it was made from (files with their sizes and times, tokenizer, text key). It is written
-beside its place and renamed into it, so an interrupted or failed write, or two writers at once, leave nothing half-done.
+The cache is a folder named by what it was made from: the files with their sizes and times, the tokenizer, the text key. The
+time of a file's last change of any kind (ctime) is part of that, for the time of its content can be set back, as copying
+tools do. So a copy of the same files on another host, or a change of their owner, makes a corpus of its own.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ejdist.training.data.sources import STDLIB, documents, files_of
+from ejdist.training.data.cache import new_folder, open_folder
+from ejdist.training.data.sources import STDLIB, NotText, documents, files_of, unreadable
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, train_bpe
 
-_FORMAT = 1
+_FORMAT = 2
+_ATTEMPTS = 4  # another process may remove what this one has made, having found it damaged before
 
 
 @dataclass(frozen=True)
@@ -44,107 +44,125 @@ class Corpus:
         return len(self.offsets) - 1
 
 
-def _key(paths: Sequence[Path], *parts: object) -> str:
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    return hashlib.sha256(json.dumps([_FORMAT, stats, *parts]).encode()).hexdigest()[:24]
+@dataclass(frozen=True)
+class Files:
+    """The files of a corpus, as they were when they were listed."""
+
+    source: object
+    text_key: str
+    paths: tuple[Path, ...]
+    states: tuple[tuple, ...]
+
+    @classmethod
+    def of(cls, source: str | Sequence[str], text_key: str) -> Files:
+        """Returns the files of a source. Raises ValueError: there are none, or one cannot be asked for its state."""
+        paths = files_of(source)
+        return cls(source, text_key, tuple(paths), _states(paths))
+
+    def key(self, *parts: object) -> str:
+        content = [_FORMAT, self.states, self.text_key, *parts]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+    def texts(self) -> Iterator[str]:
+        """Yields the documents in order. One of nothing but white space has no text, and is left out.
+
+        Raises:
+          ValueError: a file or a row is wrong, or a file has changed since the files were listed.
+        """
+        for path in self.paths:
+            try:
+                yield from (text for text in documents(path, self.text_key) if text and not text.isspace())
+            except NotText:
+                # The standard library has a few files in other encodings, made to test them; a user's corpus should not.
+                if self.source != STDLIB:
+                    raise
+        for path, before, now in zip(self.paths, self.states, _states(self.paths), strict=True):
+            if before != now:
+                raise ValueError(
+                    f"data.source: {path} changed while it was read; start again once nothing writes to it"
+                )
 
 
-def _texts(paths: Sequence[Path], text_key: str, *, skip_unreadable: bool) -> Iterator[str]:
+def _states(paths: Sequence[Path]) -> tuple[tuple, ...]:
+    states = []
     for path in paths:
         try:
-            for text in documents(path, text_key):
-                if text:
-                    yield text
-        except ValueError:
-            # The standard library has a few files in other encodings, made to test them; a user's corpus should not.
-            if not skip_unreadable:
-                raise
+            stat = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        states.append((os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return tuple(states)
 
 
-def make_tokenizer(
-    name: str, paths: Sequence[Path], text_key: str, cache_dir: Path, *, skip_unreadable: bool
-) -> Tokenizer:
-    """Returns the tokenizer "bytes", "bpe:SIZE" (trained on the files, and kept), or that of a `tokenizer.json`."""
+def make_tokenizer(name: str, files: Files, cache_dir: Path) -> Tokenizer:
+    """Returns the tokenizer "bytes", "bpe:SIZE" (trained on the files, and kept), or that of a `tokenizer.json`.
+
+    Raises:
+      ValueError: the name, the file or a document is wrong. OSError: the cache cannot be written or read.
+    """
     if name == "bytes":
         return ByteTokenizer()
     if not name.startswith("bpe:"):
-        return FileTokenizer(name)
-    path = cache_dir / f"tokenizer-{_key(paths, name, text_key)}.json"
-    if not path.exists():
-        train_bpe(_texts(paths, text_key, skip_unreadable=skip_unreadable), bpe_size(name), path)
-    return FileTokenizer(path)
+        return FileTokenizer(os.path.expanduser(name))
+    size = bpe_size(name)
+    folder = cache_dir / f"tokenizer-{files.key(name)}"
+    for _ in range(_ATTEMPTS):
+        if open_folder(folder) is not None:
+            try:
+                return FileTokenizer(folder / "tokenizer.json")
+            except ValueError:
+                if (folder / "tokenizer.json").exists():
+                    raise
+                continue
+        with new_folder(folder) as new, new.file("tokenizer.json") as out:
+            out.write(train_bpe(files.texts(), size).encode())
+    raise _not_kept(folder)
 
 
 def build_corpus(source: str | Sequence[str], tokenizer: str, text_key: str, cache_dir: str | os.PathLike) -> Corpus:
     """Returns the corpus, from the cache or made now.
 
+    One from the cache is read once, to verify it (see `open_folder` for the cost), and made again if it is damaged.
+
     Raises:
-      ValueError: no files, unreadable files, no text. OSError: the cache cannot be written; nothing is left of it.
+      ValueError: no files, unreadable or damaged files, no text. OSError: the cache cannot be written or read.
     """
-    cache_dir = Path(cache_dir)
-    paths = files_of(source)
-    skip = source == STDLIB
-    made = make_tokenizer(tokenizer, paths, text_key, cache_dir, skip_unreadable=skip)
-    folder = cache_dir / f"corpus-{_key(paths, made.fingerprint, text_key)}"
-    found = _open(folder, made)
-    if found is not None:
-        return found
-    _write(folder, _texts(paths, text_key, skip_unreadable=skip), made, source)
-    found = _open(folder, made)
-    if found is None:
-        raise OSError(f"the corpus cache {folder} was written but cannot be read back; remove it and start again")
-    return found
+    cache_dir = Path(cache_dir).expanduser()
+    files = Files.of(source, text_key)
+    made = make_tokenizer(tokenizer, files, cache_dir)
+    folder = cache_dir / f"corpus-{files.key(made.fingerprint)}"
+    for _ in range(_ATTEMPTS):
+        facts = open_folder(folder)
+        if facts is not None:
+            try:
+                tokens = np.memmap(folder / "tokens.bin", np.dtype(facts["dtype"]), mode="r")
+                return Corpus(tokens, np.fromfile(folder / "offsets.bin", np.int64), facts["fingerprint"], made)
+            except FileNotFoundError:
+                continue
+        _write(folder, files, made)
+    raise _not_kept(folder)
 
 
-def _open(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
-    """Returns the cached corpus; None if there is none or it is damaged, in which case it is removed to be made again."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-        offsets = np.load(folder / "offsets.npy")
-        if meta["num_tokens"] == len(tokens) == int(offsets[-1]) and meta["num_documents"] == len(offsets) - 1:
-            return Corpus(tokens, offsets, meta["fingerprint"], tokenizer)
-    except FileNotFoundError:
-        if not folder.exists():
-            return None
-    except (ValueError, KeyError, OSError, EOFError):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    return None
+def _not_kept(folder: Path) -> OSError:
+    return OSError(f"the corpus cache {folder} is damaged whenever it is written; set data.cache_dir to another disk")
 
 
-def _write(folder: Path, texts: Iterator[str], tokenizer: Tokenizer, source: object) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
-    try:
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-        digest, lengths = hashlib.sha256(), []
-        with open(temporary / "tokens.bin", "wb") as out:
-            for text in texts:
-                ids = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(dtype)
-                out.write(ids.tobytes())
-                digest.update(ids.tobytes())
-                lengths.append(len(ids))
+def _write(folder: Path, files: Files, tokenizer: Tokenizer) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    digest, lengths = hashlib.sha256(), []
+    with new_folder(folder) as new:
+        with new.file("tokens.bin") as out:
+            for text in files.texts():
+                ids = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(dtype).tobytes()
+                out.write(ids)
+                digest.update(ids)
+                lengths.append(len(ids) // dtype.itemsize)
         if not lengths:
-            raise ValueError(f"data.source = {source!r}: the files hold no text")
+            raise ValueError(f"data.source = {files.source!r}: the files hold no text")
+        if max(lengths) < 2:
+            raise ValueError(f"data.source = {files.source!r}: data.tokenizer has no tokens for any of its text")
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         digest.update(offsets.tobytes())
-        raw = np.memmap(temporary / "tokens.bin", dtype, mode="r")
-        np.save(temporary / "tokens.npy", raw)
-        del raw
-        (temporary / "tokens.bin").unlink()
-        np.save(temporary / "offsets.npy", offsets)
-        meta = {"num_tokens": int(offsets[-1]), "num_documents": len(lengths), "fingerprint": digest.hexdigest()[:24]}
-        (temporary / "meta.json").write_text(json.dumps(meta))
-        try:
-            os.rename(temporary, folder)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            # Another process made the same corpus in the meantime; theirs is as good.
-    except OSError as error:
-        raise OSError(
-            error.errno, f"cannot write the corpus cache {folder}: {error.strerror}; nothing was left"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with new.file("offsets.bin") as out:
+            out.write(offsets.tobytes())
+        new.facts = {"dtype": dtype.name, "fingerprint": digest.hexdigest()[:24]}

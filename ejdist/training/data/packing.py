@@ -19,6 +19,8 @@ class Packing:
     def __init__(self, corpus: Corpus, length: int, seed: int) -> None:
         if length < 2:
             raise ValueError(f"data.sequence_length must be at least 2, got {length}")
+        if seed < 0:
+            raise ValueError(f"run.seed must be 0 or more, got {seed}")
         self.corpus, self.length, self.seed = corpus, length, seed
         self.rows_per_epoch = -(-int(corpus.offsets[-1]) // length)
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)

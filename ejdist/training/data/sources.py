@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+import errno
 import glob
 import gzip
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,87 +17,196 @@ STDLIB = "stdlib"
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3", "turtledemo"}
 
 
+class NotText(ValueError):
+    """A file that should be a document is not UTF-8."""
+
+
 def files_of(source: str | Sequence[str]) -> list[Path]:
-    """Returns the files of a source, sorted: "stdlib", or one or more globs ("corpus/**/*.jsonl.gz").
+    """Returns the files of a source: "stdlib", or one or more globs ("corpus/**/*.jsonl.gz").
+
+    They are sorted by path, whatever the order of the globs and of the file system. A file that is found more than once, by
+    several globs or through links, is taken once. As in a shell, a glob passes over hidden files.
 
     Raises:
-      ValueError: a pattern matches no file.
+      ValueError: a pattern matches no file, a folder of it cannot be listed, or a link leads nowhere.
     """
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
-    patterns = [source] if isinstance(source, str) else list(source)
-    found: set[Path] = set()
-    for pattern in patterns:
-        matches = [Path(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
-        matches = [p for p in matches if p.is_file()]
-        if not matches:
-            hint = "give a glob such as 'corpus/**/*.jsonl'" if Path(pattern).is_dir() else "check the path"
-            raise ValueError(f"data.source = {pattern!r} matches no file (from {os.getcwd()}): {hint}")
-        found.update(matches)
-    return sorted(found)
+    patterns = [source] if isinstance(source, str) else source
+    if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(p, str) for p in patterns):
+        raise ValueError(f"data.source = {source!r}: give {STDLIB!r}, a glob of files, or a list of globs")
+    found: dict[str, Path] = {}
+    for path in sorted({p for pattern in patterns for p in _matches(pattern)}):
+        found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
+
+
+def _matches(pattern: str) -> list[Path]:
+    expanded = os.path.expanduser(pattern)
+    if os.path.isfile(expanded):  # a name may have the brackets of a glob
+        return [Path(expanded)]
+    _check_folders(pattern, expanded)
+    everything = glob.glob(expanded, recursive=True)
+    for path in everything:
+        if not os.path.exists(path):
+            raise ValueError(
+                f"data.source = {pattern!r}: {path} is a link to nothing that can be read; mend or remove it"
+            )
+    matches = [Path(p) for p in everything if os.path.isfile(p)]
+    if not matches:
+        folder = any(os.path.isdir(p) for p in everything)
+        hint = "give a glob such as 'corpus/**/*.jsonl'" if folder else "check the path"
+        raise ValueError(f"data.source = {pattern!r} matches no file (from {os.getcwd()}): {hint}")
+    return matches
+
+
+def _check_folders(pattern: str, expanded: str) -> None:
+    """Raises ValueError for a folder that cannot be listed: glob passes over it, and its files would be missing."""
+    head, tail = os.path.split(expanded)
+    while tail:
+        if glob.has_magic(tail):
+            places = os.path.join(head, tail, "") if tail == "**" else os.path.join(head, "") if head else "./"
+            for folder in glob.glob(places, recursive=True):
+                try:
+                    os.scandir(folder).close()
+                except OSError as error:
+                    raise ValueError(
+                        f"data.source = {pattern!r}: cannot list {folder}: {error.strerror}; make it readable, or give "
+                        "globs that do not reach it"
+                    ) from None
+        head, tail = os.path.split(head)
 
 
 def documents(path: Path, text_key: str = "text") -> Iterator[str]:
     """Yields the documents of one file: a text file is one document, a row of jsonl or parquet is one each.
 
+    A byte-order mark is left out, and the lines of a text file end in "\\n", however they did. Blank lines of jsonl are passed
+    over.
+
     Raises:
-      ValueError: a row cannot be read or has no text; names the file, the row and the remedy.
+      ValueError: the file cannot be read or is damaged, or a row has no text; names the file, the row and the remedy.
     """
     name = path.name.lower()
     if name.endswith((".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")):
-        yield from _jsonl(path, text_key)
+        yield from _jsonl(path, text_key, compressed=name.endswith(".gz"))
     elif name.endswith(".parquet"):
         yield from _parquet(path, text_key)
     else:
-        try:
-            yield path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); leave it out") from None
+        yield _text(path)
 
 
-def _jsonl(path: Path, text_key: str) -> Iterator[str]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.name.endswith(".gz") else path.open(encoding="utf-8")
+def unreadable(path: Path, error: OSError) -> ValueError:
+    """Returns what the user is told of a source file that the system does not give."""
+    remedies = {
+        errno.ENOENT: "it was there when the files were listed; start again once nothing moves them",
+        errno.EACCES: "make it readable, or leave it out",
+        errno.EPERM: "make it readable, or leave it out",
+    }
+    remedy = remedies.get(error.errno or 0, "check the disk or the mount, or leave it out")
+    return ValueError(f"data.source: cannot read {path}: {error.strerror or error}; {remedy}")
+
+
+def _text(path: Path) -> str:
     try:
-        with opened as lines:
+        content = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise NotText(
+            f"data.source: {path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it to UTF-8, or leave it "
+            "out (rows are read from .jsonl, .jsonl.gz, .ndjson, .ndjson.gz and .parquet alone)"
+        ) from None
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _lines(path: Path, *, compressed: bool) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file, numbered from 1."""
+    number = 0
+    try:
+        with path.open("rb") as raw:
+            if compressed and not raw.peek(1):
+                raise EOFError("it is empty")  # Python takes it for no lines, but it is a download that failed
+            lines = gzip.GzipFile(fileobj=raw) if compressed else raw
             for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"{path}, line {number}: not JSON ({error.msg}); remove or mend the line"
-                    ) from None
-                yield _text_of(row, text_key, f"{path}, line {number}")
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"data.source: {path}, after line {number}: damaged gzip ({error}); fetch or compress it again, or leave it out"
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _jsonl(path: Path, text_key: str, *, compressed: bool) -> Iterator[str]:
+    for number, line in _lines(path, compressed=compressed):
+        if not line.strip():
+            continue
+        where = f"data.source: {path}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line); convert the file to UTF-8"
+            ) from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error.msg}); remove or mend the line") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            reason = str(error).partition(";")[0]
+            raise ValueError(f"{where}: JSON that cannot be read ({reason}); remove or mend the line") from None
+        yield _text_of(row, text_key, where)
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[str]:
+    for row, value in enumerate(_column(path, text_key)):
+        yield _text_of({text_key: value}, text_key, f"data.source: {path}, row {row} (from 0)")
+
+
+def _column(path: Path, name: str) -> Iterator[object]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    row = 0
     try:
-        table = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from None
-    with table:
-        if text_key not in table.schema_arrow.names:
-            raise ValueError(
-                f"{path} has no column {text_key!r}; set data.text_key to one of {', '.join(table.schema_arrow.names)}"
-            )
-        row = 0
-        for batch in table.iter_batches(columns=[text_key], batch_size=1024):
-            for value in batch.column(0).to_pylist():
-                yield _text_of({text_key: value}, text_key, f"{path}, row {row}")
-                row += 1
+        with pq.ParquetFile(path, page_checksum_verification=True) as table:
+            names = table.schema_arrow.names
+            if name in names:
+                for batch in table.iter_batches(columns=[name], batch_size=1024):
+                    for value in batch.column(0).to_pylist():
+                        yield value
+                        row += 1
+                return
+    except (pa.ArrowException, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # the system's, and not the library's
+            raise unreadable(path, error) from error
+        raise ValueError(
+            f"data.source: {path} is not a readable parquet file, after {row} rows: {error}; fetch or write it again, or "
+            "leave it out"
+        ) from None
+    raise ValueError(f"data.source: {path} has no column {name!r}; set data.text_key to one of {_listed(names)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def _text_of(row: object, text_key: str, where: str) -> str:
-    if not isinstance(row, dict) or text_key not in row:
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where}: no key {text_key!r} (there is {keys}); set data.text_key")
-    if not isinstance(row[text_key], str):
-        raise ValueError(f"{where}: {text_key!r} is {type(row[text_key]).__name__}, not text")
-    return row[text_key]
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; mend or remove it")
+    if text_key not in row:
+        raise ValueError(f"{where}: no key {text_key!r} (there is {_listed(list(row)) or 'none'}); set data.text_key")
+    text = row[text_key]
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{where}: {text_key!r} is {type(text).__name__}, not text; mend or remove it, or set data.text_key"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: {text_key!r} has half of a surrogate pair (\\u{ord(text[error.start]):04x} at character "
+            f"{error.start}), which is no text; mend or remove it"
+        ) from None
+    return text

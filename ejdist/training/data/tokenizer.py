@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -41,10 +40,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json` of the tokenizers library.
+    """A `tokenizer.json` of the tokenizers library. Truncation and padding that the file asks for are left out.
 
     Raises:
-      ValueError: the file cannot be read, or has no token that ends a document.
+      ValueError: the file cannot be read, has no token that ends a document, or makes random tokens.
     """
 
     _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
@@ -52,20 +51,31 @@ class FileTokenizer:
     def __init__(self, path: str | os.PathLike) -> None:
         from tokenizers import Tokenizer as Library
 
+        argument = f"data.tokenizer = {str(path)!r}"
         try:
             content = Path(path).read_bytes()
-            self._tokenizer = Library.from_str(content.decode())
         except FileNotFoundError:
-            raise ValueError(
-                f"data.tokenizer = {str(path)!r}: no such file; give 'bytes', 'bpe:4096' or a path"
-            ) from None
+            raise ValueError(f"{argument}: no such file; give 'bytes', 'bpe:4096' or a path") from None
+        except OSError as error:
+            raise ValueError(f"{argument} cannot be read: {error.strerror}; give a tokenizer.json that can") from error
+        try:
+            self._tokenizer = Library.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception for a malformed file
-            raise ValueError(f"data.tokenizer = {str(path)!r} is not a tokenizer.json: {error}") from None
+            raise ValueError(f"{argument} is not a tokenizer.json: {error}") from None
+        if getattr(self._tokenizer.model, "dropout", None):
+            raise ValueError(
+                f"{argument} has model.dropout = {self._tokenizer.model.dropout:g}, with which the tokens of a text are "
+                "random; set it to null in the file"
+            )
+        # Files are often saved as they were used to make batches; here both would drop or add tokens of a document.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         ends = [self._tokenizer.token_to_id(t) for t in self._ENDS]
         self.eos_id = next((i for i in ends if i is not None), -1)
         if self.eos_id < 0:
-            raise ValueError(f"data.tokenizer = {str(path)!r} has none of {', '.join(self._ENDS)} to end a document")
-        self.vocab_size = self._tokenizer.get_vocab_size()
+            raise ValueError(f"{argument} has none of {', '.join(self._ENDS)} to end a document")
+        # Not the number of tokens: ids may have gaps, and the model needs a row for the largest.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
 
     def encode(self, text: str) -> np.ndarray:
@@ -75,8 +85,8 @@ class FileTokenizer:
         return self._tokenizer.decode([int(i) for i in ids])
 
 
-def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
-    """Writes a byte-level BPE `tokenizer.json` trained on the texts; the file appears whole or not at all."""
+def train_bpe(texts: Iterator[str], vocab_size: int) -> str:
+    """Returns the content of a byte-level BPE `tokenizer.json` trained on the texts."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -90,15 +100,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as f:
-            f.write(tokenizer.to_str())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    return tokenizer.to_str()
 
 
 def bpe_size(name: str) -> int:
