@@ -151,7 +151,8 @@ def heuristic(call):
         backward_rows = _rows(D, 2048)
         backward_num_warps = _warps(backward_rows * block_d, 4)
     elif D >= WIDE:
-        backward_rows, backward_num_warps = _rows(D, 32768 // jnp.dtype(call.dtype).itemsize), 16
+        backward_rows = _rows(D, 32768 // jnp.dtype(call.dtype).itemsize)
+        backward_num_warps = 16 if D <= 16384 else 32  # a row must fit the registers, and a thread has at most 255
     else:
         backward_rows = _rows(D, max(2048, 2 * D))
         backward_num_warps = _warps(backward_rows * block_d, 32)
