@@ -28,10 +28,11 @@ def _usage() -> str:
 
 
 def _virtual_cpus(recipe) -> int:
-    """Returns how many CPU devices the recipe asks for, should there be no accelerator."""
+    """Returns how many CPU devices this process is to have, should there be no accelerator: its share of the mesh."""
     sizes = list(vars(recipe.mesh).values())
     fixed = math.prod(size for size in sizes if size > 0)
-    return fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes else fixed
+    all_of_them = fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes else fixed
+    return max(1, all_of_them // (recipe.cluster.num_processes or 1))
 
 
 # Device files of NVIDIA and AMD GPUs and of TPUs.
@@ -64,7 +65,7 @@ def _start_jax(recipe) -> None:
 def _how_to_scale() -> str:
     import jax
 
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or jax.process_index() > 0:
         return ""
     return (
         "no accelerator here: training the small model on virtual CPU devices. On GPUs or a TPU slice: "

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from ejdist.bound import bind_ops
 from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, sharding
@@ -166,21 +167,39 @@ def _local_rows(program: Program) -> slice:
     return slice(min(s for s, _ in spans), max(e for _, e in spans))
 
 
+class _Stop:
+    """Whether the run was told to stop. All processes hear of it before the same step: each makes the same steps, or the
+    others would wait for it for ever."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def after(self, step: int) -> bool:
+        """Returns whether this step, which has been started, is the last. Every process asks after every step."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.signals.append(signal.SIGTERM)
+        return bool(self.signals)
+
+
 @contextlib.contextmanager
-def _stop_on_signals() -> Iterator[list[int]]:
-    """Yields a list that a SIGTERM or SIGINT is added to; a second one has its usual effect."""
-    seen: list[int] = []
-    before: dict[int, Any] = {}
+def _stop_on_signals() -> Iterator[_Stop]:
+    """Yields what SIGTERM and SIGINT are told to; a second one has its usual effect."""
+    stop, before = _Stop(), {}
 
     def note(number: int, frame: Any) -> None:
-        seen.append(number)
         signal.signal(number, before[number])
+        if jax.process_count() > 1:
+            # JAX listens for SIGTERM itself, and brings all processes to agree on a step.
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            stop.signals.append(number)
 
+    numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGTERM, signal.SIGINT)
     with contextlib.suppress(ValueError):  # not the main thread: whoever runs this handles signals
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             before[number] = signal.signal(number, note)
     try:
-        yield seen
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -268,21 +287,19 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         return Outcome(start, start >= s.run.steps, None)
     writer = MetricsWriter(directory, start, s.run.steps) if main else None
     try:
-        with _stop_on_signals() as stopped:
-            last = _steps(s, program, step, data, state, checkpoints, writer, start, end, stopped)
+        with _stop_on_signals() as stop:
+            last = _steps(s, program, step, data, state, checkpoints, writer, start, end, stop)
     finally:
         if writer is not None:
             writer.close()
         checkpoints.close()
-    if stopped and last < end:
-        say(f"stopped by {signal.Signals(stopped[0]).name} after step {last}; the same command goes on from there")
+    if stop.signals and last < end:
+        say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
     summary = _finish(s, program, directory) if main else None
     return Outcome(last, last >= s.run.steps, summary)
 
 
-def _steps(
-    s, program, train_step, data: Data, state, checkpoints, writer, start: int, end: int, stopped: list[int]
-) -> int:
+def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start: int, end: int, stop: _Stop) -> int:
     """Returns the last step made. The loop: nothing in it waits for the devices but a save of their state."""
     rows = _local_rows(program)
     batches = data.iterator(start, end, rows)
@@ -295,6 +312,7 @@ def _steps(
             share = s.data.global_batch / (rows.stop - rows.start)
             host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
             writer.put(step, metrics, {"learning_rate": float(program.schedule(step - 1)), **host})
+        stopped = stop.after(step)
         if checkpoints.due(step) or step == end or stopped:
             checkpoints.save(step, state, {"recipe": _fingerprint(s), "data": data.cursor(step)})
         if stopped:

@@ -1,0 +1,96 @@
+"""The train command as several processes, as on several hosts: real `jax.distributed` on the CPU, stopped and resumed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ejdist.training.metrics import read_rows
+from launch.train import DONE, PREEMPTED
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    "recipe=long_context",
+    *("model.num_layers=2", "model.model_dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
+    *(
+        "model.ffn_dim=48",
+        "data.sequence_length=64",
+        "data.global_batch=2",
+        "optimizer.warmup_steps=2",
+        "run.steps=300",
+    ),
+    *("checkpoint.every=0", "mesh.dp=2", "mesh.sp=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = Path(json.__file__).read_text().splitlines()
+    rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]
+
+
+def start(count, directory, *overrides):
+    """Returns the processes of one run, started."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    cluster = ["cluster=manual", f"cluster.coordinator=localhost:{port}", f"cluster.num_processes={count}"]
+    directory.mkdir(exist_ok=True)
+    processes = []
+    for i in range(count):
+        command = [sys.executable, "-m", "launch.train", *TINY, *(cluster if count > 1 else []), *overrides]
+        command += [f"run.dir={directory}", *([f"cluster.process_id={i}"] if count > 1 else [])]
+        log = (directory / f"log.{i}").open("w")
+        processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT))
+    return processes
+
+
+def finish(processes, directory, code):
+    try:
+        for i, process in enumerate(processes):
+            assert process.wait(timeout=240) == code, (directory / f"log.{i}").read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def losses(directory):
+    return [row["loss"] for row in read_rows(directory / "metrics.jsonl")]
+
+
+def has_rows(directory, count, processes):
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and all(p.poll() is None for p in processes):
+        path = directory / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError((directory / "log.0").read_text()[-3000:])
+
+
+def test_two_processes_stopped_by_a_signal_to_one_go_on_bit_for_bit(corpus, tmp_path):
+    """Every process stops after the same step though only one was told; any number of them may go on."""
+    parts, whole, alone = (tmp_path / name for name in ("parts", "whole", "alone"))
+    processes = start(2, parts, *corpus)
+    has_rows(parts, 2, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    finish(processes, parts, PREEMPTED)
+    stopped_at = len(losses(parts))
+    assert [p.name for p in (parts / "checkpoints").iterdir()] == [str(stopped_at)] and 2 <= stopped_at < 300
+    end = f"run.stop_after={stopped_at + 3}"
+    for directory, count in ((parts, 2), (whole, 2), (alone, 1)):
+        finish(start(count, directory, *corpus, end), directory, DONE)
+    assert f"going on from step {stopped_at}" in (parts / "log.0").read_text()
+    assert len(losses(parts)) == stopped_at + 3 and losses(parts) == losses(whole)
+    np.testing.assert_allclose(losses(parts), losses(alone), rtol=1e-4)
