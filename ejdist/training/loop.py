@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -92,6 +94,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     order.indices(length)
     if s.accumulation < 1 or rows % s.accumulation:
         raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
+    if not (s.z_loss >= 0 and math.isfinite(s.z_loss)):
+        raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     for dim, key, heads in (("N", "num_heads", config.num_heads), ("K", "num_kv_heads", config.num_kv_heads)):
@@ -218,6 +222,29 @@ class Outcome:
     summary: dict[str, Any] | None
 
 
+def _check_run(run: RunSection) -> Path:
+    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+    if run.steps < 1:
+        raise ValueError(f"run.steps must be at least 1, got {run.steps}")
+    if run.stop_after is not None and run.stop_after < 1:
+        raise ValueError(f"run.stop_after must be at least 1, or null to make all steps, got {run.stop_after}")
+    if run.cpu_devices < 1:
+        raise ValueError(f"run.cpu_devices must be at least 1, got {run.cpu_devices}")
+    if not 0 <= run.seed < 2**32:
+        raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
+    if not run.dir.strip():
+        raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
+    directory = Path(run.dir).expanduser()
+    there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"run.dir = {run.dir!r}: {there} is a file; name another folder, or remove it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"run.dir = {run.dir!r}: {there} cannot be written; choose another folder, or mend its permissions"
+        )
+    return directory
+
+
 def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any = print) -> Outcome:
     """Returns how the run ended, after training it from where `run.dir` left it.
 
@@ -233,11 +260,9 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
     s = sections
     main = jax.process_index() == 0
     say = say if main else (lambda line: None)
+    directory = _check_run(s.run)
     mesh = make_mesh(**vars(s.mesh), devices=devices)
     program = make_program(s, mesh)
-    if s.run.steps < 1:
-        raise ValueError(f"run.steps must be at least 1, got {s.run.steps}")
-    directory = Path(s.run.dir)
     checkpoints = Checkpoints(directory, s.checkpoint)
     start = checkpoints.latest()
     data = build_data(s.data, seed=s.run.seed)
