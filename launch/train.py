@@ -28,11 +28,25 @@ def _usage() -> str:
 
 
 def _virtual_cpus(recipe) -> int:
-    """Returns how many CPU devices the recipe asks for, should there be no accelerator."""
-    sizes = list(vars(recipe.mesh).values())
-    fixed = math.prod(size for size in sizes if size > 0)
-    return fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes else fixed
+    """Returns how many CPU devices the recipe asks for, should there be no accelerator.
 
+    Raises:
+      ValueError: more than one machine can play.
+    """
+    sizes = vars(recipe.mesh)
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    count = fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes.values() else fixed
+    if count > _MOST_CPUS:
+        written = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
+        raise ValueError(
+            f"{written} is {count:,} devices, and there is no accelerator here: at most {_MOST_CPUS} virtual CPU devices are "
+            "made; make an axis smaller, or see whether it fits a TPU slice with python -m launch.plan"
+        )
+    return count
+
+
+# Each costs memory and threads of one machine.
+_MOST_CPUS = 512
 
 # Device files of NVIDIA and AMD GPUs and of TPUs.
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
@@ -47,7 +61,8 @@ def _start_jax(recipe) -> None:
     if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in _ACCELERATORS):
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    on_cpu = jax.config.jax_platforms == "cpu"  # anywhere else virtual devices would be made beside the real ones
+    if on_cpu and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe))
     cluster = recipe.cluster
     if cluster.kind == "manual":
@@ -56,7 +71,13 @@ def _start_jax(recipe) -> None:
             raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
         jax.distributed.initialize(*given)
     elif cluster.kind == "auto":
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:  # JAX asks for what no environment gave it
+            raise ValueError(
+                f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process ({error}); leave it out "
+                "to train on this machine alone, or use cluster=manual"
+            ) from error
     elif cluster.kind != "local":
         raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
 
