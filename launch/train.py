@@ -120,8 +120,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CHECKPOINT
     except OSError as error:
-        print(f"error: {error.strerror or error}", file=sys.stderr)
+        where = f" {error.filename}:" if error.filename else ""
+        print(f"error:{where} {error.strerror or error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:  # before the first step, or the second of two: what is not on disk yet is given up
+        print("stopped at once by SIGINT; the same command goes on from the last complete checkpoint", file=sys.stderr)
+        return PREEMPTED
     stopped_early = not outcome.finished and recipe.run.stop_after is None
     if outcome.summary is not None:
         s = outcome.summary
@@ -133,5 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return PREEMPTED if stopped_early else DONE
 
 
+def _without_late_reads(unraisable) -> None:
+    """A checkpoint that fails is told once; what TensorStore had begun beside it ends after its event loop, as tracebacks."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
 if __name__ == "__main__":
+    sys.unraisablehook = _without_late_reads
     sys.exit(main())

@@ -26,7 +26,15 @@ from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.data import Data, DataSection
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import peak_flops, step_flops
-from ejdist.training.metrics import MetricsWriter, draw_loss, measured_peak, read_rows, summarise, write_whole
+from ejdist.training.metrics import (
+    MetricsWriter,
+    cannot_write,
+    draw_loss,
+    measured_peak,
+    read_rows,
+    summarise,
+    write_whole,
+)
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step
 
@@ -289,8 +297,11 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         f"{s.data.global_batch} x {s.data.sequence_length:,} tokens a step, {s.sequence.scheme} in {program.order.name} order"
     )
     if start >= end:
-        say(f"nothing to do: {directory} has {start} of {end} steps; raise run.steps, or choose another run.dir")
-        return Outcome(start, start >= s.run.steps, None)
+        key = "run.steps" if end == s.run.steps else "run.stop_after"
+        say(f"nothing to do: {directory} has {start} of {end} steps; raise {key}, or choose another run.dir")
+        # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
+        summary = _finish(s, program, directory) if main and not _has_summary(directory, start) else None
+        return Outcome(start, start >= s.run.steps, summary)
     writer = MetricsWriter(directory, start, s.run.steps) if main else None
     try:
         with _stop_on_signals() as stopped:
@@ -328,6 +339,15 @@ def _steps(
     return step
 
 
+def _has_summary(directory: Path, step: int) -> bool:
+    """Returns whether the summary of that step is there, or cannot be made: its rows are not."""
+    try:
+        written = json.loads((directory / "summary.json").read_text())["steps"] == step
+    except (OSError, ValueError, KeyError, TypeError):
+        written = False
+    return (written and (directory / "loss.png").exists()) or not read_rows(directory / "metrics.jsonl")
+
+
 def _finish(s: TrainSections, program: Program, directory: Path) -> dict[str, Any]:
     rows = read_rows(directory / "metrics.jsonl")
     devices = list(program.mesh.devices.flat)
@@ -346,6 +366,10 @@ def _finish(s: TrainSections, program: Program, directory: Path) -> dict[str, An
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     summary = summarise(rows, devices=len(devices), peak=peak or measured_peak(devices), **facts)
-    write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    draw_loss(rows, directory / "loss.png", f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens")
+    try:
+        write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+        title = f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens"
+        draw_loss(rows, directory / "loss.png", title)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
     return summary
