@@ -27,22 +27,22 @@ def _usage() -> str:
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
 
 
-def _virtual_cpus(recipe) -> int:
+def _virtual_cpus(recipe, only: bool) -> int:
     """Returns how many CPU devices the recipe asks for, should there be no accelerator.
 
     Raises:
-      ValueError: more than one machine can play.
+      ValueError: there is `only` the CPU, and they are more than one machine can play. Elsewhere a large mesh is of chips.
     """
     sizes = vars(recipe.mesh)
     fixed = math.prod(size for size in sizes.values() if size > 0)
     count = fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes.values() else fixed
-    if count > _MOST_CPUS:
+    if count > _MOST_CPUS and only:
         written = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
         raise ValueError(
             f"{written} is {count:,} devices, and there is no accelerator here: at most {_MOST_CPUS} virtual CPU devices are "
             "made; make an axis smaller, or see whether it fits a TPU slice with python -m launch.plan"
         )
-    return count
+    return min(count, _MOST_CPUS)
 
 
 # Each costs memory and threads of one machine.
@@ -61,9 +61,8 @@ def _start_jax(recipe) -> None:
     if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in _ACCELERATORS):
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
-    on_cpu = jax.config.jax_platforms == "cpu"  # anywhere else virtual devices would be made beside the real ones
-    if on_cpu and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only=jax.config.jax_platforms == "cpu"))
     cluster = recipe.cluster
     if cluster.kind == "manual":
         given = (cluster.coordinator, cluster.num_processes, cluster.process_id)

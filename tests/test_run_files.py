@@ -46,8 +46,9 @@ def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, t
 def test_more_virtual_devices_than_a_machine_has_room_for(capsys):
     recipe = compose([*TINY, "mesh.dp=1000000"])
     with pytest.raises(ValueError, match=r"mesh.dp=1000000 x mesh.sp=2 is 2,000,000 devices"):
-        _virtual_cpus(recipe)
-    assert _virtual_cpus(compose([*TINY, "mesh.fsdp=2"])) == 4
+        _virtual_cpus(recipe, only=True)
+    assert _virtual_cpus(recipe, only=False) == 512, "beside chips they are not used"
+    assert _virtual_cpus(compose([*TINY, "mesh.fsdp=2"]), only=True) == 4
 
 
 def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, monkeypatch):
