@@ -43,9 +43,11 @@ def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
     open_axes = [axis for axis, size in shape.items() if size == -1]
-    bad = {axis: size for axis, size in shape.items() if size < 1 and size != -1}
+    bad = {a: n for a, n in shape.items() if not isinstance(n, (int, np.integer)) or (n < 1 and n != -1)}
     if bad or len(open_axes) > 1:
-        raise ValueError(f"mesh sizes must be positive, and at most one -1 (the rest of the devices); got {shape}")
+        raise ValueError(
+            f"mesh sizes must be positive integers, and at most one -1 (the rest of the devices); got {shape}"
+        )
     fixed = math.prod(size for size in shape.values() if size != -1)
     written = " x ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1) or "1"
     if open_axes:

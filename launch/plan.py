@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     named = [a.removeprefix("topology=") for a in arguments if a.startswith("topology=")]
-    if len(named) != 1:
+    if len(named) != 1 or not named[0]:
         print(__doc__.strip() if __doc__ else "", file=sys.stderr)
         print("error: give one topology=GENERATION:SHAPE, for example topology=v5p:4x4x4", file=sys.stderr)
         return 2

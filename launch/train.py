@@ -27,13 +27,26 @@ def _usage() -> str:
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
 
 
-def _virtual_cpus(recipe) -> int:
-    """Returns how many CPU devices this process is to have, should there be no accelerator: its share of the mesh."""
-    sizes = list(vars(recipe.mesh).values())
-    fixed = math.prod(size for size in sizes if size > 0)
-    all_of_them = fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes else fixed
-    return max(1, all_of_them // (recipe.cluster.num_processes or 1))
+def _virtual_cpus(recipe, only: bool) -> int:
+    """Returns how many CPU devices this process is to have, should there be no accelerator: its share of the mesh.
 
+    Raises:
+      ValueError: there is `only` the CPU, and they are more than one machine can play. Elsewhere a large mesh is of chips.
+    """
+    sizes = vars(recipe.mesh)
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    count = fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes.values() else fixed
+    if count > _MOST_CPUS and only:
+        written = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
+        raise ValueError(
+            f"{written} is {count:,} devices, and there is no accelerator here: at most {_MOST_CPUS} virtual CPU devices are "
+            "made; make an axis smaller, or see whether it fits a TPU slice with python -m launch.plan"
+        )
+    return min(max(1, count // (recipe.cluster.num_processes or 1)), _MOST_CPUS)
+
+
+# Each costs memory and threads of one machine.
+_MOST_CPUS = 512
 
 # Device files of NVIDIA and AMD GPUs and of TPUs.
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
@@ -49,7 +62,7 @@ def _start_jax(recipe) -> None:
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe))
+        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only=jax.config.jax_platforms == "cpu"))
     cluster = recipe.cluster
     if cluster.kind == "manual":
         given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
@@ -57,7 +70,13 @@ def _start_jax(recipe) -> None:
             raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
         jax.distributed.initialize(*given)
     elif cluster.kind == "auto":
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:  # JAX asks for what no environment gave it
+            raise ValueError(
+                f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process ({error}); leave it out "
+                "to train on this machine alone, or use cluster=manual"
+            ) from error
     elif cluster.kind != "local":
         raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
 
@@ -100,8 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CHECKPOINT
     except OSError as error:
-        print(f"error: {error.strerror or error}", file=sys.stderr)
+        where = f" {error.filename}:" if error.filename else ""
+        print(f"error:{where} {error.strerror or error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:  # before the first step, or the second of two: what is not on disk yet is given up
+        print("stopped at once by SIGINT; the same command goes on from the last complete checkpoint", file=sys.stderr)
+        return PREEMPTED
     stopped_early = not outcome.finished and recipe.run.stop_after is None
     if outcome.summary is not None:
         s = outcome.summary
@@ -113,5 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return PREEMPTED if stopped_early else DONE
 
 
+def _without_late_reads(unraisable) -> None:
+    """A checkpoint that fails is told once; what TensorStore had begun beside it ends after its event loop, as tracebacks."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
 if __name__ == "__main__":
+    sys.unraisablehook = _without_late_reads
     sys.exit(main())

@@ -62,6 +62,25 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {best[0]!r}?" if best else ""
 
 
+def _check_values(overrides: Sequence[str]) -> None:
+    """Raises RecipeError for a value that the grammar of Hydra cannot read, or reads as several values to sweep over."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for override in overrides:
+        try:
+            swept = parser.parse_override(override).is_sweep_override()
+        except HydraException:
+            swept = True
+        if swept:
+            name, _, value = override.partition("=")
+            raise RecipeError(
+                f"cannot read the value of {override!r}: a list is written {name}=[a,b], and anything with special characters "
+                f"in quotes inside those of the shell: '{name}=\"{value}\"'"
+            )
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raises RecipeError for an override that is not KEY=VALUE of a known key, or names no variant of its group."""
     keys = keys_of()
@@ -72,8 +91,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
         name = name.lstrip("+~")
         if name in GROUPS:
             if value not in options_of(name):
-                raise RecipeError(f"{name}={value} is unknown{_nearest(value, options_of(name))} There are: "
-                                  f"{', '.join(options_of(name))}")  # fmt: skip
+                known = options_of(name)
+                raise RecipeError(f"{name}={value} is unknown; there are {', '.join(known)}{_nearest(value, known)}")
         elif name not in keys:
             inside = [k for k in keys if k.startswith(f"{name}.")]
             if inside:
@@ -92,6 +111,7 @@ def compose(overrides: Sequence[str]) -> Recipe:
     from omegaconf import OmegaConf
 
     check_overrides(overrides)
+    _check_values(overrides)
     ConfigStore.instance().store(name="schema", node=Recipe)
     try:
         with hydra.initialize_config_module("recipes", version_base="1.3"):

@@ -54,6 +54,8 @@ def test_a_smaller_mesh_takes_the_first_devices():
         ({"dp": -1, "sp": -1}, ["at most one -1"]),
         ({"tp": 0}, ["positive"]),
         ({"tp": -2}, ["positive"]),
+        ({"sp": 2.0}, ["integers"]),
+        ({"sp": "2"}, ["integers"]),
     ],
 )
 def test_a_mesh_that_does_not_fit_says_why(sizes, words):

@@ -9,6 +9,7 @@ compute is true float32 on every device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -82,10 +83,15 @@ class DecoderConfig:
             raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
         for name in ("sliding_window", "attention_soft_cap", "logits_soft_cap"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"model.{name} must be positive, or null for none, got {value}")
+        if self.sliding_window and "window" not in self.layer_pattern:
+            raise ValueError(
+                f"model.sliding_window = {self.sliding_window}, but no layer has a window: put one into "
+                "model.layer_pattern, for example [window,full], or leave the window out"
+            )
         for name in ("rope_base", "norm_eps", "init_std"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class Checkpoints:
         if self._made is None:
             import orbax.checkpoint as ocp
 
-            # Orbax tells of every array that it writes; what matters is said here.
-            logging.getLogger("absl").setLevel(logging.ERROR)
+            # Orbax tells of every array that it writes, and of a failure with its traceback; what matters is said here.
+            logging.getLogger("absl").setLevel(logging.CRITICAL)
             handlers = {_STATE: ocp.StandardCheckpointHandler(), _RUN: ocp.JsonCheckpointHandler()}
             options = ocp.CheckpointManagerOptions(max_to_keep=self.section.keep, enable_async_checkpointing=True)
             self._made = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
@@ -54,6 +55,8 @@ class Checkpoints:
         """
         if not self.directory.exists():
             return None
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory} is not a folder; choose another run.dir, or remove it")
         names = [p.name for p in self.directory.iterdir()]
         strangers = [n for n in names if not n.isdigit() and "orbax-checkpoint-tmp" not in n and not n.startswith(".")]
         if strangers:
@@ -114,13 +117,12 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
-            first = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
             earlier = [s for s in self._manager().all_steps() if s < step]
             remedy = (
                 f"remove it to go on from step {max(earlier)}" if earlier else "choose another run.dir, or remove it"
             )
             raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} cannot be read ({type(error).__name__}: {first}); {remedy}"
+                f"checkpoint {self.directory / str(step)} cannot be read ({_reason(error)}); {remedy}"
             ) from error
 
     def _check_shapes(self, step: int, like: Any) -> None:
@@ -148,6 +150,16 @@ class Checkpoints:
             self._made.close()
 
 
+def _reason(error: BaseException, most: int = 300) -> str:
+    """Returns the first line of what went wrong, without what a library adds for its own developers. Too long a line keeps
+    both ends: paths come first, and the cause last."""
+    lines = str(error).splitlines() or [""]
+    first = re.split(r"[.,]? (?:See full TensorStore details|\[tensorstore_spec|\[source locations)", lines[0])[0]
+    if len(first) > most:
+        first = f"{first[: most // 3]} ... {first[-2 * most // 3 :]}"
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
     return [(k, v) for k, v in jax.tree_util.tree_leaves_with_path(tree) if hasattr(v, "shape")]
 
@@ -166,10 +178,9 @@ class _Writing:
         if error is None or not isinstance(error, Exception):
             return
         what = "the last checkpoint" if self.step is None else f"checkpoint {self.step}, or the one before it,"
-        first = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         full = "no space" in str(error).lower() or "quota" in str(error).lower()
         remedy = "free space on that disk" if full else "check that the disk is there and can be written"
         raise CheckpointError(
-            f"{what} could not be written to {self.directory} ({type(error).__name__}: {first}); {remedy} and start again: "
+            f"{what} could not be written to {self.directory} ({_reason(error)}); {remedy} and start again: "
             "the run goes on from the last complete one"
         ) from error

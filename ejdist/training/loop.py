@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -25,7 +27,15 @@ from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.data import Data, DataSection
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import peak_flops, step_flops
-from ejdist.training.metrics import MetricsWriter, draw_loss, measured_peak, read_rows, summarise, write_whole
+from ejdist.training.metrics import (
+    MetricsWriter,
+    cannot_write,
+    draw_loss,
+    measured_peak,
+    read_rows,
+    summarise,
+    write_whole,
+)
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step
 
@@ -93,6 +103,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     order.indices(length)
     if s.accumulation < 1 or rows % s.accumulation:
         raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
+    if not (s.z_loss >= 0 and math.isfinite(s.z_loss)):
+        raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     for dim, key, heads in (("N", "num_heads", config.num_heads), ("K", "num_kv_heads", config.num_kv_heads)):
@@ -237,6 +249,29 @@ class Outcome:
     summary: dict[str, Any] | None
 
 
+def _check_run(run: RunSection) -> Path:
+    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+    if run.steps < 1:
+        raise ValueError(f"run.steps must be at least 1, got {run.steps}")
+    if run.stop_after is not None and run.stop_after < 1:
+        raise ValueError(f"run.stop_after must be at least 1, or null to make all steps, got {run.stop_after}")
+    if run.cpu_devices < 1:
+        raise ValueError(f"run.cpu_devices must be at least 1, got {run.cpu_devices}")
+    if not 0 <= run.seed < 2**32:
+        raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
+    if not run.dir.strip():
+        raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
+    directory = Path(run.dir).expanduser()
+    there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"run.dir = {run.dir!r}: {there} is a file; name another folder, or remove it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"run.dir = {run.dir!r}: {there} cannot be written; choose another folder, or mend its permissions"
+        )
+    return directory
+
+
 def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any = print) -> Outcome:
     """Returns how the run ended, after training it from where `run.dir` left it.
 
@@ -252,11 +287,9 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
     s = sections
     main = jax.process_index() == 0
     say = say if main else (lambda line: None)
+    directory = _check_run(s.run)
     mesh = make_mesh(**vars(s.mesh), devices=devices)
     program = make_program(s, mesh)
-    if s.run.steps < 1:
-        raise ValueError(f"run.steps must be at least 1, got {s.run.steps}")
-    directory = Path(s.run.dir)
     checkpoints = Checkpoints(directory, s.checkpoint)
     start = checkpoints.latest()
     data = build_data(s.data, seed=s.run.seed)
@@ -283,8 +316,11 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         f"{s.data.global_batch} x {s.data.sequence_length:,} tokens a step, {s.sequence.scheme} in {program.order.name} order"
     )
     if start >= end:
-        say(f"nothing to do: {directory} has {start} of {end} steps; raise run.steps, or choose another run.dir")
-        return Outcome(start, start >= s.run.steps, None)
+        key = "run.steps" if end == s.run.steps else "run.stop_after"
+        say(f"nothing to do: {directory} has {start} of {end} steps; raise {key}, or choose another run.dir")
+        # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
+        summary = _finish(s, program, directory) if main and not _has_summary(directory, start) else None
+        return Outcome(start, start >= s.run.steps, summary)
     writer = MetricsWriter(directory, start, s.run.steps) if main else None
     try:
         with _stop_on_signals() as stop:
@@ -321,6 +357,15 @@ def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start
     return step
 
 
+def _has_summary(directory: Path, step: int) -> bool:
+    """Returns whether the summary of that step is there, or cannot be made: its rows are not."""
+    try:
+        written = json.loads((directory / "summary.json").read_text())["steps"] == step
+    except (OSError, ValueError, KeyError, TypeError):
+        written = False
+    return (written and (directory / "loss.png").exists()) or not read_rows(directory / "metrics.jsonl")
+
+
 def _finish(s: TrainSections, program: Program, directory: Path) -> dict[str, Any]:
     rows = read_rows(directory / "metrics.jsonl")
     devices = list(program.mesh.devices.flat)
@@ -339,6 +384,10 @@ def _finish(s: TrainSections, program: Program, directory: Path) -> dict[str, An
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     summary = summarise(rows, devices=len(devices), peak=peak or measured_peak(devices), **facts)
-    write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    draw_loss(rows, directory / "loss.png", f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens")
+    try:
+        write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+        title = f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens"
+        draw_loss(rows, directory / "loss.png", title)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
     return summary

@@ -16,20 +16,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete rows of a metrics.jsonl; a last line that was cut off is left out."""
+    """Returns the complete rows of a metrics.jsonl, up to the first that is not one: a last line may have been cut off."""
     rows = []
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError:
                 break
+            if not isinstance(row, dict) or "step" not in row:
+                break
+            rows.append(row)
     return rows
 
 
@@ -41,6 +44,16 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cannot_write(directory: Path, error: OSError) -> OSError:
+    """Returns the error with the words that a user needs: where, why, and what to do."""
+    where = f" ({error.filename})" if error.filename else ""
+    return OSError(
+        error.errno,
+        f"run.dir = {str(directory)!r} cannot be written: {error.strerror or error}{where}; make room, or mend the path, and "
+        "start again: the run goes on from its last complete checkpoint",
+    )
 
 
 class Progress:
@@ -75,6 +88,35 @@ class Progress:
             self._live.stop()
 
 
+class Events:
+    """A TensorBoard events file. Written where it is called: a full disk raises there and then, where the threaded writer of
+    tensorboardX would die in silence and let its full queue block the run for ever.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None, flush_every: float = 10.0) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        events: Any = event_pb2  # made at import, so that a type checker sees nothing in them
+        self._event, self._summary = events.Event, cast(Any, summary_pb2).Summary
+        self._every, self._flushed = flush_every, time.monotonic()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"))
+        if purge_step is not None:  # what an earlier start wrote from that step on is hidden
+            log = events.SessionLog(status=events.SessionLog.START)
+            self._writer.write_event(self._event(step=purge_step, session_log=log))
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        made = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=made))
+        if time.monotonic() - self._flushed >= self._every:
+            self._flushed = time.monotonic()
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class MetricsWriter:
     """Takes (step, device metrics, host numbers) and writes them from its own thread.
 
@@ -85,14 +127,15 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: Path, start: int, total: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
-        rows = [row for row in read_rows(self.path) if row["step"] <= start]
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-        self._file = self.path.open("a", buffering=1)
-        from tensorboardX import SummaryWriter
-
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1 if start else None)
+        self.directory, self.path = directory, directory / "metrics.jsonl"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            rows = [row for row in read_rows(self.path) if row["step"] <= start]
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            self._file = self.path.open("a", buffering=1)
+            self._events = Events(directory / "tensorboard", start + 1 if start else None)
+        except OSError as error:
+            raise cannot_write(directory, error) from error
         self._progress = Progress(total)
         # Bounded, so that the host runs ahead of the devices by a few steps and not by all of them.
         self._queue: queue.Queue = queue.Queue(maxsize=8)
@@ -112,6 +155,8 @@ class MetricsWriter:
             if self._failure is None:
                 try:
                     self._write(*item)
+                except OSError as error:
+                    self._failure = cannot_write(self.directory, error)
                 except BaseException as error:
                     self._failure = error
             self._queue.task_done()
@@ -123,9 +168,7 @@ class MetricsWriter:
         row = {"step": step, **values, **host, "step_time": step_time}
         row["tokens_per_second"] = values["tokens"] / step_time
         self._file.write(json.dumps(row) + "\n")
-        for name, value in row.items():
-            if name != "step":
-                self._events.add_scalar(name, value, step)
+        self._events.add(step, {name: value for name, value in row.items() if name != "step"})
         self._progress.show(row)
 
     def close(self) -> None:
@@ -133,8 +176,11 @@ class MetricsWriter:
         self._queue.put(None)
         self._thread.join()
         self._progress.close()
-        self._events.close()
-        self._file.close()
+        for file in (self._events, self._file):
+            try:
+                file.close()
+            except OSError as error:
+                self._failure = self._failure or cannot_write(self.directory, error)
         if self._failure is not None:
             raise self._failure
 
@@ -188,8 +234,11 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     temporary = path.with_name(f"tmp{os.getpid()}.{path.name}")
-    figure.savefig(temporary, dpi=120)
-    os.replace(temporary, path)
+    try:
+        figure.savefig(temporary, dpi=120)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def measured_peak(devices: list[Any], size: int = 768, seconds: Callable[[], float] = time.perf_counter) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,10 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
         raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {s.decay_fraction}")
     if not 0 <= s.final_ratio <= 1:
         raise ValueError(f"optimizer.final_ratio must be in [0, 1], got {s.final_ratio}")
-    if s.learning_rate <= 0 or s.warmup_steps < 0:
-        raise ValueError("optimizer.learning_rate must be positive, and optimizer.warmup_steps not negative")
+    if not 0 < s.learning_rate < math.inf:
+        raise ValueError(f"optimizer.learning_rate must be positive, got {s.learning_rate}")
+    if s.warmup_steps < 0:
+        raise ValueError(f"optimizer.warmup_steps must not be negative, got {s.warmup_steps}")
     warmup = min(s.warmup_steps, max(steps - 1, 0))
     if s.schedule == "warmup_cosine":
         rest = optax.cosine_decay_schedule(s.learning_rate, max(steps - warmup, 1), alpha=s.final_ratio)
@@ -66,7 +69,8 @@ def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple
     Raises:
       ValueError: names the key.
     """
-    for name, low, high in (("b1", 0, 1), ("b2", 0, 1), ("weight_decay", 0, 10), ("clip_norm", 0, float("inf"))):
+    bounds = {"b1": (0, 1), "b2": (0, 1), "eps": (0, math.inf), "weight_decay": (0, 10), "clip_norm": (0, math.inf)}
+    for name, (low, high) in bounds.items():
         if not low <= getattr(section, name) < high:
             raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {getattr(section, name)}")
     schedule = make_schedule(section, steps)

@@ -50,6 +50,18 @@ def canonical(
         if not is_array(x) or x.ndim != 4:
             shape = getattr(x, "shape", type(x).__name__)
             raise ValueError(f"argument {name!r} must be [batch, length, heads, width], got {shape}")
+        if 0 in x.shape:
+            raise ValueError(
+                f"argument {name!r} of shape {x.shape} is empty; leave the call out where there is nothing to do"
+            )
+    for name, x in (("softmax_aux", softmax_aux), ("alibi_slopes", alibi_slopes)):
+        if x is not None and not is_array(x):
+            raise ValueError(f"argument {name!r} must be an array, got {type(x).__name__}")
+    for name, x in (("causal", causal), ("logits_soft_cap", logits_soft_cap), ("dropout_prob", dropout_prob)):
+        if isinstance(x, jax.Array):
+            raise ValueError(f"argument {name!r} is compiled into the program and must be a Python value, not an array")
+    if mask_info is not None and not isinstance(mask_info, MaskInfo):
+        raise ValueError(f"argument 'mask_info' must be a MaskInfo, got {type(mask_info).__name__}")
     B, T, N, _ = query.shape
     S, K = key.shape[1], key.shape[2]
     if N % K:

@@ -458,6 +458,12 @@ WRONG = [
     ({"cum_seqlens_q": jnp.asarray([0, 8])}, "batch must be 1"),
     ({"softmax_scale": jnp.ones(())}, "'softmax_scale'"),
     ({"platform": "cudda"}, "'platform'"),
+    ({"query": Q[:0], "key": KV[:0], "value": KV[:0]}, "'query'.*is empty"),
+    ({"key": KV[:, :0], "value": KV[:, :0]}, "'key'.*is empty"),
+    ({"softmax_aux": 1.0}, "'softmax_aux' must be an array"),
+    ({"alibi_slopes": [1.0] * 4}, "'alibi_slopes' must be an array"),
+    ({"causal": jnp.asarray(True)}, "'causal' is compiled"),
+    ({"mask_info": "causal"}, "'mask_info' must be a MaskInfo"),
 ]
 
 

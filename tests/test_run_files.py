@@ -1,0 +1,129 @@
+"""What a run does when its folder, its disk or its cluster is not what it needs: it says so, and the next start mends it."""
+
+import json
+import pkgutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from ejdist.training import checkpoint
+from ejdist.training.metrics import read_rows
+from launch.train import BAD_CHECKPOINT, DONE, PREEMPTED, WRONG, _virtual_cpus, main
+from recipes.schema import compose
+
+TINY = [
+    "recipe=long_context",
+    *("model.num_layers=1", "model.model_dim=16", "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=8"),
+    *("model.ffn_dim=16", "data.sequence_length=32", "data.global_batch=2", "optimizer.warmup_steps=2", "run.steps=10"),
+    *("checkpoint.every=0", "mesh.sp=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text(Path(json.__file__).read_text())
+    return [f"data.source={folder}/text.txt", f"data.cache_dir={folder}/cache"]
+
+
+def losses(directory):
+    return [row["loss"] for row in read_rows(Path(directory) / "metrics.jsonl")]
+
+
+def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    for directory in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert main([*TINY, *corpus, f"run.dir={directory}"]) == WRONG
+        said = capsys.readouterr()
+        assert "run.dir" in said.err and f"{tmp_path}/file is a file" in said.err and "parameters" not in said.out
+    assert (tmp_path / "file").read_text() == "mine"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main([*TINY, *corpus, 'run.dir="~/run"', "run.steps=1"]) == DONE
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_more_virtual_devices_than_a_machine_has_room_for(capsys):
+    recipe = compose([*TINY, "mesh.dp=1000000"])
+    with pytest.raises(ValueError, match=r"mesh.dp=1000000 x mesh.sp=2 is 2,000,000 devices"):
+        _virtual_cpus(recipe, only=True)
+    assert _virtual_cpus(recipe, only=False) == 512, "beside chips they are not used"
+    assert _virtual_cpus(compose([*TINY, "mesh.fsdp=2"]), only=True) == 4
+
+
+def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, monkeypatch):
+    from ejdist.training import loop
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "make_program", interrupted)
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}/run"]) == PREEMPTED
+    assert "stopped at once by SIGINT" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys, monkeypatch):
+    def nothing_found(*args):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr("jax.distributed.initialize", nothing_found)
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}/run", "cluster=auto"]) == WRONG
+    message = capsys.readouterr().err
+    assert "cluster=auto finds no" in message and "cluster=manual" in message
+
+
+@pytest.mark.parametrize("full", ["tensorboardX.record_writer.RecordWriter.write", "json.dumps"])
+def test_metrics_that_cannot_be_written_end_the_run_and_do_not_block_it(full, corpus, tmp_path, capsys, monkeypatch):
+    """Many more steps than any queue holds: a writer that dies in silence would leave the loop waiting for ever."""
+    seen, real = [], pkgutil.resolve_name(full)
+
+    def fails(*args, **kwargs):
+        seen.append(1)
+        if len(seen) > 20 and threading.current_thread().name == "metrics":
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(full, fails)
+        assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == WRONG
+    message = capsys.readouterr().err
+    assert f"run.dir = '{tmp_path}' cannot be written: No space left" in message and "make room" in message
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == DONE
+    assert len(losses(tmp_path)) == 60
+
+
+@pytest.mark.parametrize("name", ["summary.json", "loss.png"])
+def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, corpus, tmp_path, capsys):
+    (tmp_path / name).mkdir()
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == WRONG
+    assert "run.dir" in capsys.readouterr().err and not list(tmp_path.glob("*tmp*")), "nothing half-written"
+    (tmp_path / name).rmdir()
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == DONE
+    assert (tmp_path / name).is_file() and json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+    before = (tmp_path / "summary.json").stat().st_mtime_ns
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == DONE
+    assert (tmp_path / "summary.json").stat().st_mtime_ns == before, "made once"
+
+
+def test_rows_that_are_no_metrics_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"a": 1}\n{"step": 3, "loss": 1.0}\n')
+    assert [row["step"] for row in read_rows(path)] == [1]
+    path.write_bytes(b"\xdb\xff\x00")
+    assert read_rows(path) == []
+
+
+def test_the_cause_of_a_failed_write_is_not_cut_off():
+    reason = checkpoint._reason(ValueError("RESOURCE_EXHAUSTED: " + "x" * 900 + ": No space left on device\nmore"))
+    assert reason.startswith("ValueError: RESOURCE_EXHAUSTED") and reason.endswith("No space left on device")
+    assert len(reason) < 350
+    assert (
+        checkpoint._reason(ValueError("bad chunk. See full TensorStore details: <bound method>"))
+        == "ValueError: bad chunk"
+    )
+
+
+def test_checkpoints_that_are_a_file(corpus, tmp_path, capsys):
+    (tmp_path / "checkpoints").write_text("mine")
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}"]) == BAD_CHECKPOINT
+    assert "is not a folder" in capsys.readouterr().err and (tmp_path / "checkpoints").read_text() == "mine"
