@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Exit codes: finished or told to stop (0), the user's recipe or files (2), a checkpoint (3), a signal (75: try again).
-DONE, WRONG, BAD_CHECKPOINT, PREEMPTED = 0, 2, 3, 75
+# Exit codes: finished or told to stop (0), the user's recipe or files (2), a checkpoint (3), a loss that is no number (4), a
+# signal (75: try again).
+DONE, WRONG, BAD_CHECKPOINT, DIVERGED, PREEMPTED = 0, 2, 3, 4, 75
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from ejdist.training.checkpoint import CheckpointError
-    from ejdist.training.loop import train
+    from ejdist.training.loop import Diverged, train
     from kernels import Unsupported
     from recipes.schema import compose
 
@@ -118,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CHECKPOINT
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        return DIVERGED
     except OSError as error:
         where = f" {error.filename}:" if error.filename else ""
         print(f"error:{where} {error.strerror or error}", file=sys.stderr)

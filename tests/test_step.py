@@ -150,19 +150,29 @@ def test_weight_decay_spares_norms_and_biases():
 def test_schedules():
     section = OptimizerSection(learning_rate=1.0, warmup_steps=10, final_ratio=0.1)
     rates = lambda **change: np.array(  # noqa: E731
-        [float(make_schedule(dataclasses.replace(section, **change), 110)(s)) for s in range(111)]
+        [float(make_schedule(dataclasses.replace(section, **change), 110)(s)) for s in range(110)]
     )
     cosine = rates()
     np.testing.assert_allclose(cosine[:10], np.arange(1, 11) / 10, rtol=1e-6)
-    np.testing.assert_allclose(cosine[10:], 0.55 + 0.45 * np.cos(np.pi * np.arange(101) / 100), rtol=1e-5)
+    np.testing.assert_allclose(cosine[10:], 0.55 + 0.45 * np.cos(np.pi * np.arange(100) / 99), rtol=1e-5)
     wsd = rates(schedule="wsd", decay_fraction=20 / 110)
     np.testing.assert_allclose(wsd[:10], np.arange(1, 11) / 10, rtol=1e-6)
-    np.testing.assert_allclose(wsd[10:91], 1.0)
-    np.testing.assert_allclose(wsd[90:], 1 - 0.9 * np.arange(21) / 20, rtol=1e-5)
+    np.testing.assert_allclose(wsd[10:90], 1.0)
+    np.testing.assert_allclose(wsd[89:], 1 - 0.9 * np.arange(21) / 20, rtol=1e-5)
     constant = rates(schedule="constant")
     np.testing.assert_allclose(constant[10:], 1.0)
     np.testing.assert_allclose(rates(schedule="constant", warmup_steps=0), 1.0)
     assert rates(warmup_steps=1)[0] == 1.0
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5, 100])
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+@pytest.mark.parametrize("name", ["wsd", "warmup_cosine"])
+def test_the_last_step_has_the_last_rate(name, warmup, steps):
+    """Short runs too, as far as there is a step after the warmup's peak."""
+    section = OptimizerSection(learning_rate=1.0, schedule=name, warmup_steps=warmup, final_ratio=0.1)
+    rates = [float(make_schedule(section, steps)(s)) for s in range(steps)]
+    assert rates[-1] == pytest.approx(0.1 if steps - 1 > min(warmup, steps - 1) else 1.0)
 
 
 @pytest.mark.parametrize(

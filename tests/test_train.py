@@ -7,13 +7,14 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
-from launch.train import BAD_CHECKPOINT, DONE, PREEMPTED, WRONG, main
+from launch.train import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG, main
 from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
 
 TINY = [
@@ -142,6 +143,20 @@ def test_a_signal_saves_and_the_run_goes_on(corpus, tmp_path, monkeypatch):
     assert losses(tmp_path) == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, tmp_path, capsys):
+    overrides = ["run.steps=30", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "optimizer.schedule=constant"]
+    arguments = [*TINY, *corpus, f"run.dir={tmp_path}", *overrides, f"checkpoint.every={every}"]
+    assert main(arguments) == DIVERGED
+    message = capsys.readouterr().err
+    assert "has loss" in message and "optimizer.learning_rate" in message and "Traceback" not in message
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").open()]
+    assert rows[0]["loss"] > 0 and None in (rows[-1]["loss"], rows[-1]["grad_norm"]) and len(rows) < 20
+    bad = next(row["step"] for row in rows if row["loss"] is None or row["grad_norm"] is None)
+    saved = [int(p.name) for p in (tmp_path / "checkpoints").glob("*") if p.name.isdigit()]
+    assert all(step < bad for step in saved)
+
+
 # -- bad input: one clear message, nothing written ----------------------------------------------------------------------
 
 
@@ -221,6 +236,46 @@ def test_a_damaged_checkpoint_is_named_with_a_remedy(stopped_run, corpus, tmp_pa
     assert (directory / "metrics.jsonl").read_text() == before, "the metrics so far must not be touched"
     shutil.rmtree(directory / "checkpoints" / "3")
     assert command(directory, corpus) == DONE
+
+
+def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, tmp_path, monkeypatch, capsys):
+    """Whatever the library below does not check: one bit of one element of the restored state."""
+    import orbax.checkpoint as ocp
+
+    restore = ocp.CheckpointManager.restore
+
+    def flipped(self, *args, **kwargs):
+        found = restore(self, *args, **kwargs)
+        if "state" in found.keys():
+            state = found["state"]
+            table = state.params["embedding"]
+            bits = jax.lax.bitcast_convert_type(table, "uint32")
+            bits = bits.at[3, 5].set(bits[3, 5] ^ 1)
+            params = state.params | {"embedding": jax.lax.bitcast_convert_type(bits, "float32")}
+            return {"state": state._replace(params=params)}
+        return found
+
+    directory = tmp_path / "run"
+    shutil.copytree(stopped_run, directory)
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", flipped)
+    assert command(directory, corpus) == BAD_CHECKPOINT
+    message = capsys.readouterr().err
+    assert "checkpoints/3 cannot be read" in message and "embedding is not what was saved" in message
+    assert "remove it to go on from step 2" in message
+
+
+def test_a_digest_is_of_the_bits_and_their_places_wherever_they_lie():
+    x = jax.random.normal(jax.random.key(0), (16, 6))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), "d")
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
+    assert int(digest(x)) == int(digest(spread))
+    others = [x.at[3, 2].add(1e-6), x[::-1], x.T.reshape(16, 6), -x, x.at[0, 0].set(x[0, 1]).at[0, 1].set(x[0, 0])]
+    for dtype in ("float32", "bfloat16", "float16"):
+        found = [int(digest(y.astype(dtype))) for y in [x, *others[1:]]]
+        assert len(set(found)) == len(found), dtype
+    assert int(digest(others[0])) != int(digest(x))
+    assert int(digest(jnp.int8(-3))) != int(digest(jnp.int8(3)))
+    assert int(digest(jnp.array([True]))) != int(digest(jnp.array([False])))
 
 
 def test_a_foreign_folder_is_left_alone(corpus, tmp_path, capsys):

@@ -1,4 +1,8 @@
-"""Checkpoints: asynchronous, through Orbax; each holds the state, the data cursor and what the run was started with."""
+"""Checkpoints: asynchronous, through Orbax; each holds the state, the data cursor and what the run was started with.
+
+A digest of every array, made on the devices, is written beside them and compared after a restore: storage that gives other bits
+back is noticed, on whatever mesh they are restored to.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _STATE, _RUN = "state", "run"
 
@@ -23,6 +28,29 @@ class CheckpointSection:
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message says which, why, and what to do."""
+
+
+@jax.jit
+def digest(tree: Any) -> Any:
+    """Returns a uint32 for each array: the sum, modulo 2^32, of a hash of each element's bits and place.
+
+    A change of any one element changes it, and of several all but once in 2^32. It does not depend on how the array lies on
+    devices, and costs one pass over it. The hash is the finalizer of MurmurHash3 (Appleby), which is one to one.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        bits = jnp.atleast_1d(x)
+        if bits.dtype != jnp.bool:
+            bits = jax.lax.bitcast_convert_type(bits, jnp.dtype(f"uint{8 * min(bits.dtype.itemsize, 4)}"))
+        place = jnp.zeros(bits.shape, jnp.uint32)
+        for d in range(bits.ndim):
+            place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
+        hashed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            hashed = (hashed ^ (hashed >> shift)) * jnp.uint32(factor)
+        return jnp.sum(hashed ^ (hashed >> 16), dtype=jnp.uint32)
+
+    return jax.tree.map(one, tree)
 
 
 class Checkpoints:
@@ -86,6 +114,7 @@ class Checkpoints:
         manager = self._manager()
         with self._writing(step):
             if manager.latest_step() != step:
+                run = run | {"digest": _digests(state)}
                 args = {_STATE: ocp.args.StandardSave(state), _RUN: ocp.args.JsonSave(run)}
                 manager.save(step, args=ocp.args.Composite(**args))
 
@@ -113,7 +142,12 @@ class Checkpoints:
             run = self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
             self._check_shapes(step, like)
             args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(like)})
-            return self._manager().restore(step, args=args)[_STATE], run
+            state = self._manager().restore(step, args=args)[_STATE]
+            written, found = run.pop("digest"), _digests(state)
+            changed = [name for name in found if found[name] != written.get(name)]
+            if changed:
+                raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
+            return state, run
         except CheckpointError:
             raise
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
@@ -158,6 +192,11 @@ def _reason(error: BaseException, most: int = 300) -> str:
     if len(first) > most:
         first = f"{first[: most // 3]} ... {first[-2 * most // 3 :]}"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _digests(state: Any) -> dict[str, int]:
+    found = jax.tree_util.tree_leaves_with_path(jax.device_get(digest(state)))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): int(value) for path, value in found}
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:

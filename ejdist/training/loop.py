@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import math
@@ -240,6 +241,34 @@ def _check_same_run(stored: dict[str, Any], now: dict[str, Any], where: Path) ->
         )
 
 
+class Diverged(RuntimeError):
+    """The loss is no number any more; the message says since when, and what to do."""
+
+
+# Steps between the one started and the one whose loss is looked at: by then it is known, and looking does not wait.
+_LAG = 8
+
+
+class _Watch:
+    """Stops a run whose loss or gradient is not finite, before a checkpoint of it is written. Every process sees the same
+    numbers, so all stop at the same step."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._steps = directory, collections.deque()
+
+    def add(self, step: int, metrics: dict[str, jax.Array], *, all_of_them: bool) -> None:
+        """Raises Diverged. `all_of_them` looks at this step too, and waits for it: a save of its state does so anyway."""
+        self._steps.append((step, metrics["loss"], metrics["grad_norm"]))
+        while len(self._steps) > (0 if all_of_them else _LAG):
+            at, loss, norm = self._steps.popleft()
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise Diverged(
+                    f"step {at} has loss {float(loss)} and gradient norm {float(norm)}; nothing was saved since. Start again "
+                    f"in {self._directory} to go on from the last checkpoint, or in another run.dir with a lower "
+                    "optimizer.learning_rate or more optimizer.warmup_steps"
+                )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
@@ -283,6 +312,7 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
 
     Raises:
       ValueError: the recipe is wrong; nothing has been written. CheckpointError: a checkpoint cannot be read or written.
+      Diverged: the loss is not a number any more.
     """
     s = sections
     main = jax.process_index() == 0
@@ -336,9 +366,10 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
 
 
 def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start: int, end: int, stop: _Stop) -> int:
-    """Returns the last step made. The loop: nothing in it waits for the devices but a save of their state."""
+    """Returns the last step made. The loop: nothing in it waits for the step just started but a save of its state."""
     rows = _local_rows(program)
     batches = data.iterator(start, end, rows)
+    watch = _Watch(Path(s.run.dir))
     step = start
     for step in range(start + 1, end + 1):
         batch = next(batches)
@@ -349,7 +380,9 @@ def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start
             host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
             writer.put(step, metrics, {"learning_rate": float(program.schedule(step - 1)), **host})
         stopped = stop.after(step)
-        if checkpoints.due(step) or step == end or stopped:
+        saves = checkpoints.due(step) or step == end or stopped
+        watch.add(step, metrics, all_of_them=saves)
+        if saves:
             checkpoints.save(step, state, {"recipe": _fingerprint(s), "data": data.cursor(step)})
         if stopped:
             break

@@ -167,7 +167,9 @@ class MetricsWriter:
         step_time, self._finished_at = now - self._finished_at, now
         row = {"step": step, **values, **host, "step_time": step_time}
         row["tokens_per_second"] = values["tokens"] / step_time
-        self._file.write(json.dumps(row) + "\n")
+        # JSON has no NaN and no infinity.
+        written = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        self._file.write(json.dumps(written) + "\n")
         self._events.add(step, {name: value for name, value in row.items() if name != "step"})
         self._progress.show(row)
 

@@ -18,8 +18,8 @@ class OptimizerSection:
     learning_rate: float = 3e-4  # the peak
     schedule: str = "warmup_cosine"  # warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
     warmup_steps: int = 100  # at most all but one of the run's steps
-    decay_fraction: float = 0.1  # wsd: the part of all steps in which the rate falls, at the end
-    final_ratio: float = 0.1  # the last rate, as a part of the peak
+    decay_fraction: float = 0.1  # wsd: the part of all steps, the last ones, in which the rate is below the peak
+    final_ratio: float = 0.1  # the rate of the last step, as a part of the peak
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -28,7 +28,7 @@ class OptimizerSection:
 
 
 def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
-    """Returns step -> learning rate.
+    """Returns step -> learning rate, for step = 0 to `steps` - 1; the last has `final_ratio` of the peak.
 
     Raises:
       ValueError: names the key.
@@ -45,15 +45,17 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     if s.warmup_steps < 0:
         raise ValueError(f"optimizer.warmup_steps must not be negative, got {s.warmup_steps}")
     warmup = min(s.warmup_steps, max(steps - 1, 0))
+    # From the first step at the peak to the last step of the run, which has the last rate.
+    after = steps - 1 - warmup
     if s.schedule == "warmup_cosine":
-        rest = optax.cosine_decay_schedule(s.learning_rate, max(steps - warmup, 1), alpha=s.final_ratio)
+        rest = optax.cosine_decay_schedule(s.learning_rate, max(after, 1), alpha=s.final_ratio)
     elif s.schedule == "constant":
         rest = optax.constant_schedule(s.learning_rate)
     else:
-        decay = round(steps * s.decay_fraction)
-        stable = max(steps - warmup - decay, 0)
+        decay = min(math.ceil(steps * s.decay_fraction), max(after, 0))
         fall = optax.linear_schedule(s.learning_rate, s.learning_rate * s.final_ratio, max(decay, 1))
-        rest = optax.join_schedules([optax.constant_schedule(s.learning_rate), fall], [stable])
+        stable = optax.constant_schedule(s.learning_rate)
+        rest = optax.join_schedules([stable, fall], [after - decay]) if decay else stable
     # The first step has a rate already: (step + 1) / warmup of the peak.
     rise = optax.linear_schedule(s.learning_rate / max(warmup, 1), s.learning_rate, max(warmup - 1, 1))
     return optax.join_schedules([rise, rest], [warmup]) if warmup else rest
