@@ -76,7 +76,7 @@ def make_op(**options):
         features={"weight", "shift", "power"},
         backward=backward,
         rejects=lambda c: "D must not be 13" if c.dims["D"] == 13 else None,
-        heuristic=lambda c: KernelConfig(FwdParams(q_blocksize=8, kv_blocksize=4), BwdParams(q_blocksize=2)),
+        heuristic=lambda c, platform: KernelConfig(FwdParams(q_blocksize=8, kv_blocksize=4), BwdParams(q_blocksize=2)),
         candidates=lambda c: [KernelConfig(FwdParams(q_blocksize=n)) for n in (16, 32)],
     )
     def forward(x, weight, shift, power, flip, cfg):

@@ -238,7 +238,7 @@ def config_overlay(configs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _heuristic_of(request: Request) -> Any:
-    return request.backend.heuristic(request.call) if request.backend.heuristic else None
+    return request.backend.heuristic(request.call, request.platform) if request.backend.heuristic else None
 
 
 def override_tier(chain: ConfigSelectorChain, request: Request) -> Any:

@@ -65,7 +65,7 @@ class Backend:
     forward: Callable
     backward: Callable | None
     rejects: Callable[[Call], str | None] | None
-    heuristic: Callable[[Call], Any] | None
+    heuristic: Callable[[Call, str], Any] | None
     candidates: Callable[[Call], Iterable[Any]] | None
     version: int
 
@@ -145,7 +145,7 @@ class Op:
         dtypes: Iterable[str],
         features: Iterable[str] = (),
         rejects: Callable[[Call], str | None] | None = None,
-        heuristic: Callable[[Call], Any] | None = None,
+        heuristic: Callable[[Call, str], Any] | None = None,
         candidates: Callable[[Call], Iterable[Any]] | None = None,
         version: int = 1,
         name: str | None = None,
@@ -153,7 +153,8 @@ class Op:
     ) -> Callable[[Callable], Callable]:
         """Returns a decorator that registers `forward`; the function `backward` of the same file belongs to it.
 
-        `features` is an allow-list. `version` is raised when tuned configurations of older code no longer apply.
+        `features` is an allow-list. `heuristic` is given the call and the platform that is lowered for. `version` is raised
+        when tuned configurations of older code no longer apply.
         """
         unknown = set(platforms) - set(PLATFORMS)
         if unknown:

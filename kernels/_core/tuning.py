@@ -76,7 +76,7 @@ def tune(request: Request) -> Any:
     floats = {k: v for k, v in traced.items() if is_float_array(v)}
     others = {k: v for k, v in traced.items() if k not in floats}
     assert request.backend.heuristic is not None and request.backend.candidates is not None
-    first = request.backend.heuristic(request.call)
+    first = request.backend.heuristic(request.call, request.platform)
     candidates = list(dict.fromkeys([first, *request.backend.candidates(request.call)]))
     wanted, best, reasons = None, None, []
     for cfg in candidates:

@@ -12,7 +12,7 @@ from kernels.cross_entropy.contract import CrossEntropyConfig, op
 _BLOCK_ELEMENTS, _LEAST_ROWS = 2**26, 1024
 
 
-def _heuristic(call):
+def _heuristic(call, platform):
     rows = max(_LEAST_ROWS, _BLOCK_ELEMENTS // call.dims["V"] // 128 * 128)
     return CrossEntropyConfig(block_rows=max(1, min(call.dims["T"], rows)))
 

@@ -24,13 +24,15 @@ from kernels.flash_attention.dropout import dropout_scale
 FEATURES = set(op.feature_names)  # everything: this is the backend that the others are compared with
 
 
-def _heuristic(call: Call) -> FlashAttentionConfig:
-    # The logits of a block pair, over all rows and heads at once, should stay in cache; but a long sequence should not
-    # fall into so many pairs that the loop itself is the cost.
-    side = math.isqrt(2**17 // (call.dims["B"] * call.dims["N"]))
+def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
+    # On a CPU the logits of a block pair, over all rows and heads at once, should stay in cache; but a long sequence should
+    # not fall into so many pairs that the loop itself is the cost. On an accelerator each operation on a pair is a kernel
+    # of its own, so pairs are as large as 128 MiB of logits allow.
+    elements, largest = (2**17, 256) if platform == "cpu" else (2**25, 2048)
+    side = math.isqrt(elements // (call.dims["B"] * call.dims["N"]))
     sizes = []
     for length in (call.dims["T"], call.dims["S"]):
-        block = min(256, max(64, _power_of_two(side), _power_of_two(length // 64)))
+        block = min(largest, max(64, _power_of_two(side), _power_of_two(length // 64)))
         sizes.append(min(block, max(16, _power_of_two(2 * length - 1))))
     q, k = sizes
     return FlashAttentionConfig(FwdParams(q_blocksize=q, kv_blocksize=k), BwdParams(q_blocksize=q, kv_blocksize=k))

@@ -58,13 +58,13 @@ def _rows(D: int, itemsize: int, arrays: int) -> int:
     return min(MOST_ROWS, VMEM_BUDGET // _bytes_per_row(D, itemsize, arrays) // ROW_TILE * ROW_TILE)
 
 
-def heuristic(call):
+def heuristic(call, platform):
     D, itemsize = call.dims["D"], call.x.dtype.itemsize
     return RMSNormConfig(block_rows=_rows(D, itemsize, 2), backward_block_rows=_rows(D, itemsize, 3))
 
 
 def candidates(call):
-    best = heuristic(call)
+    best = heuristic(call, "tpu")
 
     def part(rows, n):
         return max(ROW_TILE, rows // n // ROW_TILE * ROW_TILE)

@@ -141,7 +141,7 @@ def _warps(elements: int, each: int) -> int:
     return min(32, max(1, triton.next_power_of_2(elements // (32 * each))))
 
 
-def heuristic(call):
+def heuristic(call, platform):
     D = call.dims["D"]
     chunks, block_d = _tiles(D)
     rows = _rows(D, 4096)

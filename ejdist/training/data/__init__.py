@@ -34,6 +34,8 @@ class Data:
     def __init__(
         self, corpus: Corpus, *, sequence_length: int, global_batch: int, seed: int, prefetch: int = 4
     ) -> None:
+        if prefetch < 1:
+            raise ValueError(f"data.prefetch must be at least 1 batch, got {prefetch}")
         if global_batch < 1:
             raise ValueError(f"data.global_batch must be positive, got {global_batch}")
         self.corpus, self.global_batch, self.seed, self.prefetch = corpus, global_batch, seed, prefetch
@@ -64,7 +66,7 @@ class Data:
         import grain
 
         steps = grain.MapDataset.range(start, stop).map(lambda step: self.batch(int(step), rows))
-        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=max(self.prefetch, 1))
+        options = grain.ReadOptions(num_threads=min(2, self.prefetch), prefetch_buffer_size=self.prefetch)
         return iter(steps.to_iter_dataset(options))
 
     def cursor(self, step: int) -> dict[str, Any]:
