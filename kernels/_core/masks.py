@@ -237,6 +237,10 @@ class MaskInfo:
                 raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
         if self.chunk_size is not None:
             _check_chunk_size(self.chunk_size)
+        if self.window is not None and not (isinstance(self.window, tuple) and len(self.window) == 2):
+            raise ValueError(
+                f"mask field 'window' must be (left, right), got {self.window!r}; the last W keys are (W - 1, 0)"
+            )
 
     def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
         """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""

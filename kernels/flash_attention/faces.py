@@ -132,6 +132,10 @@ def _packed(
 
 def _of_attention_mask(attention_mask: Any, q_length: int, kv_length: int) -> MaskInfo:
     mask = jnp.asarray(attention_mask)
+    if mask.ndim == 2 and mask.shape[1] != kv_length:
+        raise ValueError(
+            f"argument 'attention_mask' is {mask.shape} and must be [B, S] with S = {kv_length} keys; [B, T, S] marks pairs"
+        )
     if mask.ndim == 2 and q_length != kv_length:
         # [B, S] marks the keys; the queries are others and are all real.
         return MaskInfo.from_attention_mask(mask[:, None, None, :])

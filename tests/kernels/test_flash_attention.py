@@ -443,6 +443,8 @@ WRONG = [
     ({"q_segment_ids": jnp.ones((2, 8))}, "'q_segment_ids' must hold integers"),
     ({"q_segment_ids": jnp.ones((2, 7), int)}, "'q_segment_ids' must be"),
     ({"kv_segment_ids": jnp.ones((2, 8), int)}, "must be given together"),
+    ({"attention_mask": jnp.ones((2, 7), bool)}, "'attention_mask' is .2, 7. and must be .B, S. with S = 8"),
+    ({"mask_info": MaskInfo(window=(0,))}, "'window' must be .left, right."),
     ({"kv_positions": jnp.ones((2, 8), int)}, "must be given together"),
     ({"q_positions": jnp.ones((3, 8), int)}, "'q_positions' must be"),
     ({"sliding_window": 0}, "'sliding_window'"),
