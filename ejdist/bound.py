@@ -7,7 +7,7 @@ import functools
 import jax
 
 from ejdist import faces
-from ejdist.layout import constrain
+from ejdist.layout import constrain, gather
 from ejdist.mesh import SP
 from ejdist.models.ops import Ops
 from ejdist.sequence.attention import ring_attention
@@ -64,4 +64,5 @@ def bind_ops(
         ),
         cross_entropy=cross_entropy,
         constrain=functools.partial(constrain, mesh=mesh),
+        gather=functools.partial(gather, mesh=mesh),
     )

@@ -105,3 +105,22 @@ def constrain(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None, table: Ax
     if mesh is None or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, sharding(mesh, dims.split(), table, shape=x.shape, what="activation"))
+
+
+def gather(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    """Returns a parameter, which is stored as PARAMETERS says, where ACTIVATIONS has its dims; its gradient comes back as
+    the parameter is stored, so that no device holds the whole of it longer than it takes to add it up."""
+    if mesh is None or mesh.size == 1:
+        return x
+    used, stored = (
+        sharding(mesh, dims.split(), table, shape=x.shape, what="parameter") for table in (ACTIVATIONS, PARAMETERS)
+    )
+
+    @jax.custom_vjp
+    def placed(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, used)
+
+    placed.defvjp(
+        lambda x: (placed(x), None), lambda _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),)
+    )
+    return placed(x)

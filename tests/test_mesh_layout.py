@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ejdist import make_mesh
-from ejdist.layout import ACTIVATIONS, PARAMETERS, axes_of_specs, constrain, on_mesh, replicated, sharding, spec
+from ejdist.layout import ACTIVATIONS, PARAMETERS, axes_of_specs, constrain, gather, on_mesh, replicated, sharding, spec
 from ejdist.mesh import AXES, axis_is_bound, current_mesh, mesh_shape
 from ejdist.sharded import map_shards
 
@@ -148,3 +148,21 @@ def test_constrain_places_an_array_and_is_nothing_without_a_mesh():
     with pytest.raises(ValueError, match="dim T = 6"):
         constrain(x[:, :6], "B T D", mesh)
     assert replicated(mesh).spec == P()
+
+
+def test_gather_brings_a_parameter_to_its_use_and_its_gradient_home():
+    """Each device ends with its part of the gradient. Told nothing, the compiler leaves all of it everywhere."""
+    mesh = make_mesh(fsdp=2, sp=2, tp=2)
+    w, x = jax.random.normal(jax.random.key(0), (8, 12)), jax.random.normal(jax.random.key(1), (2, 4, 8))
+    stored = sharding(mesh, ("D", "F"), PARAMETERS)
+    assert stored.spec == P("fsdp", "tp") and gather(w, "D F", None) is w
+
+    def loss(w):
+        used = gather(w, "D F", mesh)
+        return jnp.sum(jnp.sin(jnp.einsum("btd,df->btf", constrain(x, "B T D", mesh), used)))
+
+    used = jax.jit(lambda w: gather(w, "D F", mesh))(jax.device_put(w, stored))
+    assert used.sharding.spec == P(None, "tp")
+    gradient = jax.jit(jax.grad(loss))(jax.device_put(w, stored))
+    assert gradient.sharding.is_equivalent_to(stored, 2)
+    np.testing.assert_allclose(gradient, jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w), rtol=1e-5, atol=1e-5)

@@ -336,7 +336,8 @@ def test_a_wrong_configuration_names_the_field(change, words):
 
 def test_a_model_places_its_activations_by_logical_dims_only():
     seen = []
-    ops = dataclasses.replace(OPS, constrain=lambda x, dims: seen.append((dims, x.ndim)) or x)
+    note = lambda x, dims: seen.append((dims, x.ndim)) or x  # noqa: E731
+    ops = dataclasses.replace(OPS, constrain=note, gather=note)
     mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)
     assert {"B T D", "B T N H", "B T K H", "V D", "D V"} <= {d for d, _ in seen}
     assert all(len(d.split()) == n for d, n in seen)

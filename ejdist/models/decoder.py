@@ -192,7 +192,7 @@ def _attention_block(x, p, batch, window: int | None, c: DecoderConfig, ops: Ops
 
 def _layer(x, weights, batch, window: int | None, c: DecoderConfig, ops: Ops, dims: dict[str, str]) -> jax.Array:
     x = checkpoint_name(x, _LAYER_INPUT)
-    p = {name: ops.constrain(w, dims[name]) for name, w in weights.items()}
+    p = {name: ops.gather(w, dims[name]) for name, w in weights.items()}
     x = x + _attention_block(x, p, batch, window, c, ops)
     h = ops.rms_norm(x, p["mlp_norm"], c.norm_eps)
     return x + ops.gated_mlp(h, p["gate"], p["up"], p["down"], c.activation)
@@ -208,7 +208,7 @@ def hidden_states(params: dict, batch: dict[str, jax.Array], c: DecoderConfig, o
     layers = {name: w if name.endswith("norm") else w.astype(dtype) for name, w in params["layers"].items()}
     period, windows = len(c.layer_pattern), c.windows()
     rounds = c.num_layers // period
-    table = ops.constrain(params["embedding"], "V D")
+    table = ops.gather(params["embedding"], "V D")
     x = ops.constrain(jnp.take(table, batch["tokens"], axis=0).astype(dtype), "B T D")
 
     def run(x: jax.Array, stacked: dict[str, jax.Array], i: int, in_scan: bool) -> jax.Array:
@@ -241,7 +241,7 @@ def loss(
     Sums, not means, so that microbatches and devices with different numbers of tokens add up to the exact mean.
     """
     hidden = hidden_states(params, batch, c, ops)
-    head = ops.constrain(output_projection(params, c), "D V")
+    head = ops.gather(output_projection(params, c), "D V")
     terms = ops.cross_entropy(hidden, head, batch["targets"], z_loss, c.logits_soft_cap)
     sums = {"loss": jnp.sum(terms.loss), "z_loss": jnp.sum(terms.z_loss), "tokens": jnp.sum(terms.counted)}
     return sums["loss"] + sums["z_loss"], sums

@@ -18,6 +18,7 @@ class Ops:
       gated_mlp: (x [B,T,D], gate, up, down, activation) -> [B,T,D].
       cross_entropy: (hidden [B,T,D], lm_head [D,V], targets int [B,T], z_loss, logits_soft_cap) -> `TokenLosses`, [B,T].
       constrain: (x, "B T D") -> x, told where its dims lie.
+      gather: (parameter, "D F") -> it, from where it is stored to where it is used; its gradient goes the other way.
     """
 
     attention: Callable
@@ -26,3 +27,4 @@ class Ops:
     gated_mlp: Callable
     cross_entropy: Callable
     constrain: Callable
+    gather: Callable
