@@ -49,7 +49,13 @@ class Plan:
 
 def collectives_of(text: str) -> dict[str, int]:
     """Returns how often each kind of collective stands in a compiled program; one inside a loop counts once."""
-    found = Counter(re.findall(rf"^\s*(?:ROOT )?\S+ = .*? ({'|'.join(_COLLECTIVES)})(?:-start)?\(", text, flags=re.M))
+    found, fused = Counter(), False
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            # On a TPU a reduce-scatter is a fused computation of this name, written as an all-reduce and a slice.
+            fused = line.startswith("%all-reduce-scatter")
+        elif call := re.search(rf" = .*? ({'|'.join(_COLLECTIVES)})(?:-start)?\(", line):
+            found["reduce-scatter" if fused else call[1]] += 1
     return {kind: found[kind] for kind in _COLLECTIVES if found[kind]}
 
 
