@@ -21,6 +21,7 @@ RING, ORDER = "ejdist/sequence/attention.py", "ejdist/sequence/order.py"
 SCHEDULE, EXCHANGE = "ejdist/sequence/schedule.py", "ejdist/sequence/exchange.py"
 FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 SEQUENCE = "tests/test_sequence.py"
+LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,62 @@ FAULTS = (
     Fault("keys sent the other way", EXCHANGE, "(i + by) % n", "(i - by) % n", SEQUENCE),
     Fault(
         "a needed hop left out", SCHEDULE, "return tuple(found) or (0,)", "return tuple(found[:-1]) or (0,)", SEQUENCE
+    ),
+    Fault(
+        "no cotangent of rstd",
+        "kernels/rms_norm/triton_gpu.py",
+        "(tl.sum(products, axis=1) + d_rstd)",
+        "tl.sum(products, axis=1)",
+        "tests/kernels/test_rms_norm.py",
+    ),
+    Fault(
+        "gradients of parameters stay whole",
+        "ejdist/layout.py",
+        "(jax.lax.with_sharding_constraint(gradient, stored),)",
+        "(gradient,)",
+        "tests/test_mesh_layout.py",
+    ),
+    Fault(
+        "targets cross documents",
+        "ejdist/training/data/packing.py",
+        "(0 if whole else 1)",
+        "1",
+        "tests/test_data.py",
+    ),
+    Fault(
+        "data from the start after a stop",
+        LOOP,
+        "data.iterator(start, end, rows)",
+        "data.iterator(0, end - start, rows)",
+        f"{TRAIN} -k bit_for_bit",
+    ),
+    Fault(
+        "a loss that is no number goes on",
+        LOOP,
+        "if not (math.isfinite(loss)",
+        "if False and (",
+        f"{TRAIN} -k no_number",
+    ),
+    Fault(
+        "a digest without places",
+        "ejdist/training/checkpoint.py",
+        "hashed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)",
+        "hashed = bits.astype(jnp.uint32)",
+        f"{TRAIN} -k digest",
+    ),
+    Fault(
+        "the schedule ends a step late",
+        "ejdist/training/optimizer.py",
+        "after = steps - 1 - warmup",
+        "after = steps - warmup",
+        "tests/test_step.py",
+    ),
+    Fault(
+        "accumulation forgets a microbatch's tokens",
+        "ejdist/training/step.py",
+        'count = jnp.maximum(sums["tokens"], 1)',
+        'count = jnp.maximum(sums["tokens"] / accumulation, 1)',
+        "tests/test_step.py",
     ),
 )
 
