@@ -67,7 +67,7 @@ def plan(sections: Any, topology: str) -> Plan:
         memory does not hold the program; its message says by how much.
     """
     from ejdist.mesh import make_mesh
-    from ejdist.training.loop import make_program
+    from ejdist.training.program import make_program
     from kernels._core.checks import tpu_topology
 
     devices = list(tpu_topology(topology).devices)

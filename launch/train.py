@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from ejdist.training.checkpoint import CheckpointError
-    from ejdist.training.loop import Diverged, train
+    from ejdist.training.loop import train
+    from ejdist.training.stop import Diverged
     from kernels import Unsupported
     from recipes.schema import compose
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from ejdist.training.loop import TrainSections
+from ejdist.training.program import TrainSections
 
 
 class RecipeError(ValueError):

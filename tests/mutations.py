@@ -104,9 +104,9 @@ FAULTS = (
     ),
     Fault(
         "a loss that is no number goes on",
-        LOOP,
-        "if not (math.isfinite(loss)",
-        "if False and (",
+        "ejdist/training/stop.py",
+        "if not (math.isfinite(loss) and",
+        "if (loss is None and",
         f"{TRAIN} -k no_number",
     ),
     Fault(

@@ -1,0 +1,160 @@
+"""A recipe's sections, and the training step that they make on a mesh. Nothing here runs: a step may be compiled ahead."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejdist.bound import bind_ops
+from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, sharding
+from ejdist.mesh import MeshSection
+from ejdist.models import decoder
+from ejdist.models.parameters import initialise, map_declared, num_parameters
+from ejdist.sequence.order import Order
+from ejdist.training.checkpoint import CheckpointSection
+from ejdist.training.data import DataSection
+from ejdist.training.optimizer import OptimizerSection, make_optimizer
+from ejdist.training.step import TrainState, init_state, make_train_step
+
+
+@dataclass
+class RunSection:
+    """The `run` section of a recipe."""
+
+    dir: str = "outputs/run"  # everything that the run writes; a run that is there goes on
+    steps: int = 200  # of the whole run; the schedule ends there
+    stop_after: int | None = None  # stop at this step, with a checkpoint; the schedule does not change
+    seed: int = 0  # of parameters and data
+    cpu_devices: int = 4  # virtual devices where there is no accelerator and a mesh size is -1
+
+
+@dataclass
+class SequenceSection:
+    """The `sequence` section of a recipe."""
+
+    scheme: str = "ring"  # how keys and values travel over sp: ring, all_gather
+    order: str = "zigzag"  # how tokens lie on sp: contiguous, zigzag, striped
+
+
+@dataclass
+class TrainSections:
+    """What a training run is made from; `recipes.schema.Recipe` is this."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: decoder.DecoderConfig = field(default_factory=decoder.DecoderConfig)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    sequence: SequenceSection = field(default_factory=SequenceSection)
+    data: DataSection = field(default_factory=DataSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    accumulation: int = 1  # microbatches of a step
+    z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
+    platform: str | None = None  # backend of every operation; null for the fastest
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step on a mesh, and where its arguments lie."""
+
+    config: decoder.DecoderConfig
+    mesh: jax.sharding.Mesh
+    order: Order
+    step: Any  # jitted (state, batch) -> (state, metrics)
+    init: Any  # jitted () -> state
+    state: Any  # tree of jax.ShapeDtypeStruct with shardings
+    batch: dict[str, jax.ShapeDtypeStruct]
+    schedule: Any
+    num_parameters: int
+
+
+def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
+    """Returns the step of a recipe on a mesh. Nothing runs and nothing is allocated: it may be compiled ahead of time.
+
+    Raises:
+      ValueError: a size does not fit the mesh; names the parameter or key, and the remedy.
+    """
+    s, config = sections, sections.model
+    config.validate()
+    order = Order(s.sequence.order, MeshSection.sequence_shards(mesh))
+    length, rows = s.data.sequence_length, s.data.global_batch
+    order.indices(length)
+    if s.accumulation < 1 or rows % s.accumulation:
+        raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
+    if not (s.z_loss >= 0 and math.isfinite(s.z_loss)):
+        raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")
+    part = (rows // s.accumulation, length)
+    sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
+    for dim, key, heads in (("N", "num_heads", config.num_heads), ("K", "num_kv_heads", config.num_kv_heads)):
+        sharding(mesh, (dim,), ACTIVATIONS, shape=(heads,), what=f"model.{key}")
+    declared = decoder.declare(config)
+    ops = bind_ops(mesh, order=order, scheme=s.sequence.scheme, platform=s.platform)
+    decayed = map_declared(lambda _, p: p.decay, declared)
+    optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> Any:
+        return decoder.loss(params, batch, config, ops, z_loss=s.z_loss)
+
+    def make_state() -> TrainState:
+        return init_state(initialise(declared, jax.random.key(s.run.seed)), optimizer)
+
+    placed = map_declared(
+        lambda path, p: sharding(mesh, p.dims.split(), PARAMETERS, shape=p.shape, what=f"parameter {path}"), declared
+    )
+    shapes = jax.eval_shape(make_state)
+    shardings = _state_shardings(shapes, placed, mesh)
+    state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+    at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
+    fields = ("tokens", "targets", "positions", "segment_ids")
+    batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=at) for name in fields}
+
+    def place(grads: Any) -> Any:
+        return jax.lax.with_sharding_constraint(grads, placed)
+
+    step = jax.jit(
+        make_train_step(loss, optimizer, accumulation=s.accumulation, place=place),
+        donate_argnums=0,
+        in_shardings=(shardings, dict.fromkeys(fields, at)),
+        out_shardings=(shardings, replicated(mesh)),
+    )
+    init = jax.jit(make_state, out_shardings=shardings)
+    return Program(config, mesh, order, step, init, state, batch, schedule, num_parameters(declared))
+
+
+def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Returns a sharding for each leaf of the state: the moments lie with their parameters, the rest is replicated."""
+    whole = replicated(mesh)
+    structure = jax.tree.structure(placed)
+
+    def is_params(x: Any) -> bool:
+        return jax.tree.structure(x) == structure
+
+    return jax.tree.map(lambda x: placed if is_params(x) else whole, shapes, is_leaf=is_params)
+
+
+def place(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
+    """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs."""
+
+    def put(name: str) -> jax.Array:
+        rows = program.order.permute(batch[name], axis=1)
+        like = program.batch[name]
+
+        def shard(index: Any) -> np.ndarray:
+            b, t = index
+            start, stop, _ = b.indices(like.shape[0])
+            return rows[start - first_row : stop - first_row, t]
+
+        return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+    return {name: put(name) for name in program.batch}
+
+
+def local_rows(program: Program) -> slice:
+    """Returns the rows of the global batch that this host's devices hold."""
+    like = program.batch["tokens"]
+    index = like.sharding.addressable_devices_indices_map(like.shape).values()
+    spans = [at[0].indices(like.shape[0])[:2] for at in index if at]
+    return slice(min(s for s, _ in spans), max(e for _, e in spans))
