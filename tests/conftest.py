@@ -1,7 +1,11 @@
 """Every test runs on eight virtual CPU devices; tests marked gpu run on the CUDA device instead."""
 
+import json
 import os
 import sys
+from pathlib import Path
+
+import pytest
 
 if not any("gpu" in argument for argument in sys.argv):
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -10,3 +14,13 @@ if not any("gpu" in argument for argument in sys.argv):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Recipe keys for a few short documents of real text, so that every row is packed from several."""
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = Path(json.__file__).read_text().splitlines()
+    rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]

@@ -68,7 +68,7 @@ def test_rooms_do_not_know_each_other(path):
 ONLY = {
     r"\bjax\.shard_map\b|import shard_map": {"ejdist/sharded.py"},
     r"\b(PartitionSpec|PartitionSpec as P)\b": {"ejdist/layout.py", "ejdist/sharded.py"},
-    r"\bcustom_vjp\b": {"kernels/_core/execute.py", "ejdist/sequence/attention.py"},
+    r"\bcustom_vjp\b": {"kernels/_core/execute.py", "ejdist/layout.py", "ejdist/sequence/attention.py"},
     r"[\"'](dp|fsdp|ep)[\"']": {"ejdist/mesh.py", "ejdist/layout.py", "recipes/schema.py"},
 }
 

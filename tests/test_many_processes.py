@@ -1,6 +1,5 @@
 """The train command as several processes, as on several hosts: real `jax.distributed` on the CPU, stopped and resumed."""
 
-import json
 import os
 import signal
 import socket
@@ -10,33 +9,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
+from small_run import TINY, losses
 
-from ejdist.training.metrics import read_rows
 from launch.train import DONE, PREEMPTED
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = [
-    "recipe=long_context",
-    *("model.num_layers=2", "model.model_dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
-    *(
-        "model.ffn_dim=48",
-        "data.sequence_length=64",
-        "data.global_batch=2",
-        "optimizer.warmup_steps=2",
-        "run.steps=300",
-    ),
-    *("checkpoint.every=0", "mesh.dp=2", "mesh.sp=2"),
-]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = Path(json.__file__).read_text().splitlines()
-    rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]
+HERE = ["run.steps=300", "mesh.dp=2"]
 
 
 def start(count, directory, *overrides):
@@ -49,7 +27,7 @@ def start(count, directory, *overrides):
     directory.mkdir(exist_ok=True)
     processes = []
     for i in range(count):
-        command = [sys.executable, "-m", "launch.train", *TINY, *(cluster if count > 1 else []), *overrides]
+        command = [sys.executable, "-m", "launch.train", *TINY, *HERE, *(cluster if count > 1 else []), *overrides]
         command += [f"run.dir={directory}", *([f"cluster.process_id={i}"] if count > 1 else [])]
         log = (directory / f"log.{i}").open("w")
         processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT))
@@ -63,10 +41,6 @@ def finish(processes, directory, code):
     finally:
         for process in processes:
             process.kill()
-
-
-def losses(directory):
-    return [row["loss"] for row in read_rows(directory / "metrics.jsonl")]
 
 
 def has_rows(directory, count, processes):

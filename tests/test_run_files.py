@@ -3,32 +3,14 @@
 import json
 import pkgutil
 import threading
-from pathlib import Path
 
 import pytest
+from small_run import TINY, losses
 
 from ejdist.training import checkpoint
 from ejdist.training.metrics import read_rows
 from launch.train import BAD_CHECKPOINT, DONE, PREEMPTED, WRONG, _virtual_cpus, main
 from recipes.schema import compose
-
-TINY = [
-    "recipe=long_context",
-    *("model.num_layers=1", "model.model_dim=16", "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=8"),
-    *("model.ffn_dim=16", "data.sequence_length=32", "data.global_batch=2", "optimizer.warmup_steps=2", "run.steps=10"),
-    *("checkpoint.every=0", "mesh.sp=2"),
-]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.txt").write_text(Path(json.__file__).read_text())
-    return [f"data.source={folder}/text.txt", f"data.cache_dir={folder}/cache"]
-
-
-def losses(directory):
-    return [row["loss"] for row in read_rows(Path(directory) / "metrics.jsonl")]
 
 
 def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, tmp_path, capsys, monkeypatch):

@@ -4,39 +4,18 @@ import json
 import shutil
 import signal
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_run import TINY, losses
 
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from launch.train import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG, main
 from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
-
-TINY = [
-    "recipe=long_context",
-    *("model.num_layers=2", "model.model_dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
-    *("model.ffn_dim=48", "data.sequence_length=64", "data.global_batch=2", "optimizer.warmup_steps=2", "run.steps=10"),
-    *("checkpoint.every=0", "mesh.sp=2"),
-]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A few short documents of real text, so that every row is packed from several."""
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = Path(json.__file__).read_text().splitlines()
-    rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]
-
-
-def losses(directory):
-    return [row["loss"] for row in read_rows(Path(directory) / "metrics.jsonl")]
 
 
 def run(directory, corpus, *overrides):

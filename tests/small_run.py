@@ -1,0 +1,16 @@
+"""A training run small enough for a test."""
+
+from pathlib import Path
+
+from ejdist.training.metrics import read_rows
+
+TINY = [
+    "recipe=long_context",
+    *("model.num_layers=2", "model.model_dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
+    *("model.ffn_dim=48", "data.sequence_length=64", "data.global_batch=2", "optimizer.warmup_steps=2", "run.steps=10"),
+    *("checkpoint.every=0", "mesh.sp=2"),
+]
+
+
+def losses(directory):
+    return [row["loss"] for row in read_rows(Path(directory) / "metrics.jsonl")]
