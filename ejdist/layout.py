@@ -112,15 +112,10 @@ def gather(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None) -> jax.Array
     the parameter is stored, so that no device holds the whole of it longer than it takes to add it up."""
     if mesh is None or mesh.size == 1:
         return x
-    used, stored = (
-        sharding(mesh, dims.split(), table, shape=x.shape, what="parameter") for table in (ACTIVATIONS, PARAMETERS)
-    )
 
     @jax.custom_vjp
     def placed(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, used)
+        return constrain(x, dims, mesh)
 
-    placed.defvjp(
-        lambda x: (placed(x), None), lambda _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),)
-    )
+    placed.defvjp(lambda x: (placed(x), None), lambda _, gradient: (constrain(gradient, dims, mesh, PARAMETERS),))
     return placed(x)

@@ -84,7 +84,7 @@ FAULTS = (
     Fault(
         "gradients of parameters stay whole",
         "ejdist/layout.py",
-        "(jax.lax.with_sharding_constraint(gradient, stored),)",
+        "(constrain(gradient, dims, mesh, PARAMETERS),)",
         "(gradient,)",
         "tests/test_mesh_layout.py",
     ),

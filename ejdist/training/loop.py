@@ -26,7 +26,7 @@ from ejdist.training.metrics import (
     summarise,
     write_whole,
 )
-from ejdist.training.program import Program, RunSection, TrainSections, local_rows, make_program, place
+from ejdist.training.program import Program, RunSection, TrainSections, local_rows, make_program, place_batch
 from ejdist.training.stop import Stop, Watch, stop_on_signals
 
 
@@ -158,7 +158,7 @@ def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start
     for step in range(start + 1, end + 1):
         batch = next(batches)
         flops = step_flops(program.config, batch["segment_ids"])
-        state, metrics = train_step(state, place(batch, program, rows.start))
+        state, metrics = train_step(state, place_batch(batch, program, rows.start))
         if writer is not None:
             share = s.data.global_batch / (rows.stop - rows.start)
             host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}

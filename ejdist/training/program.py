@@ -135,7 +135,7 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.map(lambda x: placed if is_params(x) else whole, shapes, is_leaf=is_params)
 
 
-def place(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
+def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
     """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs."""
 
     def put(name: str) -> jax.Array:

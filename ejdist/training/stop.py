@@ -69,7 +69,10 @@ class Watch:
 
     def add(self, step: int, metrics: dict[str, jax.Array], *, all_of_them: bool) -> None:
         """Raises Diverged. `all_of_them` looks at this step too, and waits for it: a save of its state does so anyway."""
-        self._steps.append((step, metrics["loss"], metrics["grad_norm"]))
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        for value in (loss, norm):
+            value.copy_to_host_async()  # so that it is here when it is looked at
+        self._steps.append((step, loss, norm))
         while len(self._steps) > (0 if all_of_them else _LAG):
             at, loss, norm = self._steps.popleft()
             if not (math.isfinite(loss) and math.isfinite(norm)):
