@@ -1,15 +1,11 @@
-"""Which configuration (block sizes, warps, stages) a backend runs with: seven tiers, tried in order.
+"""Configurations: the tunables of kernels (block sizes, warps, stages), and where they are kept.
 
-override → overlay → memory cache → persistent cache → autotune → heuristic → error. A tier is a small function that
-takes the chain and a request and returns a configuration or None. Configurations are tunables only: no value of one
-changes what an operation means. Importing this creates no directory; the persistent cache makes its own when it first
-writes.
+No value of one changes what an operation means. Importing this creates no directory; the persistent cache makes its own
+when it first writes. Which configuration a call runs with is decided in `select.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import hashlib
 import json
@@ -17,21 +13,11 @@ import os
 import tempfile
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-import jax
-from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
-
-from kernels._core.dispatch import DEVICE_OF_PLATFORM
-
-if TYPE_CHECKING:
-    from kernels._core.call import Call
-    from kernels._core.contract import Backend, Op
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -76,52 +62,6 @@ class KernelConfig:
     backend: str = "any"
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a configuration is wanted for."""
-
-    op: Op
-    backend: Backend
-    call: Call
-    platform: str  # the platform that is lowered for: cpu, cuda, rocm, tpu
-    override: Any = None
-
-    @property
-    def concrete(self) -> bool:
-        """Whether the call has real arrays of one device: nothing is traced and nothing is a shape only."""
-        leaves = jax.tree.leaves(self.call.traced())
-        # Constants closed over by a jitted function are real arrays under a trace, so the arrays alone do not tell.
-        return (
-            not unsafe_am_i_under_a_jit_DO_NOT_USE()
-            and bool(leaves)
-            and all(
-                not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct))
-                and (not isinstance(x, jax.Array) or len(x.devices()) == 1)
-                for x in leaves
-            )
-        )
-
-    @property
-    def device_kind(self) -> str | None:
-        """The kind of the local device of that platform; None where it is not the platform this process runs on."""
-        here = jax.default_backend()
-        if here not in (self.platform, DEVICE_OF_PLATFORM[self.platform]):
-            return None
-        return jax.local_devices()[0].device_kind
-
-    def key(self) -> str:
-        """Returns what a tuned configuration holds for, and for nothing else."""
-        parts = {
-            "device": self.device_kind,
-            "op": self.op.name,
-            "backend": self.backend.name,
-            "version": self.backend.version,
-            "package": package_version(),
-            "call": self.call.signature(),
-        }
-        return json.dumps(parts, sort_keys=True)
-
-
 def package_version() -> str:
     try:
         return metadata.version("ejdist")
@@ -130,16 +70,18 @@ def package_version() -> str:
 
 
 class ConfigCache:
-    """Configurations found in this process, by request key."""
+    """Configurations found in this process, by request key. `version` changes whenever one is put in."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Any] = {}
+        self.version = 0
 
     def get(self, key: str) -> Any:
         return self._entries.get(key)
 
     def put(self, key: str, cfg: Any) -> None:
         self._entries[key] = cfg
+        self.version += 1
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -219,148 +161,3 @@ def completed(partial: Any, full: Any) -> Any:
             if hasattr(full, f.name)
         },
     )
-
-
-# -- the seven tiers ------------------------------------------------------------------------------------------------
-
-_NO_OVERLAY: Mapping[str, Any] = MappingProxyType({})
-_overlay: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("config_overlay", default=_NO_OVERLAY)
-
-
-@contextlib.contextmanager
-def config_overlay(configs: Mapping[str, Any]) -> Iterator[None]:
-    """Every call inside uses these configurations, by operation name or `operation/backend`."""
-    token = _overlay.set({**_overlay.get(), **configs})
-    try:
-        yield
-    finally:
-        _overlay.reset(token)
-
-
-def _heuristic_of(request: Request) -> Any:
-    return request.backend.heuristic(request.call, request.platform) if request.backend.heuristic else None
-
-
-def override_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """The configuration given with the call. It serves that call and is stored nowhere."""
-    return None if request.override is None else completed(request.override, _heuristic_of(request))
-
-
-def overlay_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    names = (f"{request.op.name}/{request.backend.name}", request.op.name)
-    found = next((_overlay.get()[n] for n in names if n in _overlay.get()), None)
-    return None if found is None else completed(found, _heuristic_of(request))
-
-
-def memory_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    return chain.cache.get(request.key()) if request.device_kind else None
-
-
-def persistent_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """What this machine, or another process on it, tuned before."""
-    if chain.persistent is None or request.device_kind is None or request.backend.candidates is None:
-        return None
-    cfg = chain.persistent.get(request.key(), _heuristic_of(request))
-    if cfg is not None:
-        chain.cache.put(request.key(), cfg)
-    return cfg
-
-
-def autotune_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """Times the candidates on the call's own arrays; never under a trace, and never for a platform that is not here."""
-    if not chain.autotune or request.backend.candidates is None or request.device_kind is None or not request.concrete:
-        return None
-    from kernels._core.tuning import tune
-
-    cfg = tune(request)
-    chain.cache.put(request.key(), cfg)
-    if chain.persistent is not None:
-        chain.persistent.put(request.key(), cfg)
-    return cfg
-
-
-def heuristic_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    return _heuristic_of(request)
-
-
-def error_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    raise ValueError(
-        f"{request.op.name} on {request.backend.name}: no configuration; pass cfg=, or allow the heuristic tier"
-    )
-
-
-TIERS: tuple[Callable[[ConfigSelectorChain, Request], Any], ...] = (
-    override_tier,
-    overlay_tier,
-    memory_tier,
-    persistent_tier,
-    autotune_tier,
-    heuristic_tier,
-    error_tier,
-)
-
-
-class ConfigSelectorChain:
-    """The tiers, with the caches they read.
-
-    Args:
-      cache: memory cache; a new one by default.
-      persistent: `PersistentCache`, or None for none.
-      autotune: whether an eager call on a device with tuning candidates may time them.
-      tiers: the functions to ask, in order.
-    """
-
-    def __init__(
-        self,
-        cache: ConfigCache | None = None,
-        persistent: PersistentCache | None = None,
-        autotune: bool = True,
-        tiers: tuple[Callable, ...] = TIERS,
-    ) -> None:
-        self.cache = cache if cache is not None else ConfigCache()
-        self.persistent, self.autotune, self.tiers = persistent, autotune, tiers
-
-    def select(self, request: Request) -> Any:
-        """Returns the configuration of the first tier that has one."""
-        if request.backend.heuristic is None and request.override is None:
-            return None  # a backend without tunables
-        for tier in self.tiers:
-            cfg = tier(self, request)
-            if cfg is not None:
-                return cfg
-        return None
-
-
-_default_chain: ConfigSelectorChain | None = None
-_chain: contextvars.ContextVar[ConfigSelectorChain | None] = contextvars.ContextVar("config_chain", default=None)
-
-
-def current_chain() -> ConfigSelectorChain:
-    """Returns the chain in use: that of the running `Executor`, else the process's own.
-
-    The process's own reads what was tuned before, and tunes on an accelerator only if EJDIST_AUTOTUNE=1, because a
-    training job should not stop to time kernels unasked.
-    """
-    global _default_chain
-    chain = _chain.get()
-    if chain is not None:
-        return chain
-    if _default_chain is None:
-        _default_chain = ConfigSelectorChain(
-            persistent=PersistentCache(), autotune=os.environ.get("EJDIST_AUTOTUNE") == "1"
-        )
-    return _default_chain
-
-
-@contextlib.contextmanager
-def use_chain(chain: ConfigSelectorChain) -> Iterator[None]:
-    """Calls inside choose their configurations by this chain."""
-    token = _chain.set(chain)
-    try:
-        yield
-    finally:
-        _chain.reset(token)
-
-
-def select(request: Request) -> Any:
-    return current_chain().select(request)

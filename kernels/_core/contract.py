@@ -1,89 +1,36 @@
-"""The contract of an operation, its backends, and the call that joins them: custom VJP, dispatch and caching, once.
+"""The contract of an operation, its backends, and the call that joins them.
 
-A room states its operation as a plain `jnp` function (signature, meaning and oracle in one) and wraps it in `Op`. Files
-beside it add backends with `@op.backend(...)`. All that a backend must write is `forward` and `backward` on arrays.
-See README.md in this folder for how rooms of every shape fit.
+An operation is stated as a plain `jnp` function (signature, meaning and oracle in one) and wrapped in `Op`. Files beside it
+add backends with `op.register(forward, backward, ...)`. All that a backend must write is the two directions on arrays.
+See README.md in this folder for how operations of every shape fit.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core import config as _config
-from kernels._core import execute
-from kernels._core.call import Call, bind, is_array, is_float_array, parameters_of, resolve_dims
-from kernels._core.dispatch import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
-from kernels._core.execute import Plan, Saved
+from kernels._core import execute, select, tuning
+from kernels._core.backend import Backend, Case, Choice, Plan, make_backend
+from kernels._core.binding import Call, bind, is_array, is_float_array, output_dims, parameters_of, resolve_dims
+from kernels._core.dims import check_vocabulary
+from kernels._core.execute import Saved
 from kernels._core.interpret import interpreting
+from kernels._core.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
 
 __all__ = ["Backend", "Call", "Case", "Op", "Saved", "Unsupported"]
 
 # Packages whose absence makes a backend unavailable, with what to install. Any other import error is raised.
 _OPTIONAL_PACKAGES = {"triton": "ejdist[cuda]", "jax_triton": "ejdist[cuda]"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One set of shapes and options: a row of tests, benchmarks, tuning and documentation.
-
-    Attributes:
-      dims: dim name -> size (a tuple for `*name`).
-      options: values of the static parameters.
-      arrays: names of optional float arrays to include.
-      make: argument name -> function (rng, dims) -> array or pytree, for what random normals do not fit.
-      shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1).
-      tags: "bench" (timed on accelerators, too large for tests on a CPU), "tune", ...
-    """
-
-    name: str
-    dims: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    arrays: tuple[str, ...] = ()
-    make: Mapping[str, Callable] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    tags: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, eq=False)
-class Backend:
-    """One implementation of an operation, and what it can do. Built by `Op.backend`."""
-
-    name: str
-    platforms: frozenset[str]
-    dtypes: frozenset[str]
-    features: frozenset[str]
-    forward: Callable
-    backward: Callable | None
-    rejects: Callable[[Call], str | None] | None
-    heuristic: Callable[[Call, str], Any] | None
-    candidates: Callable[[Call], Iterable[Any]] | None
-    version: int
-
-    @property
-    def toolchain(self) -> str:
-        """The part of the name that `platform=` may say: xla, triton, pallas, cudnn."""
-        return self.name.split("_")[0]
-
-    def refuses(self, op: Op, call: Call, differentiated: bool) -> str | None:
-        """Returns why this backend cannot run the call, or None if it can."""
-        if call.dtype not in self.dtypes:
-            return f"dtype {call.dtype} is not among {', '.join(sorted(self.dtypes))}"
-        missing = [name for name in op.used_features(call) if name not in self.features]
-        if missing:
-            return f"it does not support {', '.join(missing)}"
-        if differentiated and self.backward is None:
-            return "it has no backward"
-        return self.rejects(call) if self.rejects else None
+_MOST_PROGRAMS = 4096
 
 
 class Op:
@@ -94,17 +41,25 @@ class Op:
       outputs: a name for each output.
       residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend may be
         followed by the backward of another. The inputs are always available to a backward.
-      features: extra feature name -> predicate(call). Every optional parameter is a feature of its own name already, in
-        use when its value is not the default. Backends name the features they allow.
+      features: feature name -> predicate(call), for what the options alone do not tell. A backend names those it supports;
+        an optional parameter needs no feature, since a backend supports what its functions name.
+      no_gradient: float arguments without a gradient, as scales and quantised weights. All other floats have one, those
+        inside a pytree too, each leaf by itself.
       local_dims: dims that may be split over devices without communication.
+      sum_dims: dims that every output is a sum over: split, each device has a part of the sum.
+      tied_dims: pairs of dims that are split alike or not at all, (query heads, key heads): the second may also be 1.
+      elsewhere: dim -> the function of `ejdist` that can have it split, because it communicates.
+      offset_of: integer argument -> dim: the argument counts from the first entry of that dim that a device has.
+      weights: arguments that are parameters of a model. They may be stored split over any dim, and are gathered.
       same_dtype: float arguments that must agree in dtype.
-      order: backend names, fastest first (or a function of the call that returns them, with `names` listing all).
+      order: backend names, fastest first; `prefer`, a function of the call, may rank them otherwise.
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
+      work: call -> (forward, backward) `Work`, what each direction must compute and move at least.
 
     Raises:
-      TypeError: the contract cannot be read, or a backend's signature differs from it.
+      TypeError: the contract cannot be read, or what is said of it does not fit it.
     """
 
     def __init__(
@@ -114,32 +69,63 @@ class Op:
         outputs: tuple[str, ...] = ("out",),
         residuals: tuple[str, ...] = (),
         features: Mapping[str, Callable[[Call], bool]] | None = None,
+        no_gradient: Iterable[str] = (),
         local_dims: Iterable[str] = (),
+        sum_dims: Iterable[str] = (),
+        tied_dims: tuple[tuple[str, str], ...] = (),
+        elsewhere: Mapping[str, str] | None = None,
+        offset_of: Mapping[str, str] | None = None,
+        weights: tuple[str, ...] = (),
         same_dtype: tuple[str, ...] = (),
         order: tuple[str, ...] = ("xla",),
         prefer: Callable[[Call], tuple[str, ...]] | None = None,
         backward_inputs: Callable[[dict, dict], dict] | None = None,
         config: type | None = None,
         cases: tuple[Case, ...] = (),
+        work: Callable[[Call], Any] | None = None,
     ):
         self.function, self.name, self.outputs, self.residuals = function, function.__name__, outputs, residuals
-        self.parameters = parameters_of(function)
-        self.extra_features = dict(features or {})
-        self.local_dims, self.same_dtype, self.order, self.prefer = frozenset(local_dims), same_dtype, order, prefer
-        self.backward_inputs, self.config, self.cases = backward_inputs, config, cases
+        self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
+        self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
+        self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
+        self.elsewhere, self.offset_of, self.weights = dict(elsewhere or {}), dict(offset_of or {}), weights
+        self.same_dtype, self.order, self.prefer = same_dtype, order, prefer
+        self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work
         self.package = function.__module__.rpartition(".")[0]
         self.__doc__ = function.__doc__
         self._backends: dict[str, Backend] = {}
         self._unavailable: dict[str, str] = {}
         self._loaded = False
-        unknown = [r for r in residuals if r not in outputs]
-        if unknown:
-            raise TypeError(f"{self.name}: residuals {unknown} are not among its outputs {outputs}")
+        self._loading = threading.RLock()
+        self._programs: dict[Any, Callable] = {}
+        self._check_facts()
+
+    def _check_facts(self) -> None:
+        dims = {d.name for p in self.parameters.values() for d in p.dims} | {
+            d.name for output in self.output_dims for d in output
+        }
+        check_vocabulary(self.name, dims)
+        said = {"local_dims": self.local_dims, "sum_dims": self.sum_dims, "elsewhere": set(self.elsewhere)}
+        said |= {"tied_dims": {d for pair in self.tied_dims for d in pair}, "offset_of": set(self.offset_of.values())}
+        parts = {"residuals": (set(self.residuals), set(self.outputs))}
+        parts |= {name: (set(found), dims) for name, found in said.items()}
+        names = {"no_gradient": self.no_gradient, "weights": self.weights, "same_dtype": self.same_dtype}
+        names |= {"offset_of": tuple(self.offset_of)}
+        parts |= {f"{name} (arguments)": (set(found), set(self.parameters)) for name, found in names.items()}
+        for what, (found, known) in parts.items():
+            if found - known:
+                raise TypeError(
+                    f"{self.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
+                )
+        if self.local_dims & self.sum_dims:
+            raise TypeError(f"{self.name}: {sorted(self.local_dims & self.sum_dims)} cannot be local and summed over")
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
-    def backend(
+    def register(
         self,
+        forward: Callable,
+        backward: Callable | None = None,
         *,
         platforms: Iterable[str],
         dtypes: Iterable[str],
@@ -147,63 +133,49 @@ class Op:
         rejects: Callable[[Call], str | None] | None = None,
         heuristic: Callable[[Call, str], Any] | None = None,
         candidates: Callable[[Call], Iterable[Any]] | None = None,
+        symbolic: Iterable[str] = (),
         version: int = 1,
         name: str | None = None,
-        backward: Callable | None = None,
-    ) -> Callable[[Callable], Callable]:
-        """Returns a decorator that registers `forward`; the function `backward` of the same file belongs to it.
+    ) -> None:
+        """Adds a backend; its name is that of the file it stands in.
 
-        `features` is an allow-list. `heuristic` is given the call and the platform that is lowered for. `version` is raised
-        when tuned configurations of older code no longer apply.
+        Args:
+          forward, backward: functions of the contract's parameters, by name: those that they name are supported, and a call
+            that uses another is refused. `backward` takes `saved` before them and returns name -> gradient. Either may
+            name `cfg`.
+          platforms: that it can be lowered for: cpu, cuda, rocm, tpu.
+          features: of the contract's `features`, those that it supports.
+          rejects: call -> why it cannot run that call, or None.
+          heuristic: (call, platform that is lowered for) -> configuration. candidates: call -> configurations to tune over.
+          symbolic: dims whose size need not be known when it is compiled.
+          version: raised when configurations tuned for older code no longer apply.
+
+        Raises:
+          TypeError: a function or fact does not fit the contract.
         """
-        unknown = set(platforms) - set(PLATFORMS)
-        if unknown:
-            raise TypeError(f"{self.name}: unknown platforms {sorted(unknown)}; there are {', '.join(PLATFORMS)}")
-        strange = set(features) - set(self.feature_names)
+        strange = set(features) - set(self.features)
         if strange:
-            raise TypeError(
-                f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.feature_names)}"
-            )
-
-        def register(forward: Callable) -> Callable:
-            stem = name or forward.__module__.rpartition(".")[2]
-            self._check_signature(stem, forward, first=())
-            if backward is not None:
-                self._check_signature(stem, backward, first=("saved",))
-            self._backends[stem] = Backend(
-                name=stem,
-                platforms=frozenset(platforms),
-                dtypes=frozenset(dtypes),
-                features=frozenset(features),
-                forward=forward,
-                backward=backward,
-                rejects=rejects,
-                heuristic=heuristic,
-                candidates=candidates,
-                version=version,
-            )
-            return forward
-
-        return register
-
-    def _check_signature(self, stem: str, function: Callable, first: tuple[str, ...]) -> None:
-        wanted = (*first, *self.parameters, "cfg")
-        actual = tuple(inspect.signature(function).parameters)
-        if actual != wanted:
-            raise TypeError(f"{self.name} on {stem}: {function.__name__}{actual} must take {wanted}, in this order")
+            raise TypeError(f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.features)}")
+        facts = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
+        facts |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates, "version": version}
+        backend = make_backend(self, forward, backward, name, facts)
+        self._backends[backend.name] = backend
+        self._programs.clear()
 
     @property
     def backends(self) -> dict[str, Backend]:
-        """The available backends by name, fastest first. Backend files are imported at the first use."""
+        """The available backends by name, fastest first. Backend files are imported at the first use.
+
+        Raises:
+          ImportError: a backend's file cannot be imported, whenever it is needed; a toolchain that is not installed only
+            makes its backends unavailable.
+        """
         if not self._loaded:
-            self._loaded = True
-            for stem in self.order:
-                self._load(stem)
-            ordered = [s for s in self.order if s in self._backends] + [
-                s for s in self._backends if s not in self.order
-            ]
-            self._backends = {stem: self._backends[stem] for stem in ordered}
-        return self._backends
+            with self._loading:
+                for stem in self.order:
+                    self._load(stem)
+                self._loaded = True
+        return {n: self._backends[n] for n in (*self.order, *self._backends) if n in self._backends}
 
     def unavailable(self) -> dict[str, str]:
         """Returns the backends whose toolchain is not installed, with what to install."""
@@ -214,53 +186,37 @@ class Op:
         if not self.package or importlib.util.find_spec(module_name) is None:
             return
         try:
-            module = importlib.import_module(module_name)
+            importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             package = (error.name or "").split(".")[0]
             if package not in _OPTIONAL_PACKAGES:
                 raise
             sys.modules.pop(module_name, None)
             self._unavailable[stem] = f"{package} is not installed: pip install '{_OPTIONAL_PACKAGES[package]}'"
-            return
-        if stem not in self._backends:
-            raise TypeError(f"{module_name} registers no backend of {self.name}")
-        # Here and not where `forward` registers: `backward` stands below it, and the file may have been imported before.
-        backward = getattr(module, "backward", None)
-        if backward is not None and self._backends[stem].backward is None:
-            self._check_signature(stem, backward, first=("saved",))
-            self._backends[stem] = replace(self._backends[stem], backward=backward)
+        except Exception as error:
+            raise ImportError(
+                f"{self.name}: the backend {stem} cannot be imported ({type(error).__name__}: {error}); mend the installation "
+                "of its toolchain, or uninstall it"
+            ) from error
 
     @property
-    def feature_names(self) -> tuple[str, ...]:
-        return (*(p.name for p in self.parameters.values() if not p.required), *self.extra_features)
+    def options(self) -> tuple[str, ...]:
+        """Names of the optional parameters."""
+        return tuple(p.name for p in self.parameters.values() if not p.required)
+
+    def used_options(self, call: Call) -> list[str]:
+        """Returns the optional parameters that a call gives another value than the default."""
+        used = []
+        for name in self.options:
+            value, default = call.arguments[name], self.parameters[name].default
+            same = value is default or (not is_array(value) and type(value) is type(default) and value == default)
+            if not same:
+                used.append(name)
+        return used
 
     def used_features(self, call: Call) -> list[str]:
         """Returns the names of the features that a call asks for."""
-        used = []
-        for p in self.parameters.values():
-            if p.required:
-                continue
-            value = call.arguments[p.name]
-            same = value is p.default or (not is_array(value) and type(value) is type(p.default) and value == p.default)
-            if not same:
-                used.append(p.name)
-        return used + [name for name, predicate in self.extra_features.items() if predicate(call)]
-
-    def support(self) -> list[dict[str, Any]]:
-        """Returns a row for each backend: name, platforms, dtypes, features, whether it has a native backward."""
-        rows = [
-            {
-                "op": self.name,
-                "backend": b.name,
-                "platforms": sorted(b.platforms),
-                "dtypes": sorted(b.dtypes),
-                "features": [f for f in self.feature_names if f in b.features],
-                "refused": [f for f in self.feature_names if f not in b.features],
-                "backward": b.backward is not None,
-            }
-            for b in self.backends.values()
-        ]
-        return rows
+        return [name for name, predicate in self.features.items() if predicate(call)]
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -280,22 +236,25 @@ class Op:
         return Call(self.name, arguments, dims, dtype)
 
     def choose(
-        self, call: Call, platform: str | None, *, device: str = "any", differentiated: bool = False
+        self, call: Call, toolchain: str | None, *, device: str = "any", differentiated: bool = False
     ) -> dict[str, Backend | str]:
         """Returns, for each platform that may be lowered for, the backend that runs or the reason why none does.
 
-        `device` ("cpu", "gpu", "tpu") keeps only backends for that kind of device.
+        Args:
+          toolchain: a toolchain or backend name, which is then the only candidate; None for any.
+          device: "cpu", "gpu" or "tpu" keeps only backends for that kind of device.
 
         Raises:
-          ValueError: `platform` or `device` names nothing known.
+          ValueError: `toolchain` or `device` names nothing known.
           Unsupported: no backend can run the call; the message has every backend's reason.
         """
-        order = self.prefer(call) if self.prefer else tuple(self.backends)
-        pool = [self.backends[name] for name in order if name in self.backends]
-        if platform is not None:
-            pool = [b for b in pool if platform in (b.name, b.toolchain)]
+        backends = self.backends
+        order = self.prefer(call) if self.prefer else tuple(backends)
+        pool = [backends[name] for name in order if name in backends]
+        if toolchain is not None:
+            pool = [b for b in pool if toolchain in (b.name, b.toolchain)]
             if not pool:
-                self._no_such_backend(platform)
+                self._no_such_backend(toolchain)
         if device not in ("any", *DEVICE_OF_PLATFORM.values()):
             raise ValueError(f"{self.name}: cfg.backend = {device!r} is unknown; use any, cpu, gpu or tpu")
         reasons = {b.name: b.refuses(self, call, differentiated) for b in pool}
@@ -308,56 +267,47 @@ class Op:
             f"{name}: {reason}" for name, reason in [*reasons.items(), *self._unavailable.items()] if reason
         )
         if not able:
-            others = [
-                b.name for b in self.backends.values() if b not in pool and not b.refuses(self, call, differentiated)
-            ]
+            others = [b.name for b in backends.values() if b not in pool and not b.refuses(self, call, differentiated)]
             hint = f"; platform={others[0]!r} can" if others else ""
             raise Unsupported(f"{self.name} has no backend for this call: {said}{hint}")
-        if platform is not None and interpreting():
+        if toolchain is not None and interpreting():
             return dict.fromkeys(PLATFORMS, able[0])
-        chosen: dict[str, Backend | str] = {}
-        for p in PLATFORMS:
-            backend = next((b for b in able if p in b.platforms), None)
-            where = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in able)
-            chosen[p] = backend or (
-                f"{self.name} cannot be compiled for {p}"
-                + (f" with platform={platform!r}" if platform else "")
-                + f": the backends that support this call are {where}"
-                + (f"; {said}" if said else "")
-            )
-        return chosen
+        where = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in able)
+        asked = f" with platform={toolchain!r}" if toolchain else ""
+        cannot = f"the backends that support this call are {where}" + (f"; {said}" if said else "")
+        return {
+            p: next((b for b in able if p in b.platforms), f"{self.name} cannot be compiled for {p}{asked}: {cannot}")
+            for p in PLATFORMS
+        }
 
-    def _no_such_backend(self, platform: str) -> None:
+    def _no_such_backend(self, toolchain: str) -> None:
         known = dict.fromkeys([*self.backends, *(b.toolchain for b in self.backends.values())])
-        stems = {stem for stem in self._unavailable if platform in (stem, stem.split("_")[0])}
+        stems = {stem for stem in self._unavailable if toolchain in (stem, stem.split("_")[0])}
         if stems:
-            raise Unsupported(f"{self.name} on {platform}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
-        if platform in ("xla", "triton", "pallas", "cudnn", "cuda") or platform in self.order:
-            raise Unsupported(f"{self.name} has no {platform} backend; it has {', '.join(self.backends)}")
+            raise Unsupported(f"{self.name} on {toolchain}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
+        if toolchain in ("xla", "triton", "pallas", "cudnn", "cuda") or toolchain in self.order:
+            raise Unsupported(f"{self.name} has no {toolchain} backend; it has {', '.join(self.backends)}")
         raise ValueError(
-            f"{self.name}: argument 'platform' = {platform!r} is unknown; use None or one of {', '.join(known)}"
+            f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(known)}"
         )
 
-    def plan(self, call: Call, platform: str | None, cfg: Any, *, differentiated: bool) -> Plan:
+    def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan:
+        """Returns which backend runs on each platform, and with which configuration."""
+        if cfg is not None and self.config is None:
+            raise ValueError(f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; leave it out")
         if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
             raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
-        asked = getattr(cfg, "platform", "auto")
-        if platform is None and asked != "auto":
-            platform = asked
-        if platform == "auto":
-            platform = None
-        chosen = self.choose(call, platform, device=getattr(cfg, "backend", "any"), differentiated=differentiated)
-        configs: dict[str, Any] = {}
-        rows: list[Any] = []
-        for p, b in chosen.items():
-            if isinstance(b, str):
-                rows.append((p, None, None, b))
+        asked = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
+        toolchain = None if asked == "auto" else asked
+        chosen = self.choose(call, toolchain, device=getattr(cfg, "backend", "any"), differentiated=differentiated)
+        choices = []
+        for platform, backend in chosen.items():
+            if isinstance(backend, str):
+                choices.append(Choice(platform, None, None, backend))
                 continue
-            key = f"{b.name}/{p}"
-            if key not in configs:
-                configs[key] = _config.select(_config.Request(self, b, call, p, override=cfg))
-            rows.append((p, b, configs[key], ""))
-        return tuple(rows)
+            found = select.select(select.Request(self, backend, call, platform, cfg, tuning.tune))
+            choices.append(Choice(platform, backend, found, ""))
+        return Plan(tuple(choices), toolchain, cfg)
 
     def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
         """Returns all outputs of the contract: a tuple, or the bare array when there is one.
@@ -370,30 +320,48 @@ class Op:
         Raises:
           ValueError: the call is wrong. Unsupported: no backend, or not the one asked for, can run it.
         """
-        call = self.bind(*args, **kwargs)
-        primal = self.plan(call, platform, cfg, differentiated=False)
-        try:
-            gradient, refusal = self.plan(call, platform, cfg, differentiated=True), ""
-        except Unsupported as error:  # only a differentiated call needs a backward, so it is raised there
-            gradient, refusal = None, str(error)
-        traced = call.traced()
-        inputs = {k: v for k, v in traced.items() if is_float_array(v)}
-        others = {k: v for k, v in traced.items() if k not in inputs}
-        run = execute.compiled(self, primal, gradient, refusal, _static(self, call), interpreting())
-        return run(inputs, others)
+        return self.run(self.bind(*args, **kwargs), platform=platform, cfg=cfg)
+
+    def run(self, call: Call, *, platform: str | None = None, cfg: Any = None) -> Any:
+        """Returns the outputs of a call that is bound already, as `__call__`."""
+
+        def make() -> Callable:
+            primal = self.plan(call, platform, cfg, differentiated=False)
+            try:
+                gradient, refusal = self.plan(call, platform, cfg, differentiated=True), ""
+            except Unsupported as error:  # only a differentiated call needs a backward, so it is raised there
+                gradient, refusal = None, str(error)
+            return execute.compiled(self, call, primal, gradient, refusal)
+
+        return self._program("forward", call, platform, cfg, make)(call.traced())
 
     def backward(
         self, saved: Mapping[str, Any], *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any
-    ):
-        """Returns name -> gradient for every float array among the arguments, from what is given in `saved`.
+    ) -> dict[str, Any]:
+        """Returns name -> gradient for every argument that has one, from what is given in `saved`.
 
         `saved` holds what `backward_inputs` returns, for example a `d_out`, and an `lse` and `delta` that came from a
         ring over more keys than this call sees.
         """
         call = self.bind(*args, **kwargs)
-        plan = self.plan(call, platform, cfg, differentiated=True)
-        run = execute.compiled_backward(self, plan, _static(self, call), interpreting())
-        return run(dict(saved), call.traced())
+
+        def make() -> Callable:
+            return execute.compiled_backward(self, call, self.plan(call, platform, cfg, differentiated=True))
+
+        return self._program("backward", call, platform, cfg, make)(dict(saved), call.traced())
+
+    def _program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
+        """Returns the jitted function of calls of one kind: the backends and configurations that were chosen for the first
+        one hold for the next while nothing that decides the choice has changed."""
+        asked = (direction, call.key(), platform, cfg, interpreting())
+        found = self._programs.get((*asked, select.state(call)))
+        if found is None:
+            found = make()
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            # Choosing may itself have tuned, and so changed the state.
+            self._programs[(*asked, select.state(call))] = found
+        return found
 
     def reference(self, *args: Any, dtype: Any = jnp.float32, **kwargs: Any) -> Any:
         """Returns the contract evaluated with every float array cast to `dtype`, in true float32: the oracle."""
@@ -409,9 +377,11 @@ class Op:
         for p in self.parameters.values():
             if p.name in case.make:
                 value = case.make[p.name](rng, case.dims)
-                arguments[p.name] = jnp.asarray(value, dtype) if is_float_array(value) else value
+                arguments[p.name] = jax.tree.map(
+                    lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value
+                )
             elif p.kind == "float" and (p.required or p.name in case.arrays):
-                shape = case.shapes.get(p.name) or _case_shape(p, case.dims)
+                shape = case.shapes.get(p.name) or p.shape(case.dims)
                 arguments[p.name] = jnp.asarray(rng.standard_normal(shape), dtype)
             elif p.kind is not None and (p.required or p.name in case.arrays):
                 raise TypeError(f"{self.name}, case {case.name}: say how to make {p.name!r}")
@@ -419,23 +389,3 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name}: {', '.join(self.backends)})"
-
-
-def _case_shape(p: Any, dims: Mapping[str, Any]) -> tuple[int, ...]:
-    shape: list[int] = []
-    for d in p.dims:
-        if d.variadic:
-            shape.extend(dims.get(d.name, ()))
-        else:
-            shape.append(d.size if d.size is not None else dims[d.name] + d.offset)
-    return tuple(shape)
-
-
-def _static(op: Op, call: Call) -> tuple[tuple[str, Any], ...]:
-    static = call.static()
-    for name, value in static:
-        try:
-            hash(value)
-        except TypeError:
-            raise ValueError(f"{op.name}: argument {name!r} must be hashable (use a tuple), got {value!r}") from None
-    return static

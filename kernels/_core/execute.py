@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels._core.call import is_float_array
-from kernels._core.dispatch import Unsupported, by_platform
-
-if TYPE_CHECKING:
-    from kernels._core.contract import Backend, Op
-
-# A plan says, for each platform that may be lowered for, which backend runs with which configuration, or why none does.
-Plan = tuple[tuple[str, "Backend | None", Any, str], ...]
+from kernels._core.backend import Backend, Operation, Plan
+from kernels._core.binding import Call, floats_apart, is_traced_argument, merged
+from kernels._core.dispatch import apply, vary_alike
+from kernels._core.platforms import Unsupported
 
 
 class Saved(dict):
@@ -29,76 +26,113 @@ class Saved(dict):
             raise AttributeError(f"nothing named {name!r} was saved; there is {', '.join(self)}") from None
 
 
-def _as_tuple(op: Op, value: Any) -> tuple:
+def _as_tuple(op: Operation, value: Any) -> tuple:
     return value if len(op.outputs) > 1 else (value,)
 
 
-def _branches(op: Op, plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
-    """Returns a branch per platform. Platforms with the same backend and configuration share one, traced once."""
-    shared: dict[Any, Callable] = {}
-    result: dict[str, Callable | str] = {}
-    for platform, backend, cfg, reason in plan:
-        if backend is None:
-            result[platform] = reason
-            continue
-        key = (backend.name, cfg)
-        if key not in shared:
-            shared[key] = make(backend, cfg)
-        result[platform] = shared[key]
-    return result
+def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
+    return {c.platform: c.reason if c.backend is None else make(c.backend, c.cfg) for c in plan.choices}
 
 
-def _run_forward(op: Op, plan: Plan, static: dict[str, Any], traced: dict[str, Any]) -> Any:
+def _run_forward(op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any]) -> Any:
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}"):
-                arguments = {**static, **arrays}
-                return backend.forward(*(arguments[name] for name in op.parameters), cfg)
+                return backend.run("forward", {**static, **arrays}, cfg)
 
         return branch
 
     result = jax.eval_shape(lambda arrays: op.function(**static, **arrays), traced)
-    return by_platform(_branches(op, plan, make), result, traced)
+
+    def batched(size: int, is_batched: Any, operands: Any) -> Any:
+        return _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
+
+    return apply(op.name, _branches(plan, make), result, traced, batched=batched)
 
 
-def _run_backward(op: Op, plan: Plan, static: dict[str, Any], saved: dict[str, Any], traced: dict[str, Any]) -> Any:
-    floats = {k: v for k, v in traced.items() if is_float_array(v)}
+def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: dict, traced: dict) -> Any:
+    """Returns name -> gradient, for the leaves that have one; the other leaves are None."""
+    floats, _ = floats_apart(traced, op.no_gradient)
+    floats = {name: value for name, value in floats.items() if jax.tree.leaves(value)}
 
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}.backward"):
-                arguments = {**static, **arrays}
-                assert backend.backward is not None  # the plan was made for a differentiated call
-                gradients = backend.backward(Saved(saved), *(arguments[name] for name in op.parameters), cfg)
-            assert set(gradients) == set(floats), (op.name, backend.name, sorted(gradients), sorted(floats))
-            for name, g in gradients.items():
-                assert g.shape == floats[name].shape, (op.name, backend.name, name, g.shape, floats[name].shape)
-            return {name: g.astype(floats[name].dtype) for name, g in gradients.items()}
+                gradients = backend.run("backward", {**static, **arrays}, cfg, Saved(saved))
+            return _checked(op, backend, gradients, floats)
 
         return branch
 
-    result = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in floats.items()}
-    return by_platform(_branches(op, plan, make), result, saved, traced)
+    result = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), floats)
+    return apply(f"{op.name}_backward", _branches(plan, make), result, saved, traced)
 
 
-@functools.lru_cache(maxsize=4096)
-def compiled(
-    op: Op, primal: Plan, gradient: Plan | None, refusal: str, static_items: tuple, interpreted: bool
-) -> Callable:
-    """Returns the jitted, differentiable function (float arrays, other arrays) -> outputs of one plan and one set of
-    static options. `interpreted` is in the key because a traced program remembers how its kernels were launched."""
-    static = dict(static_items)
+def _checked(op: Operation, backend: Backend, gradients: Mapping[str, Any], floats: dict[str, Any]) -> dict[str, Any]:
+    """Returns the gradients in the dtypes of their inputs, after comparing what there is with what there should be."""
+    what = f"{op.name} on {backend.name}: its backward gives gradients"
+    if set(gradients) != set(floats):
+        raise TypeError(
+            f"{what} of {', '.join(sorted(gradients))}, but the inputs with a gradient are {', '.join(sorted(floats))}; "
+            "what has none is declared by Op(no_gradient=...)"
+        )
+    checked = {}
+    for name, like in floats.items():
+        (wanted, tree), (given, has) = jax.tree.flatten(like), jax.tree.flatten(gradients[name])
+        if tree != has or [g.shape for g in given] != [w.shape for w in wanted]:
+            raise TypeError(f"{what} of {name!r} as {jax.tree.map(jnp.shape, gradients[name])}, not as {like}")
+        checked[name] = jax.tree.unflatten(tree, [g.astype(w.dtype) for g, w in zip(given, wanted, strict=True)])
+    return checked
 
-    def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-        return _run_forward(op, primal, static, {**inputs, **others})
 
-    call.__name__ = op.name  # what profiles and programs show
-    run = jax.custom_vjp(call)
+def _batched_forward(
+    op: Operation, plan: Plan, static: Mapping[str, Any], result: Any, size: int, is_batched: dict, traced: dict
+) -> Any:
+    """Returns the operation on operands with one dim more, as one call: it joins the batch B, or the `*lead` dims. None where
+    some batched operand has neither, as a weight has not."""
+    leads, rows = {}, {}
+    for name, value in traced.items():
+        first = next(iter(op.parameters[name].dims), None)
+        if first is not None and first.variadic:
+            leads[name] = value if is_batched[name] else jnp.broadcast_to(value[None], (size, *value.shape))
+        elif first is not None and first.name == "B":
+            rows[name] = value if is_batched[name] else jnp.broadcast_to(value[None], (size, *value.shape))
+        elif any(jax.tree.leaves(is_batched[name])) or (first is None and jax.tree.leaves(value)):
+            return None
+    if leads and rows:
+        return None
+    largest = max((x.shape[1] for x in rows.values()), default=0)
+    for name, x in rows.items():  # one row for the whole batch is a row for each of its rows
+        rows[name] = jnp.broadcast_to(x, (size, largest, *x.shape[2:])).reshape(size * largest, *x.shape[2:])
+    folded = {**traced, **leads, **rows}
+    again = op.plan(op.bind(**static, **folded), plan.toolchain, plan.cfg, differentiated=False)
+    outputs = _run_forward(op, again, static, folded)
+    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), outputs, result)
+
+
+def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str) -> Callable:
+    """Returns the jitted, differentiable function of the arrays of a call -> outputs.
+
+    Args:
+      primal, gradient: what runs where there is no derivative, and where there is one.
+      refusal: why there is no `gradient`.
+    """
+    static = call.static()
+
+    def forward_of(plan: Plan) -> Callable:
+        """Returns the forward (inputs, others) -> outputs of a plan, differentiable as often as one likes."""
+
+        def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+            return _run_forward(op, plan, static, merged(inputs, others))
+
+        call.__name__ = op.name  # what profiles and programs show
+        run = jax.custom_vjp(call)
+        run.defvjp(run_fwd, run_bwd)
+        return run
 
     def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
         if gradient is None:
             raise Unsupported(refusal)
-        outputs = _as_tuple(op, _run_forward(op, gradient, static, {**inputs, **others}))
+        outputs = _as_tuple(op, forward_of(gradient)(inputs, others))
         # Named, so that a remat policy can keep what the backward needs instead of running the forward again.
         outputs = tuple(
             checkpoint_name(value, f"{op.name}.{name}") if name in op.residuals else value
@@ -108,27 +142,88 @@ def compiled(
         return outputs if len(op.outputs) > 1 else outputs[0], (inputs, others, residuals)
 
     def run_bwd(kept: Any, cotangents: Any) -> Any:
-        inputs, others, residuals = kept
+        return pull(*kept, cotangents), None
+
+    @jax.custom_vjp
+    def pull(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
+        """Returns the gradients of the inputs."""
         assert gradient is not None  # else the forward has raised
-        grads = {
+        d = {
             f"d_{name}": value
             for name, value in zip(op.outputs, _as_tuple(op, cotangents), strict=True)
             if value.dtype != jax.dtypes.float0
         }
-        saved = op.backward_inputs(residuals, grads) if op.backward_inputs else {**residuals, **grads}
-        return _run_backward(op, gradient, static, saved, {**inputs, **others}), None
+        saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
+        found = _run_backward(op, gradient, static, saved, merged(inputs, others))
+        return {name: found.get(name) for name in inputs}
 
-    run.defvjp(run_fwd, run_bwd)
+    def pull_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
+        return pull(inputs, others, residuals, cotangents), (inputs, others, cotangents)
+
+    def pull_bwd(kept: Any, d_gradients: Any) -> Any:
+        """The second derivative is that of the contract, on every platform alike. Residuals are functions of the inputs, so
+        all of it reaches the inputs and the cotangents."""
+        inputs, others, cotangents = kept
+
+        def gradients(inputs: Any, cotangents: Any) -> Any:
+            with jax.default_matmul_precision("highest"):
+                return jax.vjp(lambda x: op.function(**static, **merged(x, others)), inputs)[1](cotangents)[0]
+
+        d_inputs, d_cotangents = jax.vjp(gradients, inputs, cotangents)[1](d_gradients)
+        return d_inputs, None, None, d_cotangents
+
+    pull.defvjp(pull_fwd, pull_bwd)
+    differentiable = forward_of(primal)
+
+    def run(traced: dict[str, Any]) -> Any:
+        _check_mesh(op, traced)
+        return differentiable(*floats_apart(vary_alike(traced), op.no_gradient))
+
+    run.__name__ = op.name
     return jax.jit(run)
 
 
-@functools.lru_cache(maxsize=4096)
-def compiled_backward(op: Op, plan: Plan, static_items: tuple, interpreted: bool) -> Callable:
+def compiled_backward(op: Operation, call: Call, plan: Plan) -> Callable:
     """Returns the jitted function (saved, arrays) -> gradients of one plan and one set of static options."""
-    static = dict(static_items)
+    static = call.static()
 
     def run(saved: dict[str, Any], traced: dict[str, Any]) -> Any:
-        return _run_backward(op, plan, static, saved, traced)
+        _check_mesh(op, (saved, traced))
+        return _run_backward(op, plan, static, *vary_alike((saved, traced)))
 
     run.__name__ = f"{op.name}_backward"
     return jax.jit(run)
+
+
+def backward_of(op: Operation, function: Callable) -> Callable:
+    """Returns a backward that differentiates `function`, a forward in plain `jnp` of all of the contract's parameters."""
+
+    def backward(saved: Saved, **arguments: Any) -> dict[str, Any]:
+        traced = {name: value for name, value in arguments.items() if is_traced_argument(value)}
+        rest = {name: value for name, value in arguments.items() if name not in traced}
+        floats, others = floats_apart(traced, op.no_gradient)
+        outputs, pull = jax.vjp(lambda floats: function(**rest, **merged(floats, others)), floats)
+        d = tuple(saved[f"d_{n}"].astype(y.dtype) for n, y in zip(op.outputs, _as_tuple(op, outputs), strict=True))
+        (gradients,) = pull(d if len(op.outputs) > 1 else d[0])
+        return {name: value for name, value in gradients.items() if jax.tree.leaves(value)}
+
+    saved = inspect.Parameter("saved", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    backward.__dict__["__signature__"] = inspect.Signature([saved, *parameters])
+    return backward
+
+
+def _check_mesh(op: Operation, tree: Any) -> None:
+    """Raises ValueError for arrays whose type says that they are split over a mesh: where the operation's results would lie
+    is not for it to say."""
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == jax.sharding.AxisType.Explicit}
+    if not explicit:
+        return
+    for x in jax.tree.leaves(tree):
+        named = {a for e in jax.typeof(x).sharding.spec if e for a in ((e,) if isinstance(e, str) else e)}
+        if named & explicit:
+            raise ValueError(
+                f"{op.name}: an array lies on the explicit mesh axes {', '.join(sorted(named & explicit))}, and the operations "
+                "of `kernels` are of a device's own arrays; use the function of that name in `ejdist`"
+            )

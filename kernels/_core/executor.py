@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernels._core.config import ConfigSelectorChain, PersistentCache, use_chain
+from kernels._core.config import PersistentCache
+from kernels._core.select import ConfigSelectorChain, use_chain
 
 
 class Module:
     """An operation as an object: calling it calls its function, with the keyword defaults given at construction."""
 
-    face: Callable
+    function: Callable
 
     def __init__(self, **defaults: Any) -> None:
         self.defaults = defaults
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self).face(*args, **{**self.defaults, **kwargs})
+        return type(self).function(*args, **{**self.defaults, **kwargs})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.defaults.items())})"
 
 
-def module_class(name: str, face: Callable) -> type[Module]:
+def module_class(name: str, function: Callable) -> type[Module]:
     """Returns the module class of a function, as `FlashAttention` of `flash_attention`."""
-    return type(name, (Module,), {"face": staticmethod(face), "__doc__": face.__doc__, "__module__": face.__module__})
+    about = {"__doc__": function.__doc__, "__module__": function.__module__}
+    return type(name, (Module,), {"function": staticmethod(function), **about})
 
 
 class Executor:

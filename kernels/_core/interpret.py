@@ -15,9 +15,9 @@ def interpreting() -> bool:
 
 
 @contextlib.contextmanager
-def interpret() -> Iterator[None]:
+def interpret(on: bool = True) -> Iterator[None]:
     """Kernels traced inside run through their interpreter, on the CPU. Slow; for checking numbers."""
-    token = _interpreting.set(True)
+    token = _interpreting.set(on)
     try:
         yield
     finally:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels._core.dispatch import DEVICE_OF_PLATFORM, Unsupported
+from kernels._core.platforms import DEVICE_OF_PLATFORM, Unsupported
 
 
 class Platform(enum.StrEnum):
@@ -26,8 +26,8 @@ class Platform(enum.StrEnum):
     XLA = "xla"
 
 
-class Backend(enum.StrEnum):
-    """The kind of device that an implementation runs on."""
+class DeviceKind(enum.StrEnum):
+    """The kind of device that an implementation runs on; in the public interface it is called `Backend`."""
 
     GPU = "gpu"
     TPU = "tpu"
@@ -41,12 +41,12 @@ class Implementation:
 
     algorithm: str
     platform: Platform
-    backend: Backend
+    backend: DeviceKind
     priority: int
     function: Callable
 
     def runs_on(self, device: str) -> bool:
-        return self.backend is Backend.ANY or self.backend == device
+        return self.backend is DeviceKind.ANY or self.backend == device
 
 
 def _member(kind: type[enum.StrEnum], value: Any, argument: str) -> Any:
@@ -57,20 +57,20 @@ def _member(kind: type[enum.StrEnum], value: Any, argument: str) -> Any:
 
 
 class KernelRegistry:
-    """Implementations by name. `faces` yields (name, op, function) of the operations that are in from the start."""
+    """Implementations by name. `functions` gives name -> public function of the operations that are in from the start."""
 
-    def __init__(self, faces: Callable[[], list[tuple[str, Any, Callable]]] = list) -> None:
-        self._faces, self._added, self._known = faces, [], None
+    def __init__(self, functions: Callable[[], Mapping[str, Any]] = dict) -> None:
+        self._functions, self._added = functions, []
 
     def register(
-        self, algorithm: str, platform: Platform | str, backend: Backend | str = Backend.ANY, priority: int = 0
+        self, algorithm: str, platform: Platform | str, backend: DeviceKind | str = DeviceKind.ANY, priority: int = 0
     ) -> Callable[[Callable], Callable]:
         """Returns a decorator that adds an implementation. The higher priority is preferred.
 
         Raises:
           ValueError: the same (algorithm, platform, backend, priority) is taken.
         """
-        platform, backend = _member(Platform, platform, "platform"), _member(Backend, backend, "backend")
+        platform, backend = _member(Platform, platform, "platform"), _member(DeviceKind, backend, "backend")
 
         def add(function: Callable) -> Callable:
             new = Implementation(algorithm, platform, backend, priority, function)
@@ -87,26 +87,25 @@ class KernelRegistry:
 
     def _implementations(self, algorithm: str) -> list[Implementation]:
         found = [i for i in self._added if i.algorithm == algorithm]
-        for name, op, face in self._faces():
-            if name != algorithm:
-                continue
-            for rank, b in enumerate(reversed(op.backends.values())):
+        declared = self._functions().get(algorithm)
+        if declared is not None:
+            for rank, b in enumerate(reversed(declared.op.backends.values())):
                 devices = {DEVICE_OF_PLATFORM[p] for p in b.platforms}
-                device = Backend.ANY if len(devices) > 1 else Backend(devices.pop())
-                function = functools.partial(face, platform=b.name)
-                found.append(Implementation(name, Platform(b.toolchain), device, 10 * rank, function))
+                device = DeviceKind.ANY if len(devices) > 1 else DeviceKind(devices.pop())
+                function = functools.partial(declared, platform=b.name)
+                found.append(Implementation(algorithm, Platform(b.toolchain), device, 10 * rank, function))
         return sorted(found, key=lambda i: -i.priority)
 
     def algorithms(self) -> list[str]:
         """Returns every registered name, sorted."""
-        return sorted({i.algorithm for i in self._added} | {name for name, _, _ in self._faces()})
+        return sorted({i.algorithm for i in self._added} | set(self._functions()))
 
     def list(self, algorithm: str) -> list[Implementation]:
         """Returns the implementations of an algorithm, the preferred first."""
         return self._implementations(algorithm)
 
     def get(
-        self, algorithm: str, platform: Platform | str | None = None, backend: Backend | str | None = None
+        self, algorithm: str, platform: Platform | str | None = None, backend: DeviceKind | str | None = None
     ) -> Callable:
         """Returns the preferred implementation that matches.
 
@@ -124,8 +123,8 @@ class KernelRegistry:
             wanted = _member(Platform, platform, "platform")
             matching = [i for i in matching if i.platform is wanted]
         if backend is not None:
-            kind = _member(Backend, backend, "backend")
-            matching = [i for i in matching if i.backend is kind or (kind is not Backend.ANY and i.runs_on(kind))]
+            kind = _member(DeviceKind, backend, "backend")
+            matching = [i for i in matching if i.backend is kind or (kind is not DeviceKind.ANY and i.runs_on(kind))]
         if platform is None and backend is None:
             import jax
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.call import is_float_array
-
-if TYPE_CHECKING:
-    from kernels._core.config import Request
+from kernels._core.binding import floats_apart, merged
+from kernels._core.select import Request
 
 # A candidate may round differently from the heuristic's configuration, but not be wrong: some tile shapes are known to
 # be miscompiled, so each candidate's numbers are compared before it may win.
@@ -24,13 +22,13 @@ _ALLOWED_RELATIVE_ERROR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 def _step(request: Request, cfg: Any) -> Any:
     """Returns the jitted function arrays -> (outputs, gradients) of one configuration on this backend alone."""
     op, call = request.op, request.call
-    static = dict(call.static())
+    static = call.static()
 
     def run(floats: dict[str, Any], others: dict[str, Any]) -> Any:
         def forward(floats: dict[str, Any]) -> Any:
-            return op(**static, **floats, **others, platform=request.backend.name, cfg=cfg)
+            return op(**static, **merged(floats, others), platform=request.backend.name, cfg=cfg)
 
-        if request.backend.backward is None or not floats:
+        if request.backend.backward is None or not jax.tree.leaves(floats):
             return forward(floats)
         outputs, pull = jax.vjp(forward, floats)
         return outputs, pull(jax.tree.map(jnp.ones_like, outputs))
@@ -72,11 +70,9 @@ def tune(request: Request) -> Any:
     Raises:
       RuntimeError: not one candidate ran; the message has each one's reason.
     """
-    traced = request.call.traced()
-    floats = {k: v for k, v in traced.items() if is_float_array(v)}
-    others = {k: v for k, v in traced.items() if k not in floats}
-    assert request.backend.heuristic is not None and request.backend.candidates is not None
-    first = request.backend.heuristic(request.call, request.platform)
+    floats, others = floats_apart(request.call.traced(), request.op.no_gradient)
+    assert request.backend.candidates is not None
+    first = request.heuristic()
     candidates = list(dict.fromkeys([first, *request.backend.candidates(request.call)]))
     wanted, best, reasons = None, None, []
     for cfg in candidates:

@@ -16,12 +16,11 @@ import numpy as np
 
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
-from kernels._core.contract import Call, Saved
+from kernels._core.binding import Call
+from kernels._core.execute import Saved, backward_of
 from kernels._core.masks import MaskInfo, active_blocks, visible_block
-from kernels.flash_attention.contract import op
-from kernels.flash_attention.dropout import dropout_scale
-
-FEATURES = set(op.feature_names)  # everything: this is the backend that the others are compared with
+from kernels.ops.flash_attention.contract import attention, attention_op, op
+from kernels.ops.flash_attention.dropout import dropout_scale
 
 
 def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
@@ -183,13 +182,6 @@ def _keep(dropout_seed, row, column, probability, num_kv_heads):
     return _heads(dropout_scale(dropout_seed, row["position"], column["position"], probability), num_kv_heads)
 
 
-@op.backend(
-    platforms={"cpu", "cuda", "rocm", "tpu"},
-    dtypes={"float32", "bfloat16", "float16"},
-    features=FEATURES,
-    heuristic=_heuristic,
-    candidates=_candidates,
-)
 def forward(
     query,
     key,
@@ -361,3 +353,21 @@ def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> j
     some = (lse > -jnp.inf)[..., None]  # no sink above -inf means no key either: weight 0
     weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - jnp.where(some, lse[..., None], 0))
     return -jnp.sum(jnp.where(some, weight * delta[..., None], 0), axis=(0, 1))
+
+
+EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
+MASKS = {"causal", "window", "chunk_size", "prefix", "segments", "positions", "dense_mask"}
+FEATURES = MASKS | {"gqa", "cross_attention", "value_width"}
+
+op.register(
+    forward,
+    backward,
+    features=FEATURES,
+    symbolic={"B"},
+    heuristic=_heuristic,
+    candidates=_candidates,
+    **EVERYWHERE,
+)
+attention_op.register(
+    attention, backward_of(attention_op, attention), name="xla", features=FEATURES, symbolic={"B"}, **EVERYWHERE
+)

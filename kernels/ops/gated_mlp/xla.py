@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.gated_mlp.contract import activation_of, op
+from kernels.ops.gated_mlp.contract import activation_of, op
 
 
 def _dot(subscripts, a, b):
@@ -17,18 +17,13 @@ def _hidden(x, gate, up):
     return _dot("...d,df->...f", x, gate), _dot("...d,df->...f", x, up)
 
 
-@op.backend(
-    platforms={"cpu", "cuda", "rocm", "tpu"},
-    dtypes={"float32", "bfloat16", "float16"},
-    features={"activation"},
-)
-def forward(x, gate, up, down, activation, cfg):
+def forward(x, gate, up, down, activation):
     g, u = _hidden(x, gate, up)
     h = (activation_of(activation)(g) * u).astype(x.dtype)
     return _dot("...f,fd->...d", h, down).astype(x.dtype)
 
 
-def backward(saved, x, gate, up, down, activation, cfg):
+def backward(saved, x, gate, up, down, activation):
     g, u = _hidden(x, gate, up)
     act, pull = jax.vjp(activation_of(activation), g)
     d = saved.d_out.astype(x.dtype)
@@ -38,3 +33,12 @@ def backward(saved, x, gate, up, down, activation, cfg):
     du = (dh * act).astype(x.dtype)
     dx = _dot("...f,df->...d", dg, gate) + _dot("...f,df->...d", du, up)
     return {"x": dx, "gate": _dot("...d,...f->df", x, dg), "up": _dot("...d,...f->df", x, du), "down": ddown}
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"cpu", "cuda", "rocm", "tpu"},
+    dtypes={"float32", "bfloat16", "float16"},
+    symbolic={"lead"},
+)

@@ -1,28 +1,16 @@
 """Gated MLP: SwiGLU and its relatives."""
 
-from __future__ import annotations
-
-import jax
-
-from kernels.gated_mlp.contract import ACTIVATIONS, op
+from kernels._core.public import public_as_declared
+from kernels.ops.gated_mlp.contract import ACTIVATIONS, op
 
 __all__ = ["ACTIVATIONS", "gated_mlp", "op"]
 
-
-def gated_mlp(
-    x: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    *,
-    activation: str = "silu",
-    platform: str | None = None,
-    cfg: None = None,
-) -> jax.Array:
-    """Returns (activation(x gate) * (x up)) down in x's dtype, [..., D].
+gated_mlp = public_as_declared(
+    op,
+    """Returns (activation(x gate) * (x up)) down in x's dtype, [*lead, D].
 
     Args:
-      x: [..., D]. gate, up: [D, F]. down: [F, D]. All of one dtype.
+      x: [*lead, D]. gate, up: [D, F]. down: [F, D]. All of one dtype.
       activation: "silu" (SwiGLU), "gelu" (GeGLU), "gelu_tanh" or "relu" (ReGLU).
 
     The backward keeps x and the weights alone, nothing of width F, and computes the two inner products again.
@@ -35,5 +23,5 @@ def gated_mlp(
     >>> import jax.numpy as jnp
     >>> gated_mlp(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.ones((4, 8)), jnp.ones((8, 4))).shape
     (2, 4)
-    """
-    return op(x, gate, up, down, activation=activation, platform=platform, cfg=cfg)
+    """,
+)

@@ -1,4 +1,4 @@
-"""What users call: flash attention under the arguments of the field, brought to the contract's canonical form."""
+"""What users call: flash attention under the arguments of the field, brought to the contract's form."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core import segments
-from kernels._core.call import is_array
+from kernels._core.binding import is_array
 from kernels._core.config import KernelConfig
 from kernels._core.masks import MaskInfo, window_of
-from kernels.flash_attention.contract import flash_attention as contract
-from kernels.flash_attention.contract import op
-from kernels.flash_attention.dropout import expand_dropout_seed
+from kernels._core.public import Prepared, public
+from kernels.ops.flash_attention.contract import attention_op, op
+from kernels.ops.flash_attention.dropout import expand_dropout_seed
 
 
-def canonical(
+@public(op)
+def flash_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
     attention_mask: jax.Array | None = None,
     bias: jax.Array | None = None,
     causal: bool = False,
@@ -33,18 +33,44 @@ def canonical(
     cum_seqlens_q: jax.Array | None = None,
     cum_seqlens_k: jax.Array | None = None,
     softmax_aux: jax.Array | None = None,
+    *,
     alibi_slopes: jax.Array | None = None,
     mask_info: MaskInfo | None = None,
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     q_positions: jax.Array | None = None,
     kv_positions: jax.Array | None = None,
-) -> dict[str, Any]:
-    """Returns the arguments of the contract: every mask that was given, in one `MaskInfo`, and sinks, slopes and seeds in
-    their declared shapes.
+    return_lse: bool = False,
+) -> Prepared:
+    """Returns the attention output [B, T, N, Hv]; with `return_lse` also the log-sum-exp, float32 [B, T, N].
+
+    Every mask that is given applies. Gradients flow to query, key, value, bias, softmax_aux and alibi_slopes.
+
+    Args:
+      query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA).
+      attention_mask: bool [B, S] (not padding), [B, T, S] or [B, N, T, S].
+      bias: added to the logits, broadcastable to [B, N, T, S].
+      causal: a query sees keys up to its own position; bottom-right aligned when T != S.
+      softmax_scale: default 1/sqrt(H).
+      dropout_prob, dropout_seed: attention dropout; the seed may be traced, and is 0 by default. The mask depends on the
+        seed, batch row, head and positions only.
+      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an open side.
+      chunk_size: keys in the same chunk of that many positions.
+      logits_soft_cap: c in c * tanh(logits / c).
+      cum_seqlens_q, cum_seqlens_k: [0, n1, n1 + n2, ...] over the packed axis; the batch is 1 then.
+      softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
+      alibi_slopes: [N] or [B, N]; slope * |i - j| is subtracted from the logits.
+      mask_info: `MaskInfo`.
+      q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding.
+      q_positions, kv_positions: int [B, T], [B, S]; what causal, window and chunk compare, where not 0, 1, 2, ...
 
     Raises:
-      ValueError: naming the argument, what is wrong, and what to do.
+      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> flash_attention(x, x, x, causal=True).shape
+    (1, 8, 2, 4)
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not is_array(x) or x.ndim != 4:
@@ -88,7 +114,7 @@ def canonical(
     if packed:
         parts.append(_packed(query, key, cum_seqlens_q, cum_seqlens_k, chunk_size))
     if attention_mask is not None:
-        parts.append(_of_attention_mask(attention_mask, T, S))
+        parts.append(_of_attention_mask(attention_mask, B, T, S))
     for part in parts:
         part.check(B, T, S, N)
         mask = mask.combine(part)
@@ -113,7 +139,7 @@ def canonical(
         arguments["softmax_scale"] = softmax_scale
     if logits_soft_cap is not None:
         arguments["logits_soft_cap"] = float(logits_soft_cap)
-    return arguments
+    return Prepared(op.bind(**arguments), returns=("out", "lse") if return_lse else "out")
 
 
 def _packed(
@@ -130,101 +156,23 @@ def _packed(
     return MaskInfo.from_cu_seqlens(*lengths, chunk_size=chunk_size)
 
 
-def _of_attention_mask(attention_mask: Any, q_length: int, kv_length: int) -> MaskInfo:
+def _of_attention_mask(attention_mask: Any, batch: int, q_length: int, kv_length: int) -> MaskInfo:
     mask = jnp.asarray(attention_mask)
-    if mask.ndim == 2 and mask.shape[1] != kv_length:
+    pairs = "what marks pairs is [B, T, S], so add a dim to [T, S]: attention_mask[None]"
+    if mask.ndim == 2 and not (mask.shape[1] == kv_length and mask.shape[0] in (1, batch)):
         raise ValueError(
-            f"argument 'attention_mask' is {mask.shape} and must be [B, S] with S = {kv_length} keys; [B, T, S] marks pairs"
+            f"argument 'attention_mask' of shape {mask.shape} must be [B, S] = ({batch}, {kv_length}), true for tokens that "
+            f"are not padding; {pairs}"
+        )
+    if mask.ndim == 2 and batch == q_length > 1:
+        raise ValueError(
+            f"argument 'attention_mask' of shape {mask.shape} could be [B, S] or [T, S], since B = T = {batch}: give padding "
+            f"as q_segment_ids (-1 where it is), and {pairs}"
         )
     if mask.ndim == 2 and q_length != kv_length:
         # [B, S] marks the keys; the queries are others and are all real.
         return MaskInfo.from_attention_mask(mask[:, None, None, :])
     return MaskInfo.from_attention_mask(mask)
-
-
-def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    attention_mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    dropout_seed: Any = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    logits_soft_cap: float | None = None,
-    cum_seqlens_q: jax.Array | None = None,
-    cum_seqlens_k: jax.Array | None = None,
-    softmax_aux: jax.Array | None = None,
-    *,
-    alibi_slopes: jax.Array | None = None,
-    mask_info: MaskInfo | None = None,
-    q_segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
-    return_lse: bool = False,
-    platform: str | None = None,
-    cfg: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Returns the attention output [B, T, N, Hv]; with `return_lse` also the log-sum-exp, float32 [B, T, N].
-
-    Every mask that is given applies. Gradients flow to query, key, value, bias, softmax_aux and alibi_slopes.
-
-    Args:
-      query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA).
-      attention_mask: bool [B, S] (not padding), [B, T, S] or [B, N, T, S].
-      bias: added to the logits, broadcastable to [B, N, T, S].
-      causal: a query sees keys up to its own position; bottom-right aligned when T != S.
-      softmax_scale: default 1/sqrt(H).
-      dropout_prob, dropout_seed: attention dropout; the seed may be traced, and is 0 by default. The mask depends on the
-        seed, batch row, head and positions only.
-      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an open side.
-      chunk_size: keys in the same chunk of that many positions.
-      logits_soft_cap: c in c * tanh(logits / c).
-      cum_seqlens_q, cum_seqlens_k: [0, n1, n1 + n2, ...] over the packed axis; the batch is 1 then.
-      softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
-      alibi_slopes: [N] or [B, N]; slope * |i - j| is subtracted from the logits.
-      mask_info: `MaskInfo`.
-      q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding.
-      q_positions, kv_positions: int [B, T], [B, S]; what causal, window and chunk compare, where not 0, 1, 2, ...
-      platform, cfg: see `Op.__call__`.
-
-    Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
-
-    >>> import jax.numpy as jnp
-    >>> x = jnp.ones((1, 8, 2, 4))
-    >>> flash_attention(x, x, x, causal=True).shape
-    (1, 8, 2, 4)
-    """
-    arguments = canonical(
-        query,
-        key,
-        value,
-        attention_mask=attention_mask,
-        bias=bias,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        dropout_seed=dropout_seed,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        softmax_aux=softmax_aux,
-        alibi_slopes=alibi_slopes,
-        mask_info=mask_info,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-    )
-    out, lse = op(**arguments, platform=platform, cfg=cfg)
-    return (out, lse) if return_lse else out
 
 
 def flash_attention_backward(
@@ -264,9 +212,11 @@ def flash_attention_backward(
     if out is not None:
         delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     saved = {"d_out": d_out, "lse": lse, "delta": delta}
-    return op.backward(saved, **canonical(query, key, value, **options), platform=platform, cfg=cfg)
+    call = flash_attention.prepare(query, key, value, **options).call
+    return op.backward(saved, **call.arguments, platform=platform, cfg=cfg)
 
 
+@public(op)
 def scaled_dot_product_attention(
     query: jax.Array,
     key: jax.Array,
@@ -281,27 +231,12 @@ def scaled_dot_product_attention(
     cum_seqlens_q: jax.Array | None = None,
     cum_seqlens_k: jax.Array | None = None,
     mask_info: MaskInfo | None = None,
-    platform: str | None = None,
-    cfg: KernelConfig | None = None,
-) -> jax.Array:
+) -> Prepared:
     """Returns attention [B, T, N, Hv] under the name and arguments of the field: `flash_attention` with fewer of them."""
-    arguments = canonical(
-        query,
-        key,
-        value,
-        attention_mask=attention_mask,
-        bias=bias,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        mask_info=mask_info,
-    )
-    return op(**arguments, platform=platform, cfg=cfg)[0]
+    return flash_attention.prepare(**locals())
 
 
+@public(attention_op)
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -317,42 +252,11 @@ def attention(
     softmax_aux: jax.Array | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    platform: str | None = None,
-    cfg: KernelConfig | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> Prepared:
     """Returns (out [B, T, N, Hv], weights float32 [B, N, T, S]), for those who want to look at the weights.
 
-    The weights are the softmax over keys and sinks, before dropout. They are dense by nature: O(T * S) memory. The output
-    is that of `flash_attention`, on whichever backend is asked for.
+    The weights are the softmax over keys and sinks, before dropout. They are dense by nature: O(T * S) memory. The output is
+    that of `flash_attention`; both have gradients.
     """
-    arguments = canonical(
-        query,
-        key,
-        value,
-        attention_mask=attention_mask,
-        bias=bias,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        dropout_seed=dropout_seed,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-    )
-    return attention_of_canonical(**arguments, platform=platform, cfg=cfg)
-
-
-def attention_of_canonical(
-    *, platform: str | None = None, cfg: KernelConfig | None = None, **arguments: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, weights) from the arguments of the contract, as `canonical` makes them."""
-    out, _ = op(**arguments, platform=platform, cfg=cfg)
-    # The contract with the unit vectors as values: output column s is then the weight of key s.
-    B, S, K = arguments["key"].shape[:3]
-    units = jnp.broadcast_to(jnp.eye(S, dtype=jnp.float32)[None, :, None], (B, S, K, S))
-    plain = {n: x for n, x in arguments.items() if n not in ("dropout_seed", "dropout_prob")}
-    floats: dict[str, Any] = {n: x.astype(jnp.float32) for n, x in plain.items() if n in ("query", "key")}
-    asked: dict[str, Any] = {**plain, **floats, "value": units}
-    weights, _ = contract(**asked)
-    return out, weights.swapaxes(1, 2)
+    call = flash_attention.prepare(**locals()).call
+    return Prepared(attention_op.bind(**call.arguments), returns=("out", "weights"))

@@ -6,16 +6,18 @@ here, and every check of shape and dtype, every test array and every sharding sp
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+
+from kernels._core.dims import Dim
 
 _KINDS = {
     "Float": "float",
@@ -29,45 +31,6 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Dim:
-    """One entry of a shape annotation. `name` is empty for a fixed size or a wildcard.
-
-    Written as: `T` (a name), `#T` (that size or 1), `*lead` (any number of dims, bound as a tuple), `T+1` (a name and
-    an offset), `4` (a fixed size), `_` (any size), `...` (any number of dims, unbound).
-    """
-
-    name: str = ""
-    size: int | None = None
-    offset: int = 0
-    broadcast: bool = False
-    variadic: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Dim:
-        if text == "...":
-            return cls(variadic=True)
-        if text == "_":
-            return cls()
-        if text.lstrip("-").isdigit():
-            return cls(size=int(text))
-        match = re.fullmatch(r"([#*]?)([A-Za-z_]\w*)(?:([+-]\d+))?", text)
-        if match is None:
-            raise TypeError(
-                f"cannot read dim {text!r}: write a name, '#name', '*name', 'name+1', an integer, '_' or '...'"
-            )
-        mark, name, offset = match.groups()
-        return cls(name=name, offset=int(offset or 0), broadcast=mark == "#", variadic=mark == "*")
-
-    def __str__(self) -> str:
-        if self.size is not None:
-            return str(self.size)
-        sign = f"{self.offset:+d}" if self.offset else ""
-        return ("#" * self.broadcast + "*" * bool(self.variadic and self.name) + self.name + sign) or (
-            "..." if self.variadic else "_"
-        )
-
-
-@dataclass(frozen=True)
 class Parameter:
     """One parameter of a contract. `kind` is None for what is not an array by declaration (options, pytrees)."""
 
@@ -78,6 +41,13 @@ class Parameter:
     required: bool
     positional: bool
     static: bool  # declared as a Python number, string or bool: compiled in, never traced
+
+    def shape(self, dims: Mapping[str, Any]) -> tuple[int, ...]:
+        """Returns the shape of the argument for those sizes."""
+        sizes: list[int] = []
+        for d in self.dims:
+            sizes.extend(dims.get(d.name, ()) if d.variadic else [d.size if d.size is not None else dims[d.name] + d.offset])
+        return tuple(sizes)
 
 
 _STATIC_TYPES = (bool, int, float, str)
@@ -119,6 +89,20 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
     return result
 
 
+def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
+    """Returns the dims of each output, read from the return annotation of a contract.
+
+    Raises:
+      TypeError: there is none, or not one for each output.
+    """
+    hint = typing.get_type_hints(function).get("return")
+    hints = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
+    read = [_array_annotation(h) for h in hints]
+    if len(read) != count or None in read:
+        raise TypeError(f"{function.__name__}: its return annotation must give the dims of {count} outputs, got {hint}")
+    return tuple(found[1] for found in read if found is not None)
+
+
 def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or isinstance(
         value, jax.core.Tracer
@@ -137,6 +121,39 @@ def is_traced_argument(value: Any) -> bool:
     if not leaves:
         return not isinstance(value, (tuple, list, dict))
     return all(is_array(leaf) for leaf in leaves)
+
+
+def merged(floats: Any, others: Any) -> Any:
+    """Returns the tree that `floats_apart` took apart."""
+    return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda x: x is None)
+
+
+def floats_apart(traced: Mapping[str, Any], without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (floats, others): the arguments twice, with None in place of the leaves that are in the other one.
+
+    Args:
+      without: arguments all of whose leaves count as others: floats that have no gradient.
+    """
+    floats = {
+        n: None if n in without else jax.tree.map(lambda x: x if is_float_array(x) else None, v)
+        for n, v in traced.items()
+    }
+    others = {
+        n: v if n in without else jax.tree.map(lambda x: None if is_float_array(x) else x, v) for n, v in traced.items()
+    }
+    return floats, others
+
+
+def typed(value: Any) -> Any:
+    """Returns a hashable stand-in that tells apart what Python holds equal but a program may not: 1, 1.0 and True; 0.0 and
+    -0.0. Options of the same key are the same program."""
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(map(typed, value)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (type(value), tuple(typed(getattr(value, f.name)) for f in dataclasses.fields(value)))
+    return (type(value), value)
 
 
 class Call:
@@ -158,8 +175,40 @@ class Call:
     def traced(self) -> dict[str, Any]:
         return {k: v for k, v in self.arguments.items() if is_traced_argument(v)}
 
-    def static(self) -> tuple[tuple[str, Any], ...]:
-        return tuple((k, v) for k, v in self.arguments.items() if not is_traced_argument(v))
+    def static(self) -> dict[str, Any]:
+        return {k: v for k, v in self.arguments.items() if not is_traced_argument(v)}
+
+    def key(self) -> tuple:
+        """Returns what decides the program of this call: shapes and dtypes of arrays, types and values of options.
+
+        Raises:
+          ValueError: an option cannot be hashed.
+        """
+        parts: list[Any] = []
+        for name, value in self.arguments.items():
+            if is_array(value):
+                parts.append((name, value.shape, value.dtype))
+            elif is_traced_argument(value):
+                leaves, tree = jax.tree.flatten(value)
+                parts.append((name, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
+            else:
+                stands_for = (name, typed(value))
+                try:
+                    hash(stands_for)
+                except TypeError:
+                    raise ValueError(
+                        f"{self.op_name}: argument {name!r} must be hashable (use a tuple), got {value!r}"
+                    ) from None
+                parts.append(stands_for)
+        return tuple(parts)
+
+    def symbolic_dims(self) -> tuple[str, ...]:
+        """Returns the dims whose size is a symbol, in a program that is exported for any size of them."""
+
+        def is_symbol(size: Any) -> bool:
+            return any(map(is_symbol, size)) if isinstance(size, tuple) else not isinstance(size, int)
+
+        return tuple(name for name, size in self.dims.items() if is_symbol(size))
 
     def signature(self) -> str:
         """Returns what identifies the call's shapes, dtypes and static options; the key of tuned configurations."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels._core.triton import triton_launch
-from kernels.rms_norm.contract import RMSNormConfig, op
+from kernels.ops.rms_norm.contract import RMSNormConfig, op
 
 # A row lies in the registers of one program: 32 elements of each array a thread, at 32 warps.
 WIDEST = 32768
@@ -182,14 +182,6 @@ def rejects(call):
     return None
 
 
-@op.backend(
-    platforms={"cuda"},
-    dtypes={"float32", "bfloat16", "float16"},
-    features={"weight", "eps", "zero_centered"},
-    rejects=rejects,
-    heuristic=heuristic,
-    candidates=candidates,
-)
 def forward(x, weight, eps, zero_centered, cfg):
     D = x.shape[-1]
     M = x.size // D
@@ -248,3 +240,14 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
         # Summed in a fixed order, not by atomics: the same call gives the same bits.
         gradients["weight"] = jnp.sum(result[1], axis=0).astype(weight.dtype)
     return gradients
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=rejects,
+    heuristic=heuristic,
+    candidates=candidates,
+)

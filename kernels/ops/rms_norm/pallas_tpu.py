@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels._core.pallas import pallas_launch
-from kernels.rms_norm.contract import RMSNormConfig, op
+from kernels.ops.rms_norm.contract import RMSNormConfig, op
 
 # What a kernel's blocks and temporaries may take. The least of the chips' default limits is 16 MiB.
 VMEM_BUDGET = 12 * 2**20
@@ -94,14 +94,6 @@ def _specs(M: int, D: int, block_rows: int):
     return pl.cdiv(M, rows), tall, thin, flat
 
 
-@op.backend(
-    platforms={"tpu"},
-    dtypes={"float32", "bfloat16"},
-    features={"weight", "eps", "zero_centered"},
-    rejects=rejects,
-    heuristic=heuristic,
-    candidates=candidates,
-)
 def forward(x, weight, eps, zero_centered, cfg):
     D = x.shape[-1]
     M = x.size // D
@@ -153,3 +145,14 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
     if given:
         gradients["weight"] = jnp.sum(result[1], axis=(0, 1)).astype(weight.dtype)
     return gradients
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"tpu"},
+    dtypes={"float32", "bfloat16"},
+    rejects=rejects,
+    heuristic=heuristic,
+    candidates=candidates,
+)

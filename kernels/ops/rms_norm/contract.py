@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels._core.contract import Case, Op
+from kernels._core.backend import Case
+from kernels._core.contract import Op
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ op = Op(
     outputs=("out", "rstd"),
     residuals=("rstd",),
     local_dims={"lead"},
+    weights=("weight",),
     order=("triton_gpu", "pallas_tpu", "xla"),
     config=RMSNormConfig,
     cases=(

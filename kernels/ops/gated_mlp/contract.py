@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels._core.contract import Case, Op
+from kernels._core.backend import Case
+from kernels._core.contract import Op
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -51,6 +52,8 @@ def gated_mlp(
 op = Op(
     gated_mlp,
     local_dims={"lead"},
+    sum_dims={"F"},  # Shoeybi et al., Megatron-LM, 2019
+    weights=("gate", "up", "down"),
     same_dtype=("x", "gate", "up", "down"),
     order=("triton_gpu", "pallas_tpu", "xla"),
     cases=(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.contract import Case
+from kernels._core.backend import Case
 from kernels._core.masks import MaskInfo
-from kernels.flash_attention.dropout import expand_dropout_seed
+from kernels.ops.flash_attention.dropout import expand_dropout_seed
 
 SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
 CROSS = {**SMALL, "T": 29, "S": 53}
@@ -80,6 +80,11 @@ def _seed(rng, dims):
     return expand_dropout_seed(int(rng.integers(2**31)), dims["B"], dims["N"])
 
 
+# Those that `attention`, which also returns its weights, is held to: every option and every kind of mask once.
+WITH_WEIGHTS = (
+    "causal", "cross", "window", "chunk", "prefix", "segments", "permuted", "dense_mask", "value_width", "scale", "soft_cap",
+    "bias", "several_sinks", "alibi_per_row", "dropout",
+)  # fmt: skip
 CASES = (
     Case("causal", SMALL, make=_mask(causal=True), tags=frozenset({"smoke"})),
     Case("full", SMALL),
@@ -112,14 +117,14 @@ CASES = (
     Case("bias", SMALL, arrays=("bias",), make=_mask(causal=True)),
     Case("bias_per_head", CROSS, arrays=("bias",), shapes={"bias": (1, 4, 29, 53)}),
     Case("bias_per_key", SMALL, arrays=("bias",), shapes={"bias": (2, 1, 1, 37)}),
-    Case("sinks", {**SMALL, "M": 1}, arrays=("softmax_aux",), make=_mask(causal=True, window=(7, 0))),
-    Case("several_sinks", {**SMALL, "M": 3}, arrays=("softmax_aux",), make={"mask": _dense}),
+    Case("sinks", {**SMALL, "sinks": 1}, arrays=("softmax_aux",), make=_mask(causal=True, window=(7, 0))),
+    Case("several_sinks", {**SMALL, "sinks": 3}, arrays=("softmax_aux",), make={"mask": _dense}),
     Case("alibi", SMALL, arrays=("alibi_slopes",), shapes={"alibi_slopes": (1, 4)}, make=_mask(causal=True)),
     Case("alibi_per_row", CROSS, arrays=("alibi_slopes",)),
     Case("dropout", SMALL, options={"dropout_prob": 0.3}, make={**_mask(causal=True), "dropout_seed": _seed}),
     Case(
         "together",
-        {**SMALL, "M": 1},
+        {**SMALL, "sinks": 1},
         options={"logits_soft_cap": 2.0, "softmax_scale": 0.4, "dropout_prob": 0.2},
         arrays=("bias", "softmax_aux", "alibi_slopes"),
         make={**_permuted(causal=True, window=(11, 0)), "dropout_seed": _seed},

@@ -5,19 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.rms_norm.contract import op
+from kernels.ops.rms_norm.contract import op
 
 
 def _factor(weight, zero_centered):
     return weight.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
 
 
-@op.backend(
-    platforms={"cpu", "cuda", "rocm", "tpu"},
-    dtypes={"float32", "bfloat16", "float16"},
-    features={"weight", "eps", "zero_centered"},
-)
-def forward(x, weight, eps, zero_centered, cfg):
+def forward(x, weight, eps, zero_centered):
     wide = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1) + eps)
     out = wide * rstd[..., None]
@@ -26,7 +21,7 @@ def forward(x, weight, eps, zero_centered, cfg):
     return out.astype(x.dtype), rstd
 
 
-def backward(saved, x, weight, eps, zero_centered, cfg):
+def backward(saved, x, weight, eps, zero_centered):
     wide, d_out, rstd = x.astype(jnp.float32), saved.d_out.astype(jnp.float32), saved.rstd[..., None]
     normal = wide * rstd
     g = d_out if weight is None else d_out * _factor(weight, zero_centered)
@@ -37,3 +32,12 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
         rows = tuple(range(x.ndim - 1))
         gradients["weight"] = jnp.sum(d_out * normal, axis=rows).astype(weight.dtype)
     return gradients
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"cpu", "cuda", "rocm", "tpu"},
+    dtypes={"float32", "bfloat16", "float16"},
+    symbolic={"lead"},
+)

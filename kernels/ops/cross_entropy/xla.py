@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from kernels.cross_entropy.contract import CrossEntropyConfig, op
+from kernels._core.execute import backward_of
+from kernels.ops.cross_entropy.contract import CrossEntropyConfig, cross_entropy_of_logits, logits_op, op
 
 # Logits of one block, in elements: 2^26 float32 are 256 MiB. Every block reads lm_head and, in the backward, reads and
 # writes its float32 gradient, so below about a thousand rows the matmuls wait for memory whatever the vocabulary.
@@ -14,12 +17,13 @@ _BLOCK_ELEMENTS, _LEAST_ROWS = 2**26, 1024
 
 def _heuristic(call, platform):
     rows = max(_LEAST_ROWS, _BLOCK_ELEMENTS // call.dims["V"] // 128 * 128)
-    return CrossEntropyConfig(block_rows=max(1, min(call.dims["T"], rows)))
+    return CrossEntropyConfig(block_rows=max(1, min(math.prod(call.dims["lead"]), rows)))
 
 
 def _candidates(call):
-    rows = (r for r in (256, 512, 1024, 2048, 4096, 8192) if r < call.dims["T"])
-    return [CrossEntropyConfig(block_rows=r) for r in (*rows, max(1, call.dims["T"]))]
+    tokens = math.prod(call.dims["lead"])
+    rows = (r for r in (256, 512, 1024, 2048, 4096, 8192) if r < tokens)
+    return [CrossEntropyConfig(block_rows=r) for r in (*rows, max(1, tokens))]
 
 
 def _dot(subscripts, a, b):
@@ -43,15 +47,9 @@ def _logits(hidden, lm_head, cap):
     return cap * bent, 1 - bent * bent
 
 
-@op.backend(
-    platforms={"cpu", "cuda", "rocm", "tpu"},
-    dtypes={"float32", "bfloat16", "float16"},
-    features={"logits_soft_cap"},
-    heuristic=_heuristic,
-    candidates=_candidates,
-)
 def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
-    V = lm_head.shape[1]
+    V, lead = lm_head.shape[1], targets.shape
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
 
     def block(_, x):
         h, t = x
@@ -61,11 +59,12 @@ def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
         return None, (jax.nn.logsumexp(logits, axis=-1), at_target, jnp.mean(logits, axis=-1))
 
     _, outputs = jax.lax.scan(block, None, (_blocks(hidden, cfg.block_rows), _blocks(targets, cfg.block_rows, -1)))
-    return tuple(x.reshape(-1)[: hidden.shape[0]] for x in outputs)
+    return tuple(x.reshape(-1)[: hidden.shape[0]].reshape(lead) for x in outputs)
 
 
 def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
-    V = lm_head.shape[1]
+    V, shape = lm_head.shape[1], hidden.shape
+    hidden, targets = hidden.reshape(-1, shape[-1]), targets.reshape(-1)
 
     def block(d_head, x):
         h, t, lse, d_lse, d_target, d_mean = x
@@ -78,7 +77,20 @@ def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
 
     rows = cfg.block_rows
     # A padded row has cotangents of zero, and lse = 0 keeps its exponential finite.
-    xs = (_blocks(hidden, rows), _blocks(targets, rows, -1), _blocks(saved.lse, rows), _blocks(saved.d_lse, rows))
-    xs += (_blocks(saved.d_target_logit, rows), _blocks(saved.d_mean_logit, rows))
+    per_token = (saved[n].reshape(-1) for n in ("lse", "d_lse", "d_target_logit", "d_mean_logit"))
+    xs = (_blocks(hidden, rows), _blocks(targets, rows, -1), *(_blocks(x, rows) for x in per_token))
     d_head, d_hidden = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), xs)
-    return {"hidden": d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]], "lm_head": d_head}
+    return {"hidden": d_hidden.reshape(-1, shape[-1])[: hidden.shape[0]].reshape(shape), "lm_head": d_head}
+
+
+EVERYWHERE = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
+
+op.register(forward, backward, heuristic=_heuristic, candidates=_candidates, symbolic={"lead"}, **EVERYWHERE)
+# The caller has the logits already, so differentiating costs no memory that is not spent.
+logits_op.register(
+    cross_entropy_of_logits,
+    backward_of(logits_op, cross_entropy_of_logits),
+    name="xla",
+    symbolic={"lead"},
+    **EVERYWHERE,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.contract import Call, Op
 from kernels._core.masks import MaskInfo
-from kernels.flash_attention.cases import CASES
-from kernels.flash_attention.dropout import dropout_scale
+from kernels.ops.flash_attention.cases import CASES, WITH_WEIGHTS
+from kernels.ops.flash_attention.dropout import dropout_scale
 
 
 def flash_attention(
@@ -21,7 +22,7 @@ def flash_attention(
     value: Float[Array, "B S K Hv"],
     mask: MaskInfo | None = None,
     bias: Float[Array, "#B #N #T #S"] | None = None,
-    softmax_aux: Float[Array, "N M"] | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
     alibi_slopes: Float[Array, "#B N"] | None = None,
     dropout_seed: Int[Array, "#B #N"] | None = None,
     *,
@@ -36,6 +37,32 @@ def flash_attention(
     no value. A query with no key (and no sink) gives out = 0 and lse = -inf. Dropout scales kept weights by 1/(1-p) and
     leaves lse alone. Accumulation is in float32.
     """
+    weights, lse = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
+    return _output(weights, query, value, mask, dropout_seed, dropout_prob), lse
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    mask: MaskInfo | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
+    alibi_slopes: Float[Array, "#B N"] | None = None,
+    dropout_seed: Int[Array, "#B #N"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
+    """Returns (out, weights): the output of `flash_attention`, and the softmax over keys and sinks, before dropout, in
+    float32."""
+    weights, _ = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
+    return _output(weights, query, value, mask, dropout_seed, dropout_prob), weights
+
+
+def _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap):
+    """Returns (weights [B, N, T, S], lse [B, T, N]), at least float32."""
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
@@ -43,8 +70,6 @@ def flash_attention(
         raise ValueError(
             f"argument 'query' has N = {N} heads and 'key' has K = {K}: the query heads must be a multiple of the key heads"
         )
-    if dropout_prob > 0 and dropout_seed is None:
-        raise ValueError("argument 'dropout_seed' is needed with dropout_prob > 0: see expand_dropout_seed")
     mask = MaskInfo() if mask is None else mask
     mask.check(B, T, S, N)
     q = query.reshape(B, T, K, N // K, H)
@@ -73,12 +98,21 @@ def flash_attention(
     some = total > 0
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
-    weights = weights / total
-    if dropout_prob > 0 and dropout_seed is not None:
+    return weights / total, lse
+
+
+def _output(weights, query, value, mask, dropout_seed, dropout_prob):
+    """Returns the weighted sum of the values, [B, T, N, Hv] in the dtype of query."""
+    if dropout_prob > 0 and dropout_seed is None:
+        raise ValueError("argument 'dropout_seed' is needed with dropout_prob > 0: see expand_dropout_seed")
+    B, N, T, S = weights.shape
+    K = value.shape[2]
+    if dropout_prob > 0:
+        i, j = (jnp.asarray(p) for p in (MaskInfo() if mask is None else mask).positions(T, S))
         weights = weights * dropout_scale(dropout_seed, i, j, dropout_prob)
     weights = weights.astype(value.dtype).reshape(B, K, N // K, T, S)
-    out = _dot("bkgts,bskv->btkgv", weights, value, accumulate)
-    return out.reshape(B, T, N, -1).astype(query.dtype), lse
+    out = _dot("bkgts,bskv->btkgv", weights, value, jnp.promote_types(query.dtype, jnp.float32))
+    return out.reshape(B, T, N, -1).astype(query.dtype)
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array, accumulate: jnp.dtype) -> jax.Array:
@@ -104,26 +138,44 @@ def uses_gqa(call: Call) -> bool:
     return call.dims["N"] != call.dims["K"]
 
 
+FEATURES = {
+    "causal": lambda call: call.mask is not None and call.mask.causal,
+    "window": _with_mask("window"),
+    "chunk_size": _with_mask("chunk_size"),
+    "prefix": _with_mask("prefix_lengths"),
+    "segments": _with_mask("q_segment_ids"),
+    "positions": _with_mask("q_positions"),
+    "dense_mask": _with_mask("attention_mask"),
+    "gqa": uses_gqa,
+    "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
+    "value_width": lambda call: call.dims["H"] != call.dims["Hv"],
+}
+_RING = "ring_attention"
+# Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
+_ON_A_MESH: Any = {
+    "local_dims": {"B", "N", "K"},
+    "tied_dims": (("N", "K"),),
+    "elsewhere": {"T": _RING, "S": _RING},
+    "same_dtype": ("query", "key", "value"),
+}
+
 op = Op(
     flash_attention,
     outputs=("out", "lse"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
-    features={
-        "causal": lambda call: call.mask is not None and call.mask.causal,
-        "window": _with_mask("window"),
-        "chunk_size": _with_mask("chunk_size"),
-        "prefix": _with_mask("prefix_lengths"),
-        "segments": _with_mask("q_segment_ids"),
-        "positions": _with_mask("q_positions"),
-        "dense_mask": _with_mask("attention_mask"),
-        "gqa": uses_gqa,
-        "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
-        "value_width": lambda call: call.dims["H"] != call.dims["Hv"],
-    },
-    local_dims={"B", "N", "K"},
-    same_dtype=("query", "key", "value"),
+    features=FEATURES,
     order=("triton_gpu", "pallas_tpu", "xla"),
     config=FlashAttentionConfig,
     cases=CASES,
+    **_ON_A_MESH,
+)
+
+# Dense by nature, so XLA's everywhere; the cases are those of attention that are small.
+attention_op = Op(
+    attention,
+    outputs=("out", "weights"),
+    features=FEATURES,
+    cases=tuple(c for c in CASES if c.name in WITH_WEIGHTS),
+    **_ON_A_MESH,
 )

@@ -1,25 +1,12 @@
 """Rotary position embedding (RoPE), with linear, NTK, YaRN and Llama-3 scaling."""
 
-from __future__ import annotations
-
-import jax
-
-from kernels.rotary_embedding.contract import RopeScaling, frequencies, op
+from kernels._core.public import public_as_declared
+from kernels.ops.rotary_embedding.contract import RopeScaling, frequencies, op
 
 __all__ = ["RopeScaling", "frequencies", "op", "rotary_embedding"]
 
-
-def rotary_embedding(
-    x: jax.Array,
-    positions: jax.Array,
-    *,
-    base: float = 10000.0,
-    scaling: RopeScaling | None = None,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    platform: str | None = None,
-    cfg: None = None,
-) -> jax.Array:
+rotary_embedding = public_as_declared(
+    op,
     """Returns x with its pairs turned by position * frequency; the angles are computed in float32.
 
     Args:
@@ -39,14 +26,5 @@ def rotary_embedding(
     >>> x = jnp.ones((1, 1, 1, 4))
     >>> bool((rotary_embedding(x, jnp.zeros((1, 1), jnp.int32)) == x).all())
     True
-    """
-    return op(
-        x,
-        positions,
-        base=float(base),
-        scaling=scaling,
-        interleaved=interleaved,
-        rotary_dim=rotary_dim,
-        platform=platform,
-        cfg=cfg,
-    )
+    """,
+)

@@ -1,0 +1,168 @@
+"""What an operation is made of beside its contract: cases, backends, and the plan of a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kernels._core.binding import Call, Parameter
+from kernels._core.platforms import PLATFORMS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of shapes and options: a row of tests, benchmarks, tuning and documentation.
+
+    Attributes:
+      dims: dim name -> size (a tuple for `*name`).
+      options: values of the static parameters.
+      arrays: names of optional float arrays to include.
+      make: argument name -> function (rng, dims) -> array or pytree, for what random normals do not fit.
+      shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1).
+      tags: "smoke" (runs in every dtype), "code" (compiled for GPUs and TPUs in the quick tests), "bench" (timed on
+        accelerators, too large for tests on a CPU).
+    """
+
+    name: str
+    dims: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arrays: tuple[str, ...] = ()
+    make: Mapping[str, Callable] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+
+
+class Operation(Protocol):
+    """What the rest of the core knows of an operation."""
+
+    name: str
+    function: Callable
+    parameters: dict[str, Parameter]
+    outputs: tuple[str, ...]
+    residuals: tuple[str, ...]
+    no_gradient: tuple[str, ...]
+    backward_inputs: Callable[[dict, dict], dict] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call: ...
+
+    def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan: ...
+
+    def used_options(self, call: Call) -> list[str]: ...
+
+    def used_features(self, call: Call) -> list[str]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """One implementation of an operation, and what it can do. Built by `Op.register`.
+
+    The parameters that `forward` and `backward` name are those that they support; a call that uses another is refused.
+    """
+
+    name: str
+    platforms: frozenset[str]
+    dtypes: frozenset[str]
+    features: frozenset[str]
+    forward: Callable
+    backward: Callable | None
+    rejects: Callable[[Call], str | None] | None
+    heuristic: Callable[[Call, str], Any] | None
+    candidates: Callable[[Call], Iterable[Any]] | None
+    symbolic: frozenset[str]
+    version: int
+
+    @property
+    def toolchain(self) -> str:
+        """What `platform=` may say for it: xla, triton, pallas, cudnn."""
+        return self.name.split("_")[0]
+
+    def names(self, backward: bool = False) -> frozenset[str]:
+        """Returns the parameters that a direction takes."""
+        function = self.backward if backward else self.forward
+        return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
+
+    def missing(self, op: Operation, call: Call, differentiated: bool) -> list[str]:
+        """Returns what the call uses and this backend does not support."""
+        missing = [name for name in op.used_options(call) if name not in self.names()]
+        if differentiated and self.backward is not None:
+            missing += [n for n in op.used_options(call) if n not in {*self.names(backward=True), *missing}]
+        return missing + [name for name in op.used_features(call) if name not in self.features]
+
+    def refuses(self, op: Operation, call: Call, differentiated: bool) -> str | None:
+        """Returns why this backend cannot run the call, or None if it can."""
+        if call.dtype not in self.dtypes:
+            return f"dtype {call.dtype} is not among {', '.join(sorted(self.dtypes))}"
+        missing = self.missing(op, call, differentiated)
+        if missing:
+            return f"it does not support {', '.join(missing)}"
+        if differentiated and self.backward is None:
+            return "it has no backward"
+        symbols = [dim for dim in call.symbolic_dims() if dim not in self.symbolic]
+        if symbols:
+            return f"it needs the size of {', '.join(symbols)} when it is compiled, and that is a symbol here"
+        return self.rejects(call) if self.rejects else None
+
+    def run(self, direction: str, arguments: Mapping[str, Any], cfg: Any, *first: Any) -> Any:
+        """Returns the result of `forward` or `backward` on the arguments of the contract that it takes."""
+        function, names = getattr(self, direction), self.names(direction == "backward")
+        own = {name: value for name, value in arguments.items() if name in names}
+        return function(*first, **own, **({"cfg": cfg} if "cfg" in names else {}))
+
+
+def make_backend(
+    op: Operation, forward: Callable, backward: Callable | None, name: str | None, facts: Mapping[str, Any]
+) -> Backend:
+    """Returns the backend, after checking what it claims.
+
+    Raises:
+      TypeError: an unknown platform or feature, or a function that does not take the contract's parameters by name.
+    """
+    unknown = set(facts["platforms"]) - set(PLATFORMS)
+    if unknown:
+        raise TypeError(f"{op.name}: unknown platforms {sorted(unknown)}; there are {', '.join(PLATFORMS)}")
+    stem = name or forward.__module__.rpartition(".")[2]
+    required = [p.name for p in op.parameters.values() if p.required]
+    for function, first in ((forward, 0), (backward, 1)):
+        if function is None:
+            continue
+        taken = list(inspect.signature(function).parameters.values())
+        if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in taken):
+            raise TypeError(
+                f"{op.name} on {stem}: {function.__name__} must name the parameters that it supports, not take *"
+            )
+        names = [p.name for p in taken]
+        strange = [n for n in names[first:] if n not in op.parameters and n != "cfg"]
+        lost = [n for n in required if n not in names] if function is forward else []
+        if strange or lost or (first and names[:1] != ["saved"]):
+            raise TypeError(
+                f"{op.name} on {stem}: {function.__name__}({', '.join(names)}) must take "
+                f"{'saved, and then ' if first else ''}by name what it supports of {', '.join(op.parameters)}, and cfg"
+                + (f"; it lacks {', '.join(lost)}" if lost else "")
+                + (f"; there is no {', '.join(strange)}" if strange else "")
+            )
+    sets = {n: frozenset(facts[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
+    rest = {n: facts[n] for n in ("rejects", "heuristic", "candidates", "version")}
+    return Backend(name=stem, forward=forward, backward=backward, **sets, **rest)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs on one platform: a backend with its configuration, or the reason why none does."""
+
+    platform: str
+    backend: Backend | None
+    cfg: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs on each platform that a program may be lowered for, and what the caller asked for."""
+
+    choices: tuple[Choice, ...]
+    toolchain: str | None
+    cfg: Any
