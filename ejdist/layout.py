@@ -8,19 +8,112 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP
+from kernels._core.dims import VOCABULARY
 
 Axes = Mapping[str, tuple[str, ...]]
 
-# Dims: B batch, T query position, S key position, N query heads, K kv heads, H head width, D model width, F feed-forward,
-# V vocabulary, E experts. What is not in a table is not split.
-ACTIVATIONS: Axes = {"B": BATCH_AXES, "T": (SP,), "S": (SP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,)}
+# Dims: see kernels/_core/dims.py. What is not in a table is not split.
+ACTIVATIONS: Axes = {
+    "B": BATCH_AXES, "T": (SP,), "S": (SP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
+}  # fmt: skip
 PARAMETERS: Axes = {"D": (FSDP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which mesh axes each dim lies on: of activations, and of parameters as they are stored."""
+
+    activations: Axes
+    parameters: Axes
+
+    def check(self, mesh: Any, also: Sequence[str] = ()) -> None:
+        """Raises ValueError for a mesh with an axis of several devices that this layout says nothing of: everything would be
+        computed on each of them, in silence.
+
+        Args:
+          also: axes that the caller has named otherwise.
+        """
+        known = {a for table in (self.activations, self.parameters) for axes in table.values() for a in axes} | {*also}
+        strange = [a for a, size in mesh.shape.items() if size > 1 and a not in known]
+        if strange:
+            raise ValueError(
+                f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims lie on "
+                "them, so every device would do all the work. Say it once, for example ejdist.set_layout(B=('data',), "
+                "N='model', K='model', F='model', V='model'), or give in_specs; an axis to replicate over: set_layout(..., "
+                "replicated=('name',))"
+            )
+
+
+DEFAULT = Layout(ACTIVATIONS, PARAMETERS)
+_layout = DEFAULT
+
+
+def current_layout() -> Layout:
+    """Returns the layout in force: that of `set_layout`, else the project's own."""
+    return _layout
+
+
+class set_layout:
+    """Says once which axes of a mesh of your own each dim lies on, for every sharded function called after it.
+
+    As a statement it holds from there on; as a context manager, inside the block. Dims that are not named are not split.
+    `set_layout()` with no argument goes back to the project's own axes.
+
+    Args:
+      dims: dim -> axis or axes, of activations: B batch, T (and S) sequence, N query heads, K key heads, F feed-forward, V
+        vocabulary, E experts; kernels/_core/dims.py has them all.
+      parameters: the same for parameters as a model stores them; default: the activations' axes of N, K, F, V and E.
+      replicated: axes over which everything is the same, on purpose.
+
+    Raises:
+      ValueError: a dim that does not exist.
+
+    >>> with set_layout(B="data", N="model", K="model", F="model", V="model"):
+    ...     current_layout().activations["B"]
+    ('data',)
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: Mapping[str, str | tuple[str, ...]] | None = None,
+        replicated: Sequence[str] = (),
+        **dims: str | tuple[str, ...],
+    ) -> None:
+        global _layout
+
+        def axes(table: Mapping[str, str | tuple[str, ...]], what: str) -> Axes:
+            unknown = sorted(set(table) - set(VOCABULARY))
+            if unknown:
+                raise ValueError(f"set_layout: {what} {', '.join(unknown)} do not exist; there are {', '.join(VOCABULARY)}")
+            return {d: (a,) if isinstance(a, str) else tuple(a) for d, a in table.items()}
+
+        self._before = _layout
+        if not dims and parameters is None and not replicated:
+            _layout = DEFAULT
+            return
+        activations = axes(dims, "dims")
+        stored = {d: a for d, a in activations.items() if d in "NKFVE"}
+        if parameters is not None:
+            stored = dict(axes(parameters, "dims of parameters"))
+        if "T" in activations and "S" not in activations:
+            activations = {**activations, "S": activations["T"]}
+        # An axis to replicate over is known, and is on no dim.
+        _layout = Layout({**activations, "_": tuple(replicated)} if replicated else activations, stored)
+
+    def __enter__(self) -> Layout:
+        return _layout
+
+    def __exit__(self, *error: Any) -> None:
+        global _layout
+        _layout = self._before
 
 
 def on_mesh(table: Axes, mesh: Any, **changes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -39,7 +132,7 @@ def spec(
     """
     entries: list[Any] = []
     for i, dim in enumerate(dims):
-        split = axes.get(dim, ())
+        split = () if dim == "_" else axes.get(dim, ())
         size = None if shape is None else shape[i]
         if size == 1:
             split = ()
@@ -83,6 +176,54 @@ def axes_of_specs(
     return axes
 
 
+def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -> tuple[PartitionSpec | None, ...]:
+    """Returns the specs as a tuple.
+
+    Raises:
+      ValueError: they are no PartitionSpecs, too many, or name an axis that the mesh lacks, or one twice.
+    """
+    given = (specs,) if isinstance(specs, PartitionSpec) else specs
+    if not isinstance(given, (tuple, list)):
+        hint = "; give its .spec" if isinstance(given, NamedSharding) else ""
+        raise ValueError(
+            f"argument {argument!r} must be a PartitionSpec or a tuple of them, got {type(given).__name__}{hint}"
+        )
+    if len(given) > most:
+        raise ValueError(f"argument {argument!r}: {len(given)} {argument} for {most} {of_what}")
+    for s in given:
+        if s is not None and not isinstance(s, PartitionSpec):
+            hint = "; give its .spec" if isinstance(s, NamedSharding) else ""
+            raise ValueError(f"argument {argument!r} must hold PartitionSpecs, got {type(s).__name__}{hint}")
+        named = [a for entry in s or () if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
+        unknown = [a for a in named if a not in mesh.axis_names]
+        if unknown:
+            raise ValueError(f"{argument} name the axes {unknown}, which the mesh {dict(mesh.shape)} does not have")
+        twice = sorted({a for a in named if named.count(a) > 1})
+        if twice:
+            raise ValueError(f"{argument}: {s} names the axis {', '.join(map(repr, twice))} twice; an axis splits one dim")
+    return tuple(given)
+
+
+def check_out_specs(specs: Any, wanted: Sequence[PartitionSpec], mesh: Any) -> None:
+    """Raises ValueError where the specs given are not those that follow from the inputs. One spec is that of the first of
+    several results."""
+
+    def plain(s: PartitionSpec | None) -> tuple:
+        entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in s or ()]
+        entries = [tuple(a for a in e if mesh.shape[a] > 1) for e in entries]
+        while entries and not entries[-1]:
+            entries.pop()
+        return tuple(entries)
+
+    given = check_specs("out_specs", specs, mesh, len(wanted), "results")
+    for s, w in zip(given, wanted, strict=False):
+        if s is not None and plain(s) != plain(w):
+            raise ValueError(
+                f"argument 'out_specs' says {s}, but from the inputs follows {w}: leave it out, and move the result "
+                "afterwards with jax.lax.with_sharding_constraint where it should lie elsewhere"
+            )
+
+
 def sharding(
     mesh: jax.sharding.Mesh,
     dims: Sequence[str],
@@ -100,22 +241,26 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def constrain(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None, table: Axes = ACTIVATIONS) -> jax.Array:
+def constrain(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None, table: Axes | None = None) -> jax.Array:
     """Returns x, told to the compiler to lie as its dims ("B T D") say; x itself without a mesh."""
     if mesh is None or mesh.size == 1:
         return x
+    table = current_layout().activations if table is None else table
     return jax.lax.with_sharding_constraint(x, sharding(mesh, dims.split(), table, shape=x.shape, what="activation"))
 
 
 def gather(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """Returns a parameter, which is stored as PARAMETERS says, where ACTIVATIONS has its dims; its gradient comes back as
-    the parameter is stored, so that no device holds the whole of it longer than it takes to add it up."""
+    """Returns a parameter, which is stored where the layout stores its dims, where its activations have them; its gradient
+    comes back as the parameter is stored, so that no device holds the whole of it longer than it takes to add it up."""
     if mesh is None or mesh.size == 1:
         return x
+    layout = current_layout()
 
     @jax.custom_vjp
     def placed(x: jax.Array) -> jax.Array:
-        return constrain(x, dims, mesh)
+        return constrain(x, dims, mesh, layout.activations)
 
-    placed.defvjp(lambda x: (placed(x), None), lambda _, gradient: (constrain(gradient, dims, mesh, PARAMETERS),))
+    placed.defvjp(
+        lambda x: (placed(x), None), lambda _, gradient: (constrain(gradient, dims, mesh, layout.parameters),)
+    )
     return placed(x)

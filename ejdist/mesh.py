@@ -101,6 +101,11 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
+def is_explicit(mesh: Any) -> bool:
+    """Returns whether arrays on this mesh carry where they lie in their types."""
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
+
+
 def axis_is_bound(axis_name: str) -> bool:
     """Returns whether this runs inside a `shard_map` over that axis."""
     try:

@@ -1,15 +1,8 @@
 """The framework of operations: executor, configuration chain and its parts."""
 
-from kernels._core.config import (
-    BwdParams,
-    ConfigCache,
-    ConfigSelectorChain,
-    FwdParams,
-    KernelConfig,
-    PersistentCache,
-    config_overlay,
-)
+from kernels._core.config import BwdParams, ConfigCache, FwdParams, KernelConfig, PersistentCache
 from kernels._core.executor import Executor, create_default_executor, module_class
+from kernels._core.select import ConfigSelectorChain, config_overlay
 
 __all__ = [
     "BwdParams",

@@ -1,29 +1,43 @@
 """Operations on sharded arrays. The only file that calls `shard_map`.
 
-`sharded(op)` is an operation of `kernels` with `mesh`, `in_specs` and `out_specs`; `run` is one call of it. Every spec
-follows from the dims that the contract declares. What an operation cannot do without communication it does not do here:
-splitting such a dim raises, and names the operation that communicates.
+`sharded(function)` is a public function of `kernels` with `mesh`, `in_specs` and `out_specs`. Every spec follows from the
+dims that the operation declares. What an operation cannot do without communication it does not do here: splitting such a dim
+raises, and names the operation that communicates.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+import inspect
 import math
-import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ejdist.layout import ACTIVATIONS, Axes, axes_of_specs, on_mesh, spec
-from ejdist.mesh import current_mesh
-from kernels._core.call import Dim, Parameter, is_array
+from ejdist.layout import (
+    Axes,
+    axes_of_specs,
+    check_out_specs,
+    check_specs,
+    current_layout,
+    on_mesh,
+    spec,
+)
+from ejdist.mesh import current_mesh, is_explicit
+from kernels._core import select
+from kernels._core.binding import Call, is_array, typed
 from kernels._core.contract import Op
+from kernels._core.dims import leading, named
+from kernels._core.dispatch import varying_axes
+from kernels._core.interpret import interpreting
 from kernels._core.masks import MaskInfo, map_data
+from kernels._core.public import Prepared, PublicFunction, module_class
 
-# Dims of the fields of MaskInfo, and of the leading dims of an operation that takes any number of them.
+# Dims of the fields of MaskInfo.
 MASK_DIMS = {
     "q_segment_ids": ("B", "T"),
     "kv_segment_ids": ("B", "S"),
@@ -32,31 +46,32 @@ MASK_DIMS = {
     "attention_mask": ("B", "N", "T", "S"),
     "prefix_lengths": ("B",),
 }
-LEADING = ("B", "T", "N")
-
-# Where query heads read key heads of the same device: query head n reads key head n // (N / K), so both are split alike.
-GROUPED_HEADS = ("flash_attention",)
-
-# Where to go for a dim that an operation cannot have split.
-COMMUNICATES = {
-    ("flash_attention", "T"): "ring_attention, which exchanges keys and values over that axis",
-    ("flash_attention", "S"): "ring_attention, which exchanges keys and values over that axis",
-    ("cross_entropy", "V"): "ejdist.fused_cross_entropy, which joins the parts over that axis",
-    ("gated_mlp", "F"): "ejdist.gated_mlp, which sums the parts over that axis",
-}
-
-
-def leading(count: int) -> tuple[str, ...]:
-    """Returns the names of that many leading dims: B, B T, B T N, and unnamed, never split, after these."""
-    return (*LEADING, *("_",) * count)[:count]
+_SHARDED_DOC = """
+    On a mesh, also:
+      mesh: default: the mesh in force (`jax.set_mesh`, `with mesh:`); with none, the arrays are used as they are.
+      in_specs: PartitionSpecs of the first arrays, None for one that follows; the others follow from the dims that these
+        show. Default: the layout in force (`set_layout`), or the arrays' own types on a mesh of explicit axes.
+      out_specs: of the result. It follows from the inputs, so this only says it again: another one is a ValueError.
+"""
 
 
 def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
     """Returns the mesh given or in force; None where there is none, or it has one device.
 
     Raises:
-      ValueError: specs were given for a mesh that does not exist.
+      ValueError: what was given is no mesh, or this is inside a `shard_map`, where arrays are a device's own; or specs were
+        given for a mesh that does not exist.
     """
+    given = [n for n, x in (("mesh", mesh), ("in_specs", in_specs), ("out_specs", out_specs)) if x is not None]
+    if mesh is not None and not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        raise ValueError(
+            f"argument 'mesh' must be a jax.sharding.Mesh, got {type(mesh).__name__}; make one with ejdist.make_mesh"
+        )
+    if given and jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"arguments {', '.join(map(repr, given))} are for global arrays, and this call is inside a shard_map, where the "
+            "arrays are a device's own: leave them out"
+        )
     mesh = current_mesh() if mesh is None else mesh
     if mesh is None and (in_specs is not None or out_specs is not None):
         raise ValueError(
@@ -66,64 +81,42 @@ def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
     return None if mesh is None or mesh.size == 1 else mesh
 
 
-def _named(dims: Sequence[Dim], lead: int) -> tuple[str, ...]:
-    names = [leading(lead) if d.variadic else (d.name or "_",) for d in dims]
-    return tuple(itertools.chain.from_iterable(names))
+def _arrays(call: Call) -> dict[str, Any]:
+    return {n: v for n, v in call.arguments.items() if is_array(v)}
 
 
-def dims_of(parameter: Parameter, value: Any) -> tuple[str, ...]:
-    """Returns the name of each dim of an argument; those of a variadic `*lead` by its length, see `leading`."""
-    return _named(parameter.dims, value.ndim - len(parameter.dims) + 1)
+def dims_of(op: Op, name: str, value: Any) -> tuple[str, ...]:
+    """Returns the name of each dim of an argument."""
+    return named(op.parameters[name].dims, value.ndim)
 
 
-def output_dims(op: Op, arguments: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Returns the names of the dims of each output, from the return annotation of the contract."""
-    lead = 0
-    for name, value in arguments.items():
-        dims = op.parameters[name].dims
-        if is_array(value) and any(d.variadic for d in dims):
-            lead = value.ndim - len(dims) + 1
-    hint = typing.get_type_hints(op.function)["return"]
-    hints = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
-    return tuple(_named([Dim.parse(part) for part in h.dim_str.split()], lead) for h in hints)
+def resolve_axes(op: Op, call: Call, mesh: Any, in_specs: Any, table: Axes | None = None) -> dict[str, tuple[str, ...]]:
+    """Returns dim -> mesh axes: from `in_specs`, which are those of the first arrays in order; else, on a mesh of explicit
+    axes, from the types of the arrays; else from the table, by default that of the layout in force."""
+    arrays = _arrays(call)
+    if in_specs is not None:
+        given = check_specs("in_specs", in_specs, mesh, len(arrays), f"array arguments of {op.name}")
+        shown = [(n, v, s) for (n, v), s in zip(arrays.items(), given, strict=False) if s is not None]
+        dims = [dims_of(op, n, v) for n, v, _ in shown]
+        return axes_of_specs(dims, [s for *_, s in shown], [v.shape for _, v, _ in shown])
+    if is_explicit(mesh):
+        axes: dict[str, tuple[str, ...]] = dict(table or {})
+        for name, value in arrays.items():
+            own = axes_of_specs([dims_of(op, name, value)], [jax.typeof(value).sharding.spec], [value.shape])
+            for dim, split in own.items():
+                # What is whole may be cut to go with what is split: nothing needs to move for it.
+                if split and axes.setdefault(dim, split) != split and not (name in op.weights or dim in (table or {})):
+                    raise ValueError(
+                        f"{op.name}: dim {dim} is split over {axes[dim]} in one array and over {split} in {name!r}, by their "
+                        "types; move one of them with jax.sharding.reshard"
+                    )
+        return axes
+    layout = current_layout()
+    layout.check(mesh, also=[a for axes in (table or {}).values() for a in axes])
+    return on_mesh(layout.activations | dict(table or {}), mesh)
 
 
-def _spec_tree(op: Op, name: str, value: Any, axes: Axes, mesh: Any) -> Any:
-    what = f"{op.name}: argument {name!r}"
-    if isinstance(value, MaskInfo):
-
-        def of_field(field: str, x: Any) -> PartitionSpec:
-            return spec(MASK_DIMS[field], axes, shape=x.shape, mesh=mesh, what=f"mask field {field!r}")
-
-        return map_data(value, of_field)
-    return spec(dims_of(op.parameters[name], value), axes, shape=value.shape, mesh=mesh, what=what)
-
-
-def resolve_axes(
-    op: Op,
-    arguments: Mapping[str, Any],
-    mesh: Any,
-    in_specs: Sequence[PartitionSpec] | PartitionSpec | None,
-    table: Axes = ACTIVATIONS,
-) -> dict[str, tuple[str, ...]]:
-    """Returns dim -> mesh axes: from `in_specs`, which are those of the first arrays in order, else from the table."""
-    if in_specs is None:
-        return on_mesh(table, mesh)
-    in_specs = (in_specs,) if isinstance(in_specs, PartitionSpec) else tuple(in_specs)
-    arrays = [(n, v) for n, v in arguments.items() if is_array(v)]
-    if len(in_specs) > len(arrays):
-        raise ValueError(f"{op.name}: {len(in_specs)} in_specs for {len(arrays)} array arguments")
-    for s in in_specs:
-        named = [a for entry in s if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
-        unknown = [a for a in named if a not in mesh.axis_names]
-        if unknown:
-            raise ValueError(f"in_specs name the axes {unknown}, which the mesh {dict(mesh.shape)} does not have")
-    shown = arrays[: len(in_specs)]
-    dims = [dims_of(op.parameters[n], v) for n, v in shown]
-    return axes_of_specs(dims, in_specs, [v.shape for _, v in shown])
-
-
-def check_local(op: Op, arguments: Mapping[str, Any], axes: Axes, mesh: Any, handles: Collection[str] = ()) -> None:
+def check_local(op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[str] = ()) -> None:
     """Raises ValueError where a dim is split that the operation needs whole; names what communicates over it.
 
     Args:
@@ -134,51 +127,54 @@ def check_local(op: Op, arguments: Mapping[str, Any], axes: Axes, mesh: Any, han
         return tuple(a for a in axes.get(dim, ()) if mesh.shape[a] > 1)
 
     sizes: dict[str, int] = {}
-    for name, value in arguments.items():
-        if not is_array(value):
-            continue
-        parameter = op.parameters[name]
-        dims = dims_of(parameter, value)
-        local = {*op.local_dims, *handles}
-        if any(d.variadic and d.name in op.local_dims for d in parameter.dims):
-            local |= set(leading(value.ndim - len(parameter.dims) + 1))
-        for dim, size in zip(dims, value.shape, strict=True):
+    for name, value in _arrays(call).items():
+        local = {*op.local_dims, *op.sum_dims, *handles}
+        if any(d.variadic and d.name in op.local_dims for d in op.parameters[name].dims):
+            local |= set(leading(value.ndim - len(op.parameters[name].dims) + 1))
+        for dim, size in zip(dims_of(op, name, value), value.shape, strict=True):
             sizes[dim] = max(size, sizes.get(dim, 1))
             if split(dim) and size > 1 and dim not in local:
-                where = COMMUNICATES.get((op.name, dim))
+                where = op.elsewhere.get(dim)
                 raise ValueError(
                     f"{op.name}: argument {name!r} has dim {dim} split over {', '.join(split(dim))}, but this operation "
-                    "needs it whole" + (f"; use {where}" if where else "; gather it first")
+                    "needs it whole" + (f"; use ejdist.{where}, which communicates over it" if where else "; gather it first")
                 )
-    if op.name in GROUPED_HEADS:
-        _check_heads(op, sizes["N"], sizes["K"], split("N"), split("K"), mesh)
+    for first, second in op.tied_dims:
+        _check_tied(op, first, second, sizes, split, mesh)
 
 
-def _check_heads(op: Op, N: int, K: int, query_axes: Sequence[str], key_axes: Sequence[str], mesh: Any) -> None:
-    if K == 1:  # read by every query head, so whole on every device
+def _check_tied(op: Op, first: str, second: str, sizes: Any, split: Callable[[str], tuple[str, ...]], mesh: Any) -> None:
+    """Raises ValueError unless two dims of which the second serves groups of the first are split alike."""
+    if sizes[second] == 1:  # read by every one of the first, so whole on every device
         return
-    if query_axes != key_axes:
+    a, b = split(first), split(second)
+    if a != b:
         raise ValueError(
-            f"{op.name}: the N = {N} query heads are split over {query_axes or 'nothing'} and the K = {K} heads of 'key' and "
-            f"'value' over {key_axes or 'nothing'}; split them alike"
+            f"{op.name}: dim {first} = {sizes[first]} is split over {a or 'nothing'} and {second} = {sizes[second]}, which "
+            f"serves it, over {b or 'nothing'}; split them alike"
         )
-    parts = math.prod(mesh.shape[a] for a in key_axes)
-    if K % parts:
+    parts = math.prod(mesh.shape[x] for x in b)
+    over = " x ".join(f"{x}={mesh.shape[x]}" for x in b)
+    if sizes[first] % parts:
         raise ValueError(
-            f"{op.name}: argument 'key' has K = {K} heads, which cannot be divided over "
-            f"{' x '.join(f'{a}={mesh.shape[a]}' for a in key_axes)}: make that a divisor of K, or repeat the heads of 'key' "
-            f"and 'value' {math.lcm(K, parts) // K} times (jnp.repeat on dim 2)"
+            f"{op.name}: dim {first} = {sizes[first]} cannot be divided over {over}; make that a divisor of {sizes[first]}"
+        )
+    if sizes[second] % parts:
+        raise ValueError(
+            f"{op.name}: dim {second} = {sizes[second]} cannot be divided over {over}: make that a divisor of it, or repeat "
+            f"its entries {math.lcm(sizes[second], parts) // sizes[second]} times (jnp.repeat on that dim of the arrays "
+            "that have it)"
         )
 
 
 def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
     """Returns the function applied to the shards of its arguments, on every device of the mesh.
 
-    Replication is stated by the specs and not tracked through the function (`check_vma=False`): kernels of other
-    toolchains carry no such types. Gradients of arguments that are replicated over an axis are summed over it.
+    What varies over which axis is tracked (`check_vma`): an out_spec that takes one device's part for all is refused, and the
+    gradient of what is the same on several devices is summed over them, once.
     """
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    if not is_explicit(mesh):
         return mapped
 
     def placed(*arguments: Any) -> Any:
@@ -189,72 +185,160 @@ def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> 
     return placed
 
 
+@dataclass(frozen=True)
+class _Program:
+    """What one compiled sharded call depends on: `key` is all of it, the rest is what it is made from."""
+
+    key: tuple
+    op: Op = field(compare=False)
+    local: Callable = field(compare=False)
+    mesh: Any = field(compare=False)
+    in_specs: Mapping[str, Any] = field(compare=False)
+    out_specs: Any = field(compare=False)
+    gathered: Mapping[str, Any] = field(compare=False)
+    sums: tuple[str, ...] = field(compare=False)
+    offsets: Mapping[str, tuple[tuple[str, ...], int]] = field(compare=False)
+    options: Mapping[str, Any] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(p: _Program) -> Callable:
+    """Returns the jitted function of the global arrays. Kept, so that a second eager call compiles nothing."""
+
+    def body(arrays: dict[str, Any]) -> Any:
+        for name, dims in p.gathered.items():
+            for dim, axes in dims:
+                arrays[name] = jax.lax.all_gather(arrays[name], axes, axis=dim, tiled=True)
+        for name, (axes, size) in p.offsets.items():
+            arrays[name] = arrays.get(name, jnp.int32(0)) + jax.lax.axis_index(axes) * size
+        out = p.local(**arrays, **p.options)
+        return jax.tree.map(settled, out, p.out_specs)
+
+    def settled(x: jax.Array, lies: PartitionSpec) -> jax.Array:
+        # An axis of one device may be in the type of an explicit array, and is no part of a result that lacks the dim.
+        named = {a for e in lies if e for a in ((e,) if isinstance(e, str) else e)}
+        alone = tuple(a for a, n in p.mesh.shape.items() if n == 1 and a in varying_axes(x) - named)
+        return jax.lax.psum(x, p.sums + alone) if p.sums or alone else x
+
+    body.__name__ = p.op.name
+    return jax.jit(map_shards(body, p.mesh, (dict(p.in_specs),), p.out_specs))
+
+
+def _spec_tree(op: Op, name: str, value: Any, axes: Axes, mesh: Any) -> Any:
+    what = f"{op.name}: argument {name!r}"
+    if isinstance(value, MaskInfo):
+
+        def of_field(field: str, x: Any) -> PartitionSpec:
+            return spec(MASK_DIMS[field], axes, shape=x.shape, mesh=mesh, what=f"mask field {field!r}")
+
+        return map_data(value, of_field)
+    if not is_array(value):  # a pytree of weights: whole on every device
+        return jax.tree.map(lambda x: PartitionSpec(), value)
+    return spec(dims_of(op, name, value), axes, shape=value.shape, mesh=mesh, what=what)
+
+
+def _stored(op: Op, call: Call, axes: Axes, mesh: Any, specs: dict[str, Any]) -> dict[str, Any]:
+    """Returns argument -> ((dim, axes), ...) to gather inside, and puts the specs of such arguments as they are stored.
+
+    Gathered where it is used, a parameter's gradient is scattered as it is summed. That is only so over axes that split other
+    arrays, so that each device has a gradient of its own; over the rest the compiler gathers, outside.
+    """
+    layout, gathered = current_layout(), {}
+    varying = {a for n, v in _arrays(call).items() if n not in op.weights for d in dims_of(op, n, v) for a in axes.get(d, ())}
+    for name in op.weights:
+        value = call.arguments.get(name)
+        if not is_array(value):
+            continue
+        dims = dims_of(op, name, value)
+        where = on_mesh(layout.parameters, mesh)
+        extra = [tuple(a for a in where.get(d, ()) if a in varying and a not in axes.get(d, ())) for d in dims]
+        parts = [math.prod(mesh.shape[a] for a in (*axes.get(d, ()), *e)) for d, e in zip(dims, extra, strict=True)]
+        if any(extra) and all(size % n == 0 for size, n in zip(value.shape, parts, strict=True)):
+            own = {d: (*axes.get(d, ()), *e) for d, e in zip(dims, extra, strict=True)}
+            specs[name] = spec(dims, own, shape=value.shape, mesh=mesh, what=f"{op.name}: argument {name!r}")
+            gathered[name] = tuple((i, e) for i, e in enumerate(extra) if e)
+    return gathered
+
+
 def run(
+    prepared: Prepared,
     op: Op,
-    arguments: Mapping[str, Any],
     *,
-    out_dims: Sequence[Sequence[str]] | None = None,
     mesh: Any = None,
     in_specs: Any = None,
     out_specs: Any = None,
     local: Callable | None = None,
-    table: Axes = ACTIVATIONS,
+    table: Axes | None = None,
     handles: Collection[str] = (),
-    **call: Any,
+    stored: bool = False,
+    platform: str | None = None,
+    cfg: Any = None,
 ) -> Any:
-    """Returns the outputs of an operation on sharded arguments.
+    """Returns the result of a prepared call on sharded arguments.
 
     Args:
-      arguments: of the contract; arrays are global.
-      out_dims: the dims of each output; default: those of the contract.
-      mesh: default: the mesh in force. Without one, the operation runs on the arrays as they are.
-      in_specs: specs of the first arrays; the others follow from the dims that these show.
-      out_specs: specs of the outputs; default: from the same dims.
-      local: what runs on a shard, a function of the keyword arguments; default: the operation.
-      table: dim -> axes, where there are no in_specs.
+      prepared: the call, whose arrays are global, and what becomes of its outputs.
+      mesh, in_specs, out_specs: see `sharded`.
+      local: what runs on a shard, hashable, a function of the keyword arguments, with `axes` first if it has `handles`;
+        default: the operation.
+      table: dim -> axes that go before the layout's.
       handles: dims that `local` communicates over, and that may be split for that reason.
-      call: platform and cfg.
+      stored: whether the operation's weights lie as the layout stores parameters; they are then gathered here.
     """
-    local = op if local is None else local
+    call = prepared.call
     mesh = mesh_of(mesh, in_specs, out_specs)
-    given = {n: v for n, v in arguments.items() if v is not None}
     if mesh is None:
-        return local(**given, **call)
-    axes = resolve_axes(op, given, mesh, in_specs, table)
-    check_local(op, given, axes, mesh, handles)
-    out_dims = output_dims(op, given) if out_dims is None else out_dims
-    arrays = {n: v for n, v in given.items() if is_array(v) or isinstance(v, MaskInfo)}
-    options = {n: v for n, v in given.items() if n not in arrays}
-    specs = {n: _spec_tree(op, n, v, axes, mesh) for n, v in arrays.items()}
+        return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
+    axes = resolve_axes(op, call, mesh, in_specs, table)
+    check_local(op, call, axes, mesh, handles)
+    data = {n: v for n, v in call.traced().items() if v is not None}
+    specs = {n: _spec_tree(op, n, v, axes, mesh) for n, v in data.items()}
+    gathered = _stored(op, call, axes, mesh, specs) if stored else {}
     # A dim that is 1 in every argument was not split, so it is not in the outputs either.
-    split = {
-        dim
-        for n, v in given.items()
-        if is_array(v)
-        for dim, size in zip(dims_of(op.parameters[n], v), v.shape)
-        if size > 1
+    split = {d for n, v in _arrays(call).items() for d, size in zip(dims_of(op, n, v), v.shape, strict=True) if size > 1}
+    lies = {d: a for d, a in axes.items() if d in split and d not in op.sum_dims}
+    lead = len(call.dims["lead"]) if "lead" in call.dims else 0
+    outputs = [named(dims, len(dims) - 1 + lead if any(d.variadic for d in dims) else len(dims)) for dims in op.output_dims]
+    results = tuple(spec(dims, lies) for dims in outputs)
+    if out_specs is not None:
+        by_name = dict(zip(op.outputs, results, strict=True))
+        many = not isinstance(prepared.returns, str) and prepared.finish is None
+        wanted = (
+            (spec(prepared.dims, lies),)
+            if prepared.finish is not None
+            else tuple(by_name[n] for n in (prepared.returns if many else (prepared.returns,)))
+        )
+        check_out_specs(out_specs, wanted, mesh)
+    sums = tuple(a for d in sorted(op.sum_dims & split) for a in axes.get(d, ()))
+    offsets = {
+        n: (axes[d], call.dims[d] // math.prod(mesh.shape[a] for a in axes[d]))
+        for n, d in op.offset_of.items()
+        if axes.get(d) and d in split
     }
-    results = tuple(spec(dims, {dim: axes.get(dim, ()) for dim in split}) for dims in out_dims)
-    if out_specs is None:
-        out_specs = results if len(results) > 1 else results[0]
-    elif len(out_dims) > 1 and isinstance(out_specs, PartitionSpec):
-        # The caller states the spec of the visible output; the others follow their dims.
-        out_specs = (out_specs, *results[1:])
-
-    def body(arrays: dict[str, Any]) -> Any:
-        return local(**arrays, **options, **call)
-
-    return map_shards(body, mesh, (specs,), out_specs)(arrays)
+    options = {**{n: v for n, v in call.static().items() if n not in offsets}, "platform": platform, "cfg": cfg}
+    own: Callable = op if local is None else local
+    if handles:
+        own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
+    key = (op, local, mesh, tuple(handles), tuple((d, axes.get(d, ())) for d in sorted(axes)), results, call.key())
+    key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
+    out = results if len(results) > 1 else results[0]
+    program = _Program(key, op, own, mesh, specs, out, gathered, sums, offsets, options)
+    return prepared.result(op, _compiled(program)(data))
 
 
-def sharded(op: Op, *, local: Callable | None = None, handles: Collection[str] = ()) -> Callable:
-    """Returns the operation with three arguments more: `mesh`, `in_specs` and `out_specs`, see `run`.
+class ShardedFunction:
+    """A public function on sharded arrays: `mesh`, `in_specs` and `out_specs` beside its own arguments."""
 
-    Without a mesh, given or in force, it is the operation. `local` and `handles` are for what communicates.
-    """
+    def __init__(self, function: PublicFunction, local: Callable | None = None, handles: Collection[str] = ()) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.local, self.handles = function, local, tuple(handles)
+        self.__module__ = "ejdist"
+        self.__signature__ = with_mesh(inspect.signature(function))
+        self.__doc__ = (function.__doc__ or "").split(">>>")[0].rstrip() + "\n" + _SHARDED_DOC
+        self.Module = module_class(function.Module.__name__, self)
 
-    @functools.wraps(op.function)
-    def on_mesh(
+    def __call__(
+        self,
         *args: Any,
         mesh: Any = None,
         in_specs: Any = None,
@@ -263,21 +347,38 @@ def sharded(op: Op, *, local: Callable | None = None, handles: Collection[str] =
         cfg: Any = None,
         **kwargs: Any,
     ) -> Any:
-        arguments = op.bind(*args, **kwargs).arguments
-        where = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-        return run(op, arguments, local=local, handles=handles, platform=platform, cfg=cfg, **where)
+        where = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "platform": platform, "cfg": cfg}
+        return self.run(self.function.prepare(*args, **kwargs), **where)
 
-    return on_mesh
+    def run(self, prepared: Prepared, **where: Any) -> Any:
+        """Returns the result of a prepared call."""
+        op = prepared.op or self.function.op
+        return run(prepared, op, local=self.local, handles=self.handles, **where)
+
+    def with_stored_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """As calling it, with the operation's weights as a model stores them: what `ejdist.models` calls."""
+        where = {n: kwargs.pop(n) for n in ("mesh", "platform", "cfg") if n in kwargs}
+        return self.run(self.function.prepare(*args, **kwargs), stored=True, **where)
+
+    def __repr__(self) -> str:
+        return f"<sharded function {self.__name__}>"
 
 
-__all__ = [
-    "check_local",
-    "dims_of",
-    "leading",
-    "map_shards",
-    "mesh_of",
-    "output_dims",
-    "resolve_axes",
-    "run",
-    "sharded",
-]
+def with_mesh(signature: inspect.Signature) -> inspect.Signature:
+    """Returns the signature with the three arguments of a sharded function."""
+    extra = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("mesh", "in_specs", "out_specs")
+    ]
+    return signature.replace(parameters=[*signature.parameters.values(), *extra])
+
+
+def sharded(
+    function: PublicFunction, *, local: Callable | None = None, handles: Sequence[str] = ()
+) -> ShardedFunction:
+    """Returns the function on sharded arrays. Without a mesh, given or in force, it is the function itself.
+
+    Args:
+      local: for what communicates: what runs on a shard, `local({dim: axes}, **arguments)`, hashable.
+      handles: the dims that it communicates over.
+    """
+    return ShardedFunction(function, local, handles)

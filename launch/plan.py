@@ -68,7 +68,7 @@ def plan(sections: Any, topology: str) -> Plan:
     """
     from ejdist.mesh import make_mesh
     from ejdist.training.program import make_program
-    from kernels._core.checks import tpu_topology
+    from kernels._core.ahead_of_time import tpu_topology
 
     devices = list(tpu_topology(topology).devices)
     mesh = make_mesh(**vars(sections.mesh), devices=devices)

@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
-from kernels.gated_mlp import ACTIVATIONS
-from kernels.rotary_embedding import RopeScaling
+from kernels.ops.gated_mlp import ACTIVATIONS
+from kernels.ops.rotary_embedding import RopeScaling
 
 REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `rematerialised`
 _LAYER_INPUT = "decoder.layer_input"
@@ -176,7 +176,7 @@ def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _attention_block(x, p, batch, window: int | None, c: DecoderConfig, ops: Ops) -> jax.Array:
-    h = ops.rms_norm(x, p["attention_norm"], c.norm_eps)
+    h = ops.rms_norm(x, p["attention_norm"], eps=c.norm_eps)
     q, k, v = (
         ops.constrain(_einsum(f"btd,d{n}h->bt{n}h", h, p[name]), f"B T {n.upper()} H")
         for name, n in (("query", "n"), ("key", "k"), ("value", "k"))
@@ -184,18 +184,32 @@ def _attention_block(x, p, batch, window: int | None, c: DecoderConfig, ops: Ops
     if c.attention_bias:
         q, k, v = q + p["query_bias"], k + p["key_bias"], v + p["value_bias"]
     if c.qk_norm:
-        q, k = ops.rms_norm(q, p["query_norm"], c.norm_eps), ops.rms_norm(k, p["key_norm"], c.norm_eps)
-    q, k = (ops.rotary_embedding(y, batch["positions"], c.rope_base, c.scaling()) for y in (q, k))
-    out = ops.attention(q, k, v, batch["segment_ids"], window, c.attention_soft_cap)
+        q, k = (ops.rms_norm(y, p[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
+    q, k = (
+        ops.rotary_embedding(y, batch["positions"], base=float(c.rope_base), scaling=c.scaling()) for y in (q, k)
+    )
+    out = ops.attention(
+        q,
+        k,
+        v,
+        causal=True,
+        sliding_window=window,
+        logits_soft_cap=c.attention_soft_cap,
+        q_segment_ids=batch["segment_ids"],
+        kv_segment_ids=batch["segment_ids"],
+    )
     return ops.constrain(_einsum("btnh,nhd->btd", out, p["output"]), "B T D")
 
 
 def _layer(x, weights, batch, window: int | None, c: DecoderConfig, ops: Ops, dims: dict[str, str]) -> jax.Array:
     x = checkpoint_name(x, _LAYER_INPUT)
-    p = {name: ops.gather(w, dims[name]) for name, w in weights.items()}
-    x = x + _attention_block(x, p, batch, window, c, ops)
-    h = ops.rms_norm(x, p["mlp_norm"], c.norm_eps)
-    return x + ops.gated_mlp(h, p["gate"], p["up"], p["down"], c.activation)
+    mlp = {name: weights[name] for name in ("gate", "up", "down")}  # which gathers them itself
+    p = {name: ops.gather(w, dims[name]) for name, w in weights.items() if name not in mlp}
+    with jax.named_scope("attention"):
+        x = x + _attention_block(x, p, batch, window, c, ops)
+    with jax.named_scope("mlp"):
+        h = ops.rms_norm(x, p["mlp_norm"], eps=c.norm_eps)
+        return x + ops.gated_mlp(h, **mlp, activation=c.activation)
 
 
 def hidden_states(params: dict, batch: dict[str, jax.Array], c: DecoderConfig, ops: Ops) -> jax.Array:
@@ -213,7 +227,8 @@ def hidden_states(params: dict, batch: dict[str, jax.Array], c: DecoderConfig, o
 
     def run(x: jax.Array, stacked: dict[str, jax.Array], i: int, in_scan: bool) -> jax.Array:
         layer = partial(_layer, batch=batch, window=windows[i % period], c=c, ops=ops, dims=dims)
-        return rematerialised(layer, c.remat, in_scan=in_scan)(x, {name: w[i] for name, w in stacked.items()})
+        with jax.named_scope("layer"):
+            return rematerialised(layer, c.remat, in_scan=in_scan)(x, {name: w[i] for name, w in stacked.items()})
 
     def one_period(x: jax.Array, stacked: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         for i in range(period):
@@ -224,7 +239,7 @@ def hidden_states(params: dict, batch: dict[str, jax.Array], c: DecoderConfig, o
     x, _ = jax.lax.scan(one_period, x, whole)
     for i in range(rounds * period, c.num_layers):  # the pattern's last round, if it is not complete
         x = run(x, layers, i, in_scan=False)
-    return ops.rms_norm(x, params["final_norm"], c.norm_eps)
+    return ops.rms_norm(x, params["final_norm"], eps=c.norm_eps)
 
 
 def output_projection(params: dict, c: DecoderConfig) -> jax.Array:
@@ -241,7 +256,8 @@ def loss(
     Sums, not means, so that microbatches and devices with different numbers of tokens add up to the exact mean.
     """
     hidden = hidden_states(params, batch, c, ops)
-    head = ops.gather(output_projection(params, c), "D V")
-    terms = ops.cross_entropy(hidden, head, batch["targets"], z_loss, c.logits_soft_cap)
+    terms = ops.fused_token_losses(
+        hidden, output_projection(params, c), batch["targets"], z_loss=z_loss, logits_soft_cap=c.logits_soft_cap
+    )
     sums = {"loss": jnp.sum(terms.loss), "z_loss": jnp.sum(terms.z_loss), "tokens": jnp.sum(terms.counted)}
     return sums["loss"] + sums["z_loss"], sums

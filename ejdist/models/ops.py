@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+
+import jax
 
 
-@dataclass(frozen=True)
 class Ops:
-    """What a model is made of.
+    """The public operations as attributes, `ops.rms_norm(x, weight, eps=...)`, bound to a mesh and a backend.
 
-    Attributes:
-      attention: (query [B,T,N,H], key, value [B,T,K,H], segment_ids int [B,T], window int or None, logits_soft_cap)
-        -> [B,T,N,H]; causal over the tokens' places in the sequence.
-      rms_norm: (x, weight, eps) -> x's shape.
-      rotary_embedding: (x [B,T,N,H], positions int [B,T], base, scaling) -> x's shape.
-      gated_mlp: (x [B,T,D], gate, up, down, activation) -> [B,T,D].
-      cross_entropy: (hidden [B,T,D], lm_head [D,V], targets int [B,T], z_loss, logits_soft_cap) -> `TokenLosses`, [B,T].
+    Each takes what the function of that name takes. The weights that an operation declares (`gated_mlp`'s matrices,
+    `lm_head`, the weight of a norm) are given as the model stores them. `attention` is `ring_attention`.
+
+    Args:
+      functions: name -> function.
       constrain: (x, "B T D") -> x, told where its dims lie.
       gather: (parameter, "D F") -> it, from where it is stored to where it is used; its gradient goes the other way.
     """
 
-    attention: Callable
-    rms_norm: Callable
-    rotary_embedding: Callable
-    gated_mlp: Callable
-    cross_entropy: Callable
-    constrain: Callable
-    gather: Callable
+    def __init__(
+        self,
+        functions: Mapping[str, Callable],
+        constrain: Callable[[jax.Array, str], jax.Array],
+        gather: Callable[[jax.Array, str], jax.Array],
+    ) -> None:
+        self._functions, self.constrain, self.gather = dict(functions), constrain, gather
+
+    def __getattr__(self, name: str) -> Callable:
+        functions = self.__dict__.get("_functions", {})
+        if name not in functions:
+            raise AttributeError(f"no operation {name!r} was injected; there are {', '.join(functions)}")
+        return functions[name]

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ejdist.layout import ACTIVATIONS
 from ejdist.mesh import SP, axis_is_bound, check_axis
 from ejdist.sequence import exchange
 from ejdist.sequence.order import Order, order_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sharded import mesh_of, resolve_axes, run
+from kernels._core.public import Prepared, module_class
 from kernels._core.config import KernelConfig
-from kernels._core.contract import Unsupported
+from kernels._core.platforms import Unsupported
 from kernels._core.masks import MaskInfo
-from kernels.flash_attention import canonical
-from kernels.flash_attention import op as flash
+from kernels.ops.flash_attention import flash_attention as _flash
+from kernels.ops.flash_attention import op as flash
 
 SCHEMES = ("ring", "all_gather")
 # What each rank has of its own, and what travels with the keys.
@@ -305,7 +306,7 @@ def ring_attention(
         raise ValueError(
             f"argument 'key' has length {key.shape[1]}, but 'query' has {query.shape[1]}: a ring needs one length"
         )
-    arguments = canonical(
+    arguments = _flash.prepare(
         query,
         key,
         value,
@@ -323,8 +324,8 @@ def ring_attention(
         kv_segment_ids=kv_segment_ids,
         q_positions=q_positions,
         kv_positions=kv_positions,
-    )
-    flash.bind(**arguments)  # shapes and dtypes are judged on the whole arrays, where the names mean something
+    ).call.arguments
+    # shapes and dtypes are judged on the whole arrays, where the names mean something
     settings = {"axis_name": axis_name, "scheme": scheme, "platform": platform, "cfg": cfg}
     if axis_is_bound(axis_name):
         if mesh is not None or in_specs is not None or out_specs is not None:
@@ -339,19 +340,34 @@ def ring_attention(
     shards = 1 if whole is None else whole.shape[axis_name]
     order = order_of(order, shards)
     order.check(query.shape[1])
-    if "mask" in arguments:
+    if arguments.get("mask") is not None:
         # What is counted from the start of a segment is counted before the segments are split.
         arguments["mask"] = arguments["mask"].resolved(order.indices(query.shape[1]))
-    table = {**ACTIVATIONS, "T": (axis_name,), "S": (axis_name,)}
-    call: dict[str, Any] = {"table": table, "platform": platform, "cfg": cfg}
+    table = {"T": (axis_name,), "S": (axis_name,)}
+    call = flash.bind(**arguments)
+    where: dict[str, Any] = {"table": table, "platform": platform, "cfg": cfg}
     if shards > 1:
-        local = functools.partial(_on_shard, order=order, axis_name=axis_name, scheme=scheme)
-        call |= {"local": local, "handles": ("T", "S")}
-        axes = resolve_axes(flash, arguments, whole, in_specs, table)
+        where |= {"local": _Local(axis_name, scheme, order), "handles": ("T", "S")}
+        axes = resolve_axes(flash, call, whole, in_specs, table)
         for dim in ("T", "S"):
             if axes.get(dim) != (axis_name,):
                 raise ValueError(
                     f"in_specs split the sequence over {axes.get(dim)}, but axis_name = {axis_name!r}; the two must agree"
                 )
-    out, lse = run(flash, arguments, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **call)
-    return (out, lse) if return_lse else out
+    prepared = Prepared(call, returns=("out", "lse") if return_lse else "out")
+    return run(prepared, flash, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **where)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What runs on a rank."""
+
+    axis_name: str
+    scheme: str
+    order: Order
+
+    def __call__(self, axes: Any, **arguments: Any) -> Any:
+        return _on_shard(**arguments, axis_name=self.axis_name, scheme=self.scheme, order=self.order)
+
+
+RingAttention = module_class("RingAttention", ring_attention)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejdist.bound import bind_ops
+from ejdist.operations import bind_ops
 from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, sharding
 from ejdist.mesh import MeshSection
 from ejdist.models import decoder

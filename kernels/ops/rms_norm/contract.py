@@ -63,7 +63,6 @@ op = Op(
     outputs=("out", "rstd"),
     residuals=("rstd",),
     local_dims={"lead"},
-    weights=("weight",),
     order=("triton_gpu", "pallas_tpu", "xla"),
     config=RMSNormConfig,
     cases=(

@@ -1,0 +1,47 @@
+"""Every public operation on sharded arrays, by name: those that follow from their declaration, and those that communicate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import kernels
+from ejdist import vocabulary_parallel
+from ejdist.layout import constrain, gather
+from ejdist.models.ops import Ops
+from ejdist.sequence.attention import RingAttention, ring_attention
+from ejdist.sequence.order import Order
+from ejdist.sharded import ShardedFunction, sharded
+
+# What communicates has a file of its own, named for what it does.
+_COMMUNICATING = (vocabulary_parallel.fused_cross_entropy, vocabulary_parallel.fused_token_losses)
+
+SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
+    f.__name__: f for f in _COMMUNICATING
+}
+FUNCTIONS: dict[str, Callable] = {**SHARDED, "ring_attention": ring_attention}
+MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values()} | {"RingAttention": RingAttention}
+
+
+def bind_ops(
+    mesh: jax.sharding.Mesh | None,
+    *,
+    order: Order | str = "contiguous",
+    scheme: Any = "ring",
+    platform: str | None = None,
+) -> Ops:
+    """Returns the operations that a model calls, on a mesh.
+
+    Args:
+      mesh: where the arrays lie; None for one device.
+      order: the order that the batch was permuted to.
+      scheme: how keys and values travel over the sequence axis, see `ring_attention`.
+      platform: backend of every operation; None for the fastest.
+    """
+    where = {"mesh": mesh, "platform": platform}
+    functions = {name: functools.partial(f.with_stored_weights, **where) for name, f in SHARDED.items()}
+    functions["attention"] = functools.partial(ring_attention, order=order, scheme=scheme, **where)
+    return Ops(functions, functools.partial(constrain, mesh=mesh), functools.partial(gather, mesh=mesh))
