@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.call import is_float_array
+from kernels._core.binding import is_float_array
 from kernels._core.interpret import interpret
 
 FLOOR = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejdist.bound import bind_ops
+from ejdist.operations import bind_ops
 from ejdist.models.decoder import DecoderConfig, declare, loss
 from ejdist.models.parameters import num_parameters, shapes
 from ejdist.training.flops import matmul_flops_per_token, peak_flops, step_flops, visible_pairs

@@ -115,7 +115,7 @@ import jax
 def settings(): return {k: v for k, v in jax.config.values.items()}
 before, environment = settings(), dict(os.environ)
 import kernels, ejdist, ejdist.types, ejdist.ops, recipes.schema, launch.train, ejdist.training.loop
-import ejdist.training.data, ejdist.models.decoder, ejdist.sequence, kernels._core.checks
+import ejdist.training.data, ejdist.models.decoder, ejdist.sequence, kernels._core.ahead_of_time
 for op in kernels.operations().values(): op.backends
 assert settings() == before, "an import changed jax.config"
 assert dict(os.environ) == environment, "an import changed the environment"

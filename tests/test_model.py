@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.interpreters import partial_eval as pe
 
-from ejdist.bound import bind_ops
+from ejdist.operations import bind_ops
 from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, loss
 from ejdist.models.parameters import initialise, num_parameters, shapes
 

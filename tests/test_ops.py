@@ -8,7 +8,7 @@ from grid import check, on_this_machine
 
 import kernels
 from kernels import Unsupported
-from kernels._core.call import is_float_array
+from kernels._core.binding import is_float_array
 
 OPS = kernels.operations()
 DTYPES = ("float32", "bfloat16", "float16")

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from ejdist.bound import bind_ops
+from ejdist.operations import bind_ops
 from ejdist.models.decoder import DecoderConfig, declare
 from ejdist.models.decoder import loss as decoder_loss
 from ejdist.models.parameters import initialise, map_declared

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import kernels._core
-from kernels._core import checks
+from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret, interpreting
 from kernels._core.pallas import pallas_launch
 from kernels._core.triton import CUSTOM_CALL_TARGET, triton_launch
-from kernels.rms_norm import RMSNormConfig, rms_norm
-from kernels.rms_norm import op as rms_norm_op
+from kernels.ops.rms_norm import RMSNormConfig, rms_norm
+from kernels.ops.rms_norm import op as rms_norm_op
 
 CASES = {case.name: case for case in rms_norm_op.cases}
 
@@ -318,7 +318,7 @@ SIDE_BY_SIDE = """
 import os, sys
 import jax, jax.numpy as jnp
 before = dict(os.environ)
-from kernels._core import checks
+from kernels._core import ahead_of_time as checks
 assert not {"triton", "jax_triton"} & set(sys.modules), "importing the checks imported a toolchain"
 compiled = checks.compile_tpu(jnp.sin, jax.ShapeDtypeStruct((8, 128), "float32"), topology="v5p:2x2x1")
 assert dict(os.environ) == before, set(os.environ) ^ set(before)

@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kernels._core.call import is_float_array, is_traced_argument
+from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
 from kernels._core.interpret import interpret, interpreting
 
 if TYPE_CHECKING:
-    from kernels._core.contract import Case, Op
+    from kernels._core.backend import Case
+    from kernels._core.contract import Op
 
 __all__ = [
     "CUDA_TARGETS",
@@ -43,7 +45,6 @@ __all__ = [
     "interpret",
     "interpreting",
     "mosaic_calls",
-    "random_args",
     "tpu_topology",
 ]
 
@@ -54,11 +55,6 @@ TPU_TOPOLOGIES = ("v5e:2x4", "v5p:2x2x1", "v6e:2x2")
 
 
 # -- what to check ----------------------------------------------------------------------------------------------------
-
-
-def random_args(op: Op, case: Case, *, dtype: Any = "float32", seed: int = 0) -> dict[str, Any]:
-    """Returns the keyword arguments of a case, drawn at random."""
-    return op.case_inputs(case, dtype=dtype, seed=seed)
 
 
 def call_of(
@@ -75,16 +71,15 @@ def call_of(
     The function takes the arrays of the case by name, gives all outputs and, with `backward`, the gradient of every
     float array for cotangents of one. The argument holds shapes and dtypes only.
     """
-    arguments = random_args(op, case, dtype=dtype)
+    arguments = op.case_inputs(case, dtype=dtype, shapes_only=True)
     traced = {k: v for k, v in arguments.items() if is_traced_argument(v)}
     static = {k: v for k, v in arguments.items() if k not in traced}
 
     def run(traced: dict[str, Any]) -> Any:
-        floats = {k: v for k, v in traced.items() if is_float_array(v)}
-        others = {k: v for k, v in traced.items() if k not in floats}
+        floats, others = floats_apart(traced, op.no_gradient)
 
         def forward(floats: dict[str, Any]) -> Any:
-            return op(**static, **floats, **others, platform=platform, cfg=cfg)
+            return op(**static, **merged(floats, others), platform=platform, cfg=cfg)
 
         if not backward:
             return forward(floats)
@@ -95,8 +90,6 @@ def call_of(
 
 
 def _ones(output: jax.Array) -> Any:
-    import numpy as np
-
     return jnp.ones_like(output) if is_float_array(output) else np.zeros(output.shape, jax.dtypes.float0)
 
 

@@ -370,8 +370,11 @@ class Op:
         with jax.default_matmul_precision("highest"):
             return self.function(**cast)
 
-    def case_inputs(self, case: Case, *, dtype: Any = "float32", seed: int = 0) -> dict[str, Any]:
-        """Returns the keyword arguments of a case: random arrays of its dims, its made arguments and its options."""
+    def case_inputs(
+        self, case: Case, *, dtype: Any = "float32", seed: int = 0, shapes_only: bool = False
+    ) -> dict[str, Any]:
+        """Returns the keyword arguments of a case: random arrays of its dims (with `shapes_only` their shapes and dtypes), its
+        made arguments and its options."""
         rng = np.random.default_rng([seed, *case.name.encode()])
         arguments: dict[str, Any] = dict(case.options)
         for p in self.parameters.values():
@@ -382,7 +385,11 @@ class Op:
                 )
             elif p.kind == "float" and (p.required or p.name in case.arrays):
                 shape = case.shapes.get(p.name) or p.shape(case.dims)
-                arguments[p.name] = jnp.asarray(rng.standard_normal(shape), dtype)
+                arguments[p.name] = (
+                    jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+                    if shapes_only
+                    else jnp.asarray(rng.standard_normal(shape), dtype)
+                )
             elif p.kind is not None and (p.required or p.name in case.arrays):
                 raise TypeError(f"{self.name}, case {case.name}: say how to make {p.name!r}")
         return arguments

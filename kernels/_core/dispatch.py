@@ -21,7 +21,7 @@ from kernels._core.interpret import interpret, interpreting
 from kernels._core.platforms import PLATFORMS, Unsupported
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Branches:
     """What a call does on each platform.
 
@@ -38,6 +38,9 @@ class Branches:
     result: Any
     batched: Callable | None
     interpreted: bool
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def apply(

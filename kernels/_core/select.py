@@ -62,7 +62,8 @@ class Request:
         symbols = self.call.symbolic_dims()
         call = self.call
         if symbols:
-            call = Call(call.op_name, call.arguments, {**call.dims, **dict.fromkeys(symbols, NOMINAL_SIZE)}, call.dtype)
+            sizes = {d: (NOMINAL_SIZE,) if isinstance(call.dims[d], tuple) else NOMINAL_SIZE for d in symbols}
+            call = Call(call.op_name, call.arguments, {**call.dims, **sizes}, call.dtype)
         return self.backend.heuristic(call, self.platform)
 
     def key(self) -> str:

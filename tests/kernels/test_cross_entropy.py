@@ -7,7 +7,7 @@ import optax
 import pytest
 from grid import check
 
-from kernels.cross_entropy import (
+from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
     fused_cross_entropy,
     fused_token_losses,

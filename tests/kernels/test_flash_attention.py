@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from grid import check
 
-from kernels._core.call import is_float_array
+from kernels._core.binding import is_float_array
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.masks import MaskInfo
-from kernels.flash_attention import (
+from kernels.ops.flash_attention import (
     FlashAttentionConfig,
     attention,
     expand_dropout_seed,
@@ -304,7 +304,7 @@ def test_under_remat_the_saved_outputs_are_enough():
 
 
 def drawn(seed, length=256, probability=0.3, batch=2, heads=4):
-    from kernels.flash_attention.dropout import dropout_scale
+    from kernels.ops.flash_attention.dropout import dropout_scale
 
     at = jnp.arange(length)[None]
     return np.asarray(dropout_scale(expand_dropout_seed(seed, batch, heads), at, at, probability) > 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from grid import check
 
-from kernels.gated_mlp import ACTIVATIONS, gated_mlp, op
+from kernels.ops.gated_mlp import ACTIVATIONS, gated_mlp, op
 
 erf = np.vectorize(math.erf)
 ORACLE = {  # name -> (function, derivative)

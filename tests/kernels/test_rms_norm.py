@@ -6,10 +6,10 @@ import pytest
 from grid import check, error, on_this_machine, value_and_gradients
 
 import kernels
-from kernels._core import checks
+from kernels._core import ahead_of_time as checks
 from kernels._core.contract import Unsupported
 from kernels._core.interpret import interpret
-from kernels.rms_norm import RMSNormConfig, op, rms_norm
+from kernels.ops.rms_norm import RMSNormConfig, op, rms_norm
 
 CASES = {case.name: case for case in op.cases}
 SMALL = [case for case in op.cases if "bench" not in case.tags]
@@ -170,4 +170,4 @@ def test_a_wrong_call_is_a_value_error():
 def test_the_face():
     a = op.case_inputs(CASES["zero_centered"])
     np.testing.assert_array_equal(rms_norm(**a), op(**a)[0])
-    assert kernels.rms_norm is rms_norm or kernels.rms_norm.rms_norm is rms_norm
+    assert kernels.rms_norm is rms_norm or kernels.ops.rms_norm.rms_norm is rms_norm

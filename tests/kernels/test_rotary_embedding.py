@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from grid import check
 
-from kernels.rotary_embedding import RopeScaling, frequencies, op, rotary_embedding
+from kernels.ops.rotary_embedding import RopeScaling, frequencies, op, rotary_embedding
 
 B, T, N, H = 2, 5, 3, 16
 

@@ -1,0 +1,240 @@
+"""Every operation on every backend under the transformations of JAX, as users call it: the numbers of the plain call, or a
+refusal by name, on every platform alike."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import as_tuple, error, on_this_machine
+from jax.sharding import PartitionSpec as P
+
+import kernels
+from kernels import Unsupported
+from kernels._core.binding import floats_apart, is_array, is_float_array, merged
+from kernels._core.contract import Op
+from kernels._core.platforms import PLATFORMS
+
+OPS = kernels.operations()
+ROWS = [pytest.param(op, b, id=f"{op.name}-{b.name}") for op in OPS.values() for b in op.backends.values()]
+each = pytest.mark.parametrize(("op", "backend"), ROWS)
+# A device has a row of the batch; `lead` is the batch where there is one dim of it.
+FIRST = ("B", "lead")
+
+
+def case_of(op: Op):
+    return next(c for c in op.cases if "bench" not in c.tags)
+
+
+def parts(op, seed=0):
+    """Returns (float arrays with a gradient, the other arguments) of the operation's first case."""
+    arguments = op.case_inputs(case_of(op), seed=seed)
+    traced = op.bind(**arguments).traced()
+    floats, others = floats_apart(traced, op.no_gradient)
+    rest = {n: v for n, v in arguments.items() if n not in traced}
+    return {n: v for n, v in floats.items() if jax.tree.leaves(v)}, others, rest
+
+
+def call(op, platform, floats, others, rest):
+    whole = {n: floats.get(n) for n in others} | {n: v for n, v in floats.items() if n not in others}
+    arrays = merged({n: whole[n] for n in others}, others)
+    return as_tuple(op(**arrays, **rest, platform=platform))
+
+
+def scalar(op, platform, others, rest):
+    def loss(floats):
+        out = call(op, platform, floats, others, rest)
+        return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0).astype(jnp.float32))) for y in out if is_float_array(y))
+
+    return loss
+
+
+def close(got, want, allowed=2e-5):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert error(g, w) < allowed, error(g, w)
+
+
+@each
+def test_vmap_of_all_arrays_and_of_one(op, backend):
+    floats, others, rest = parts(op)
+    again = parts(op, seed=1)[0]
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), floats, again)
+    run = functools.partial(call, op, backend.name, others=others, rest=rest)
+    with on_this_machine(backend):
+        got = jax.jit(jax.vmap(lambda f: run(f)))(stacked)
+        one = next(iter(floats))
+        mixed = jax.jit(jax.vmap(lambda x: run({**floats, one: x}), out_axes=1))(stacked[one])
+        for i, f in enumerate((floats, again)):
+            close([y[i] for y in got], run(f), 1e-6)
+            close([y[:, i] for y in mixed], run({**floats, one: f[one]}), 1e-6)
+
+
+@each
+def test_gradients_under_vmap_and_of_vmap(op, backend):
+    floats, others, rest = parts(op)
+    again = parts(op, seed=1)[0]
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), floats, again)
+    loss = scalar(op, backend.name, others, rest)
+    with on_this_machine(backend):
+        each = jax.jit(jax.vmap(jax.grad(loss)))(stacked)
+        total = jax.jit(jax.grad(lambda f: jnp.sum(jax.vmap(loss)(f))))(stacked)
+        for i, f in enumerate((floats, again)):
+            want = jax.jit(jax.grad(loss))(f)
+            close(jax.tree.map(lambda g, i=i: g[i], each), want)
+            close(jax.tree.map(lambda g, i=i: g[i], total), want)
+
+
+@each
+def test_scan_and_remat_around_it(op, backend):
+    floats, others, rest = parts(op)
+    loss = scalar(op, backend.name, others, rest)
+
+    def scanned(wrap):
+        def total(floats):
+            return jax.lax.scan(lambda s, x: (s + x * wrap(loss)(floats), None), 0.0, jnp.array([1.0, -3.0]))[0]
+
+        return total
+
+    with on_this_machine(backend):
+        want = jax.tree.map(lambda g: -2 * g, jax.jit(jax.grad(loss))(floats))
+        close(jax.jit(jax.grad(scanned(lambda f: f)))(floats), want)
+        if backend.name != "pallas_tpu":  # its interpreter makes ordered calls of the host, which remat does not take
+            close(jax.jit(jax.grad(scanned(jax.checkpoint)))(floats), want)
+
+
+@each
+def test_second_derivatives_are_those_of_the_contract(op, backend):
+    floats, others, rest = parts(op)
+    way = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), floats)
+
+    def product(loss):  # with a Hessian, in reverse mode twice
+        dot = lambda g: sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(way), strict=True))  # noqa: E731
+        return jax.jit(jax.grad(lambda f: dot(jax.grad(loss)(f))))(floats)
+
+    class Contract:
+        def __call__(self, platform, **arguments):
+            return op.function(**arguments)
+
+    with jax.default_matmul_precision("highest"):
+        want = product(scalar(Contract(), None, others, rest))
+    with on_this_machine(backend):
+        close(product(scalar(op, backend.name, others, rest)), want, 5e-4)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_forward_mode_and_foreign_residuals_are_refused_by_name(op):
+    floats, others, rest = parts(op)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda f: call(op, None, f, others, rest), (floats,), (floats,))
+    shapes = jax.eval_shape(lambda: call(op, None, floats, others, rest))
+    saved = {f"d_{n}": jnp.ones(y.shape, y.dtype) for n, y in zip(op.outputs, shapes)}
+    residuals = {n: jnp.ones(y.shape, y.dtype) for n, y in zip(op.outputs, shapes) if n in op.residuals}
+    saved = op.backward_inputs(residuals, saved) if op.backward_inputs else residuals | saved
+    arrays = merged({n: floats.get(n) for n in others}, others)
+
+    def total(saved):
+        return sum(jnp.sum(g) for g in jax.tree.leaves(op.backward(saved, **arrays, **rest)))
+
+    with pytest.raises(Unsupported, match=f"{op.name}_backward: this derivative is not supported"):
+        jax.grad(total)(saved)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_one_export_for_every_platform_gives_the_numbers_here(op):
+    """Also on a machine without the accelerator, and differentiated."""
+    floats, others, rest = parts(op)
+    loss = jax.value_and_grad(scalar(op, None, others, rest))
+    checks, target = [], None
+    if "triton_gpu" in op.backends:
+        from kernels._core import triton
+
+        checks = [jax.export.DisabledSafetyCheck.custom_call(triton.CUSTOM_CALL_TARGET)]
+        target = triton.compile_for(90)
+    platforms = [p for p in PLATFORMS if p != "rocm"]
+    with target or on_this_machine(op.backends["xla"]):
+        exported = jax.export.export(jax.jit(loss), platforms=platforms, disabled_checks=checks)(floats)
+    assert exported.platforms == tuple(platforms)
+    close(exported.call(floats), jax.jit(loss)(floats), 1e-6)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_the_size_of_the_batch_may_be_a_symbol(op):
+    """In an export for any size of it; a backend that needs the size is refused by name."""
+    floats, others, rest = parts(op)
+    arrays = merged({n: floats.get(n) for n in others}, others)
+    (symbol,) = jax.export.symbolic_shape("b")
+    dims = {n: op.parameters[n].dims for n in arrays}
+    if not any(d and d[0].name in FIRST for d in dims.values()):
+        pytest.fail("an operation has a batch, B or *lead")
+
+    def symbolic(name, x):
+        if is_array(x) and dims[name] and dims[name][0].name in FIRST and x.shape[0] > 1:
+            return jax.ShapeDtypeStruct((symbol, *x.shape[1:]), x.dtype)
+        return jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
+
+    def run(arrays):
+        floats, others = floats_apart(arrays, op.no_gradient)
+        return jax.value_and_grad(lambda f: scalar(op, None, others, rest)({n: v for n, v in f.items() if v is not None}))(floats)
+
+    exported = jax.export.export(jax.jit(run))({n: symbolic(n, x) for n, x in arrays.items()})
+    close(exported.call(arrays), jax.jit(run)(arrays), 1e-6)
+    for backend in op.backends.values():
+        if not backend.symbolic:
+            with pytest.raises(Unsupported, match=r"needs the size of .* when it is compiled"):
+                jax.export.export(jax.jit(lambda a: op(**a, **rest, platform=backend.name)))(  # noqa: B023
+                    {n: symbolic(n, x) for n, x in arrays.items()}
+                )
+
+
+@each
+def test_inside_a_shard_map_of_the_callers_own(op, backend):
+    """With JAX's own defaults: what varies over the mesh is tracked. The batch lies on two devices, the rest on both."""
+    floats, others, rest = parts(op)
+    floats, others = (jax.tree.map(lambda x: x, t) for t in (floats, others))
+    dims = {n: op.parameters[n].dims for n in others}
+    rows = {n: x.shape[0] for n, x in merged({n: floats.get(n) for n in others}, others).items() if is_array(x)}
+    first = {n for n, d in dims.items() if d and d[0].name in FIRST and rows.get(n, 1) > 1}
+    assert first and all(rows[n] % 2 == 0 for n in first), "the first case of an operation has an even batch"
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def spec(name, x):
+        return P("x") if name in first else jax.tree.map(lambda _: P(), x)
+
+    specs = ({n: spec(n, x) for n, x in floats.items()}, {n: spec(n, x) for n, x in others.items()})
+
+    def local(floats, others):
+        return jax.lax.psum(scalar(op, backend.name, others, rest)(floats), "x")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    run = jax.jit(jax.value_and_grad(lambda f, o: mapped(f, o)))
+    with on_this_machine(backend):
+        got = run(floats, others)
+    whole = jax.jit(jax.value_and_grad(lambda f: scalar(op, "xla", others, rest)(f)))(floats)
+    close(got, whole)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_threads_may_call_it_at_once(op):
+    floats, others, rest = parts(op)
+    want, results = call(op, None, floats, others, rest), [None] * 4
+
+    def work(i):
+        results[i] = call(op, None, floats, others, rest)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    for got in results:
+        close(got, want, 1e-9)
+
+
+def test_a_second_call_of_the_same_kind_is_not_traced_again(monkeypatch):
+    x = jnp.ones((3, 8))
+    kernels.rms_norm(x)
+    op = OPS["rms_norm"]
+    monkeypatch.setattr(op, "plan", None)  # a call of another kind would need it
+    kernels.rms_norm(x + 1)
+    with pytest.raises(TypeError):
+        kernels.rms_norm(jnp.ones((4, 8)))
+
