@@ -127,12 +127,14 @@ def check_local(op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[s
         return tuple(a for a in axes.get(dim, ()) if mesh.shape[a] > 1)
 
     sizes: dict[str, int] = {}
+    holders: dict[str, list[str]] = {}
     for name, value in _arrays(call).items():
         local = {*op.local_dims, *op.sum_dims, *handles}
         if any(d.variadic and d.name in op.local_dims for d in op.parameters[name].dims):
             local |= set(leading(value.ndim - len(op.parameters[name].dims) + 1))
         for dim, size in zip(dims_of(op, name, value), value.shape, strict=True):
             sizes[dim] = max(size, sizes.get(dim, 1))
+            holders.setdefault(dim, []).append(repr(name))
             if split(dim) and size > 1 and dim not in local:
                 where = op.elsewhere.get(dim)
                 raise ValueError(
@@ -140,30 +142,39 @@ def check_local(op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[s
                     "needs it whole" + (f"; use ejdist.{where}, which communicates over it" if where else "; gather it first")
                 )
     for first, second in op.tied_dims:
-        _check_tied(op, first, second, sizes, split, mesh)
+        _check_tied(op, (first, second), sizes, holders, split, mesh)
 
 
-def _check_tied(op: Op, first: str, second: str, sizes: Any, split: Callable[[str], tuple[str, ...]], mesh: Any) -> None:
+def _check_tied(
+    op: Op,
+    dims: tuple[str, str],
+    sizes: Mapping[str, int],
+    holders: Mapping[str, list[str]],
+    split: Callable[[str], tuple[str, ...]],
+    mesh: Any,
+) -> None:
     """Raises ValueError unless two dims of which the second serves groups of the first are split alike."""
+    first, second = dims
     if sizes[second] == 1:  # read by every one of the first, so whole on every device
         return
     a, b = split(first), split(second)
     if a != b:
         raise ValueError(
-            f"{op.name}: dim {first} = {sizes[first]} is split over {a or 'nothing'} and {second} = {sizes[second]}, which "
-            f"serves it, over {b or 'nothing'}; split them alike"
+            f"{op.name}: dim {first} = {sizes[first]} of {holders[first][0]} is split over {a or 'nothing'} and {second} = "
+            f"{sizes[second]} of {' and '.join(holders[second])}, which serves it, over {b or 'nothing'}; split them alike"
         )
     parts = math.prod(mesh.shape[x] for x in b)
     over = " x ".join(f"{x}={mesh.shape[x]}" for x in b)
     if sizes[first] % parts:
         raise ValueError(
-            f"{op.name}: dim {first} = {sizes[first]} cannot be divided over {over}; make that a divisor of {sizes[first]}"
+            f"{op.name}: argument {holders[first][0]} has {first} = {sizes[first]}, which cannot be divided over {over}; make "
+            f"that a divisor of {sizes[first]}"
         )
     if sizes[second] % parts:
         raise ValueError(
-            f"{op.name}: dim {second} = {sizes[second]} cannot be divided over {over}: make that a divisor of it, or repeat "
-            f"its entries {math.lcm(sizes[second], parts) // sizes[second]} times (jnp.repeat on that dim of the arrays "
-            "that have it)"
+            f"{op.name}: argument {holders[second][0]} has {second} = {sizes[second]}, which cannot be divided over {over}: "
+            f"make that a divisor of {second}, or repeat that dim of {' and '.join(holders[second])} "
+            f"{math.lcm(sizes[second], parts) // sizes[second]} times (jnp.repeat)"
         )
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MASKS, XLA = "kernels/_core/masks.py", "kernels/flash_attention/xla.py"
-RING, ORDER = "ejdist/sequence/attention.py", "ejdist/sequence/order.py"
+MASKS, XLA = "kernels/_core/masks.py", "kernels/ops/flash_attention/xla.py"
+RING, LOCAL, SCHEMES = (f"ejdist/sequence/{name}.py" for name in ("attention", "local", "schemes"))
 SCHEDULE, EXCHANGE = "ejdist/sequence/schedule.py", "ejdist/sequence/exchange.py"
 FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 SEQUENCE = "tests/test_sequence.py"
@@ -50,33 +50,82 @@ FAULTS = (
         "slope of the soft cap dropped", XLA, "raw = ds if s.cap_slope is None else ds * s.cap_slope", "raw = ds", FLASH
     ),
     Fault("dropout missing in the backward", XLA, "(dp if keep is None else dp * keep)", "dp", FLASH),
-    Fault("wrong hop", RING, "((rank - hop) % n)", "((rank + hop) % n)", SEQUENCE),
-    Fault("merge without rescale", RING, "return out * a[..., None] + ", "return out + ", SEQUENCE),
+    Fault("wrong hop", SCHEMES, "- hop) %", "+ hop) %", SEQUENCE),
+    Fault("merge without rescale", LOCAL, "return out * a[..., None] + ", "return out + ", SEQUENCE),
     Fault(
         "ring counts the sink twice",
         RING,
         "jnp.zeros_like(out), joint)",
         "jnp.zeros_like(out), joint + 0.6931)",
-        SEQUENCE,
+        f"{SEQUENCE} -k sinks",
     ),
     Fault("stale lse", RING, '{"out": out, "lse": lse}', '{"out": out, "lse": lse - 0.1}', SEQUENCE),
-    Fault("segments do not travel", RING, '("kv_segment_ids", "kv_positions")', '("kv_positions",)', SEQUENCE),
-    Fault("gradients of keys do not come home", RING, "plan.order.shards - hops[-1])", "0)", SEQUENCE),
-    Fault("gradients of keys do not travel", RING, "exchange.shift(travel, axis, before)", "travel", SEQUENCE),
+    Fault(
+        "segments do not travel",
+        LOCAL,
+        '("kv_segment_ids", "kv_positions")',
+        '("kv_positions",)',
+        f"{SEQUENCE} -k packed",
+    ),
+    Fault("gradients of keys do not come home", SCHEMES, "local.ranks - hops[-1])", "0)", SEQUENCE),
+    Fault("gradients of keys come home a rank late", SCHEMES, "local.ranks - hops[-1])", "1 - hops[-1])", SEQUENCE),
+    Fault("gradients of keys do not travel", SCHEMES, "exchange.shift(travel, axis, before)", "travel", SEQUENCE),
     Fault(
         "positions not permuted",
-        RING,
-        "plan.order.positions(rank, q_length * n)[None]",
-        "(jnp.arange(q_length) + rank * q_length)[None]",
+        LOCAL,
+        "order.positions(exchange.rank(self.axis), length)[None]",
+        "(jnp.arange(self.query.shape[1]) + exchange.rank(self.axis) * self.query.shape[1])[None]",
         SEQUENCE,
     ),
     Fault("keys sent the other way", EXCHANGE, "(i + by) % n", "(i - by) % n", SEQUENCE),
+    Fault(
+        "gathered keys have the gradient of one rank",
+        EXCHANGE,
+        "jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)",
+        "jax.lax.dynamic_slice_in_dim(x, rank(axis) * (k := x.shape[1] // jax.lax.axis_size(axis)), k, 1)",
+        f"{SEQUENCE} -k all_gather",
+    ),
+    Fault(
+        "gathered keys taken for those of other ranks",
+        SCHEMES,
+        "local.attend(keys, jnp.arange(local.ranks))",
+        "local.attend(keys, (jnp.arange(local.ranks) + 1) % local.ranks)",
+        f"{SEQUENCE} -k all_gather",
+    ),
+    Fault(
+        "ranks of two axes counted from the minor one",
+        EXCHANGE,
+        "return jax.lax.axis_index(axis)",
+        "return jax.lax.axis_index(axis if isinstance(axis, str) else axis[::-1])",
+        f"{SEQUENCE} -k two_axes",
+    ),
+    Fault(
+        "a ring takes the axes as the mesh lists them",
+        EXCHANGE,
+        "there.transpose([listed.index(a) for a in axis]).ravel()",
+        "there.ravel()",
+        f"{SEQUENCE} -k two_axes",
+    ),
+    Fault(
+        "constants are not typed as varying",
+        EXCHANGE,
+        "if missing else x",
+        "if not missing else x",
+        f"{SEQUENCE} -k constant",
+    ),
+    Fault(
+        "a second derivative goes through",
+        RING,
+        "once = jax.custom_jvp(function, nondiff_argnums=(0,))",
+        "return function\n    once: Any = None",
+        f"{SEQUENCE} -k second_derivative",
+    ),
     Fault(
         "a needed hop left out", SCHEDULE, "return tuple(found) or (0,)", "return tuple(found[:-1]) or (0,)", SEQUENCE
     ),
     Fault(
         "no cotangent of rstd",
-        "kernels/rms_norm/triton_gpu.py",
+        "kernels/ops/rms_norm/triton_gpu.py",
         "(tl.sum(products, axis=1) + d_rstd)",
         "tl.sum(products, axis=1)",
         "tests/kernels/test_rms_norm.py",

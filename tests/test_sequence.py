@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejdist import Order, make_mesh, ring_attention
-from ejdist.sequence.attention import merge
+from ejdist.sequence import SCHEMES, Ring, Scheme, exchange, merge
 from ejdist.sequence.schedule import hops, needed
 from ejdist.sharded import map_shards
+from kernels._core.dispatch import vary_alike, varying_axes
 from kernels import MaskInfo, Unsupported, flash_attention
 
 B, T, N, K, H = 2, 64, 4, 2, 8
@@ -136,6 +137,12 @@ def test_sp_of_one_is_the_plain_operation_in_any_order():
     np.testing.assert_allclose(got, flash_attention(QUERY, KEY, VALUE, causal=True), atol=1e-6)
 
 
+def test_a_string_order_on_a_mesh_whose_axis_has_one_device_is_the_plain_operation():
+    for mesh in (make_mesh(), make_mesh(tp=2)):
+        got = ring_attention(QUERY, KEY, VALUE, causal=True, order="zigzag", mesh=mesh)
+        np.testing.assert_allclose(got, flash_attention(QUERY, KEY, VALUE, causal=True), atol=1e-6)
+
+
 def test_a_batch_of_one_row_stays_whole():
     q, k, v = (x[:1] for x in (QUERY, KEY, VALUE))
     got = jax.jit(functools.partial(ring_attention, causal=True, mesh=make_mesh(dp=2, sp=2)))(q, k, v)
@@ -165,6 +172,127 @@ def test_axes_of_the_callers_own_names():
 
 
 WANTED = jax.jit(functools.partial(flash_attention, causal=True))
+TWO_AXES = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
+
+
+@pytest.mark.parametrize(("axis", "scheme"), [(("a", "b"), "ring"), (("a", "b"), "all_gather"), (("b", "a"), "ring")])
+def test_a_sequence_over_two_axes(axis, scheme):
+    """The last tuple names the axes in another order than the mesh lists them."""
+    order = Order("zigzag", 8)
+    ring = functools.partial(ring_attention, mesh=TWO_AXES, axis_name=axis, order=order, scheme=scheme)
+    got = outputs_and_gradients(ring, order, MASKS["sinks_packed_window"])
+    assert_close(got, on_one_device("sinks_packed_window"), f"{axis} {scheme}")
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_over_two_axes_inside_the_callers_own_shard_map(scheme):
+    axis, order, options = ("a", "b"), Order("zigzag", 8), {"causal": True, "chunk_size": 6}
+    names = ("q_segment_ids", "kv_segment_ids")
+
+    def local(q, k, v, ids):
+        packed = dict.fromkeys(names, ids)
+        return ring_attention(q, k, v, axis_name=axis, order="zigzag", scheme=scheme, **packed, **options)
+
+    spec = P(None, axis)
+    ring = map_shards(local, TWO_AXES, (spec,) * 4, spec)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))), (0, 1, 2)))(QUERY, KEY, VALUE)
+
+    got = gradients(lambda *a: order.inverse(ring(*(order.permute(x) for x in (*a, SEGMENTS)))))
+    assert_close(got, gradients(functools.partial(flash_attention, **options, **PACKED)), scheme)
+
+
+def test_of_two_axes_one_may_have_one_device():
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(1, 4), ("a", "b"))
+    order = Order("zigzag", 4)
+    ring = functools.partial(ring_attention, mesh=mesh, axis_name=("a", "b"), causal=True, order=order)
+    got = jax.jit(ring)(*(order.permute(x) for x in (QUERY, KEY, VALUE)))
+    np.testing.assert_allclose(order.inverse(got), WANTED(QUERY, KEY, VALUE), atol=1e-5)
+
+
+def test_a_scheme_is_an_object():
+    class Mine(Scheme):
+        def forward(self, local):
+            out, lse = Ring().forward(local)
+            return 2 * out, lse
+
+    run = functools.partial(ring_attention, QUERY, KEY, VALUE, causal=True, mesh=make_mesh(sp=2))
+    named = {name: run(scheme=name) for name in SCHEMES}
+    for name, scheme in SCHEMES.items():
+        assert np.array_equal(run(scheme=scheme()), named[name])
+        assert scheme() == scheme() and hash(scheme()) == hash(scheme())
+    assert np.array_equal(run(scheme=Mine()), 2 * named["ring"])
+
+
+def test_a_padding_mask_is_segments():
+    real = jnp.arange(T)[None] < jnp.asarray([[50], [64]])
+    got = ring_attention(QUERY, KEY, VALUE, causal=True, attention_mask=real, mesh=make_mesh(sp=4))
+    want = flash_attention(QUERY, KEY, VALUE, causal=True, attention_mask=real)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+# -- where shard_map checks over which axes values vary ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_constant_is_typed_like_the_arrays_that_it_meets(checked):
+    seen = {}
+
+    def local(x, whole):
+        zeros, given = vary_alike((jnp.zeros(3), x), x, {"whole": whole})
+        both = vary_alike(whole, x, exchange.rank("b"))
+        seen["axes"] = [set(varying_axes(y)) for y in (zeros, given, whole, both)]
+        total, _ = jax.lax.scan(lambda total, row: (total + row, None), jnp.sum(zeros) + jnp.zeros_like(x[0]), x)
+        return jax.lax.psum(total * both[0], "b")
+
+    mapped = jax.shard_map(local, mesh=TWO_AXES, in_specs=(P(None, "a"), P()), out_specs=P("a"), check_vma=checked)
+    x, whole = jnp.arange(8.0).reshape(4, 2), jnp.ones(3)
+    gradient = jax.grad(lambda w: jnp.sum(mapped(x, w)))(whole)
+    assert seen["axes"] == ([{"a"}, {"a"}, set(), {"a", "b"}] if checked else [set()] * 4)
+    # A replicated input's gradient is the sum over every rank that used it, once.
+    np.testing.assert_array_equal(gradient, [4 * jnp.sum(x), 0, 0])
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_inside_a_shard_map_that_checks_varying_axes(scheme):
+    mesh, order, spec = make_mesh(sp=4), Order("zigzag", 4), P(None, "sp")
+
+    def local(q, k, v, ids, sinks, slopes):
+        options = {"softmax_aux": sinks, "alibi_slopes": slopes, "q_segment_ids": ids, "kv_segment_ids": ids}
+        return ring_attention(q, k, v, causal=True, order="zigzag", scheme=scheme, **options)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4 + (P(), P()), out_specs=spec, check_vma=True)
+
+    def ring(q, k, v, sinks, slopes):
+        return order.inverse(mapped(*(order.permute(x) for x in (q, k, v, SEGMENTS)), sinks, slopes))
+
+    def plain(q, k, v, sinks, slopes):
+        return flash_attention(q, k, v, causal=True, softmax_aux=sinks, alibi_slopes=slopes, **PACKED)
+
+    def outputs(function):
+        out, pull = jax.vjp(function, QUERY, KEY, VALUE, SINKS, SLOPES)
+        return out, *pull(D_OUT)
+
+    assert_close(jax.jit(lambda: outputs(ring))(), jax.jit(lambda: outputs(plain))(), scheme)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_a_second_derivative_is_refused_by_name(scheme):
+    ring = functools.partial(ring_attention, causal=True, mesh=make_mesh(sp=2), scheme=scheme, softmax_aux=SINKS)
+
+    def loss(q):
+        return jnp.sum(jnp.sin(ring(q, KEY, VALUE)))
+
+    def slope(q):
+        return jnp.sum(jax.grad(loss)(q) ** 2)
+
+    for second in (jax.grad(slope), jax.jit(jax.grad(slope)), lambda q: jax.jvp(jax.grad(loss), (q,), (q,))):
+        with pytest.raises(Unsupported, match="ring_attention: second derivatives"):
+            second(QUERY)
+    # What does not go through the ring may be differentiated as often as one likes.
+    twice = jax.grad(lambda a: jax.grad(lambda a: a**3 * loss(jax.lax.stop_gradient(QUERY)))(a))(2.0)
+    np.testing.assert_allclose(twice, 12 * loss(QUERY), rtol=1e-5)
 
 
 def test_meshes_in_force_of_every_kind():
@@ -251,6 +379,33 @@ def test_zigzag_gives_each_rank_a_chunk_and_its_mirror():
         (lambda: Order("zigzag", 4).indices(60), ["60", "multiple of 8", "64"]),
         (lambda: Order("spiral", 4), ["sequence.order", "spiral", "zigzag"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, scheme="tree"), ["'scheme'", "tree", "all_gather"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, scheme=Ring), ["'scheme'", "Ring()"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, order="spiral"), ["ring_attention", "'order'", "spiral", "zigzag"]),
+        # Without a mesh there are no ranks: the tokens would be read as if they lay in their own order.
+        (
+            lambda: ring_attention(QUERY, KEY, VALUE, order="zigzag"),
+            ["ring_attention", "'order'", "'zigzag'", "'mesh'"],
+        ),
+        (lambda: ring_attention(QUERY, KEY, VALUE, order="striped"), ["'order'", "'striped'", "no mesh"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, order=Order("zigzag", 4)), ["'order'", "4 ranks", "no mesh"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, axis_name="ring"), ["'axis_name'", "'ring'", "no mesh"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("a", "b")), ["'axis_name'", "('a', 'b')", "no mesh"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("sp", "sp")), ["'axis_name'", "different"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=["sp"]), ["'axis_name'", "tuple"]),
+        (
+            lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("a", "x"), mesh=TWO_AXES),
+            ["'axis_name'", "'x'", "'a': 2"],
+        ),
+        (
+            lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("a", "b"), mesh=TWO_AXES, order=Order("zigzag", 4)),
+            ["'order'", "4 ranks", "8", "('a', 'b')"],
+        ),
+        (
+            lambda: ring_attention(
+                QUERY, KEY, VALUE, axis_name=("a", "b"), mesh=TWO_AXES, in_specs=(P(None, "a"),) * 3
+            ),
+            ["in_specs", "('a',)", "axis_name = ('a', 'b')"],
+        ),
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name="x", mesh=make_mesh(sp=4)), ["'axis_name'", "'x'"]),
         (lambda: ring_attention(QUERY, KEY[:, :32], VALUE[:, :32], mesh=make_mesh(sp=4)), ["'key'", "32", "64"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, mesh=make_mesh(sp=2, tp=4)), ["'key'", "K = 2", "tp=4", "repeat"]),
@@ -268,7 +423,7 @@ def test_zigzag_gives_each_rank_a_chunk_and_its_mirror():
         ),
         (
             lambda: ring_attention(QUERY[:, :60], KEY[:, :60], VALUE[:, :60], mesh=make_mesh(sp=8)),
-            ["60", "multiple of 8"],
+            ["60", "over 8 ranks", "multiple of 8"],
         ),
         (lambda: ring_attention(QUERY, KEY.astype(jnp.bfloat16), VALUE, mesh=make_mesh(sp=4)), ["'key'", "bfloat16"]),
         (
@@ -283,10 +438,10 @@ def test_a_wrong_call_names_the_argument(call, words):
     assert all(w in str(error.value) for w in words), str(error.value)
 
 
-@pytest.mark.parametrize("name", ["bias", "attention_mask"])
-def test_what_is_not_split_is_refused_by_name(name):
+@pytest.mark.parametrize(("name", "kind"), [("bias", float), ("attention_mask", bool)])
+def test_what_is_not_split_is_refused_by_name(name, kind):
     with pytest.raises(Unsupported, match=name):
-        ring_attention(QUERY, KEY, VALUE, mesh=make_mesh(sp=4), **{name: jnp.ones((B, 1, T, T))})
+        ring_attention(QUERY, KEY, VALUE, mesh=make_mesh(sp=4), **{name: jnp.ones((B, 1, T, T), kind)})
 
 
 # -- schedule and exchange ---------------------------------------------------------------------------------------------
@@ -352,6 +507,16 @@ def test_a_hop_nobody_needs_is_not_sent():
     for scheme in ("ring", "all_gather"):
         assert sends({"causal": True, "chunk_size": 16}, scheme=scheme) == 0, "a chunk that is one rank's shard"
     assert sends({"causal": True}, scheme="all_gather") == 2
+
+
+@pytest.mark.parametrize(("scheme", "transfer"), [("ring", "collective-permute"), ("all_gather", "all-gather")])
+def test_a_profile_names_hops_and_exchanges(scheme, transfer):
+    ring = functools.partial(ring_attention, causal=True, mesh=make_mesh(sp=2), scheme=scheme)
+    text = jax.jit(jax.grad(lambda q: jnp.sum(ring(q, KEY, VALUE)))).lower(QUERY).compile().as_text()
+    sent = [line for line in text.splitlines() if f" {transfer}(" in line]
+    assert sent and all("/exchange/" in line for line in sent)
+    products = [line for line in text.splitlines() if " dot(" in line]
+    assert products and all("/hop/" in line for line in products)
 
 
 def test_memory_of_a_device_halves_when_sp_doubles():

@@ -34,13 +34,11 @@ def parts(op, seed=0):
     traced = op.bind(**arguments).traced()
     floats, others = floats_apart(traced, op.no_gradient)
     rest = {n: v for n, v in arguments.items() if n not in traced}
-    return {n: v for n, v in floats.items() if jax.tree.leaves(v)}, others, rest
+    return floats, others, rest
 
 
 def call(op, platform, floats, others, rest):
-    whole = {n: floats.get(n) for n in others} | {n: v for n, v in floats.items() if n not in others}
-    arrays = merged({n: whole[n] for n in others}, others)
-    return as_tuple(op(**arrays, **rest, platform=platform))
+    return as_tuple(op(**merged(floats, others), **rest, platform=platform))
 
 
 def scalar(op, platform, others, rest):
@@ -132,7 +130,7 @@ def test_forward_mode_and_foreign_residuals_are_refused_by_name(op):
     saved = {f"d_{n}": jnp.ones(y.shape, y.dtype) for n, y in zip(op.outputs, shapes)}
     residuals = {n: jnp.ones(y.shape, y.dtype) for n, y in zip(op.outputs, shapes) if n in op.residuals}
     saved = op.backward_inputs(residuals, saved) if op.backward_inputs else residuals | saved
-    arrays = merged({n: floats.get(n) for n in others}, others)
+    arrays = merged(floats, others)
 
     def total(saved):
         return sum(jnp.sum(g) for g in jax.tree.leaves(op.backward(saved, **arrays, **rest)))
@@ -163,7 +161,7 @@ def test_one_export_for_every_platform_gives_the_numbers_here(op):
 def test_the_size_of_the_batch_may_be_a_symbol(op):
     """In an export for any size of it; a backend that needs the size is refused by name."""
     floats, others, rest = parts(op)
-    arrays = merged({n: floats.get(n) for n in others}, others)
+    arrays = merged(floats, others)
     (symbol,) = jax.export.symbolic_shape("b")
     dims = {n: op.parameters[n].dims for n in arrays}
     if not any(d and d[0].name in FIRST for d in dims.values()):
@@ -176,7 +174,7 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
 
     def run(arrays):
         floats, others = floats_apart(arrays, op.no_gradient)
-        return jax.value_and_grad(lambda f: scalar(op, None, others, rest)({n: v for n, v in f.items() if v is not None}))(floats)
+        return jax.value_and_grad(scalar(op, None, others, rest))(floats)
 
     exported = jax.export.export(jax.jit(run))({n: symbolic(n, x) for n, x in arrays.items()})
     close(exported.call(arrays), jax.jit(run)(arrays), 1e-6)
@@ -192,9 +190,8 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
 def test_inside_a_shard_map_of_the_callers_own(op, backend):
     """With JAX's own defaults: what varies over the mesh is tracked. The batch lies on two devices, the rest on both."""
     floats, others, rest = parts(op)
-    floats, others = (jax.tree.map(lambda x: x, t) for t in (floats, others))
     dims = {n: op.parameters[n].dims for n in others}
-    rows = {n: x.shape[0] for n, x in merged({n: floats.get(n) for n in others}, others).items() if is_array(x)}
+    rows = {n: x.shape[0] for n, x in merged(floats, others).items() if is_array(x)}
     first = {n for n, d in dims.items() if d and d[0].name in FIRST and rows.get(n, 1) > 1}
     assert first and all(rows[n] % 2 == 0 for n in first), "the first case of an operation has an even batch"
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

@@ -1,6 +1,8 @@
-"""Sequence parallelism in four parts that know nothing of each other: order, schedule, exchange, local op and merge."""
+"""Sequence parallelism in parts that know little of each other: order, schedule, exchange, local attention, and schemes."""
 
-from ejdist.sequence.attention import merge, ring_attention
+from ejdist.sequence.attention import ring_attention
+from ejdist.sequence.local import merge
 from ejdist.sequence.order import Order
+from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme
 
-__all__ = ["Order", "merge", "ring_attention"]
+__all__ = ["AllGather", "Order", "Ring", "SCHEMES", "Scheme", "merge", "ring_attention"]

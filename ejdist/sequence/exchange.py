@@ -1,26 +1,52 @@
-"""How keys and values travel along an axis: around a ring, or all at once."""
+"""How arrays travel along the axis that the sequence is split over: around a ring, or all at once.
+
+The axis is one mesh axis or several. Several count the ranks from the first axis, the major one, to the last, as
+`PartitionSpec(("node", "sp"))` does, in whatever order the mesh lists them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import numpy as np
+
+Axis = str | tuple[str, ...]
 
 
-def shift(tree: Any, axis_name: str, by: int) -> Any:
+def rank(axis: Axis) -> jax.Array:
+    """Returns the number of this rank along the axis."""
+    return jax.lax.axis_index(axis)
+
+
+def _in_mesh_order(axis: Axis) -> tuple[Axis, list[int]]:
+    """Returns the axes as the mesh lists them, and the number there of each of our ranks: ppermute takes no other order."""
+    n = jax.lax.axis_size(axis)
+    if isinstance(axis, str):
+        return axis, list(range(n))
+    listed = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axis)
+    there = np.arange(n).reshape([jax.lax.axis_size(a) for a in listed])
+    return listed, there.transpose([listed.index(a) for a in axis]).ravel().tolist()
+
+
+def shift(tree: Any, axis: Axis, by: int) -> Any:
     """Returns what the rank `by` places before this one holds."""
-    n = jax.lax.axis_size(axis_name)
+    n = jax.lax.axis_size(axis)
     if by % n == 0:
         return tree
-    pairs = [(i, (i + by) % n) for i in range(n)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, pairs), tree)
+    listed, there = _in_mesh_order(axis)
+    pairs = [(there[i], there[(i + by) % n]) for i in range(n)]
+    with jax.named_scope("exchange"):
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, listed, pairs), tree)
 
 
-def gather(tree: Any, axis_name: str) -> Any:
+def gather(tree: Any, axis: Axis) -> Any:
     """Returns every rank's arrays, joined along dim 1 in the order of the ranks."""
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), tree)
+    with jax.named_scope("exchange"):
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), tree)
 
 
-def scatter_sum(tree: Any, axis_name: str) -> Any:
+def scatter_sum(tree: Any, axis: Axis) -> Any:
     """Returns this rank's part, along dim 1, of the sum over all ranks: the transpose of `gather`."""
-    return jax.tree.map(lambda x: jax.lax.psum_scatter(x, axis_name, scatter_dimension=1, tiled=True), tree)
+    with jax.named_scope("exchange"):
+        return jax.tree.map(lambda x: jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True), tree)

@@ -42,8 +42,8 @@ class Order:
         if length % self.multiple:
             nearest = max(self.multiple, round(length / self.multiple) * self.multiple)
             raise ValueError(
-                f"sequence length {length} cannot be divided for order {self.name!r} over sp = {self.shards}: it must be a "
-                f"multiple of {self.multiple}; use {nearest}, or another order or sp"
+                f"sequence length {length} cannot be divided for order {self.name!r} over {self.shards} ranks: it must be a "
+                f"multiple of {self.multiple}; use {nearest}, or another order or number of ranks"
             )
 
     def positions(self, ranks: Any, length: int) -> Any:
@@ -79,14 +79,21 @@ class Order:
         return x if self.name == "contiguous" else x.take(np.argsort(self.indices(x.shape[axis])), axis=axis)
 
 
-def order_of(order: str | Order, shards: int) -> Order:
-    """Returns the order by name, for that many ranks.
+def order_of(order: str | Order, shards: int, where: str) -> Order:
+    """Returns the order by name, for that many ranks; `where` names what they are the ranks of.
 
     Raises:
-      ValueError: an `Order` for another number of ranks.
+      ValueError: no order of that name, or an `Order` for another number of ranks.
     """
     if isinstance(order, Order):
         if order.shards != shards:
-            raise ValueError(f"argument 'order' is for {order.shards} ranks, but the axis has {shards}")
+            raise ValueError(
+                f"ring_attention: argument 'order' = {order} is for {order.shards} ranks, and this call has {shards} "
+                f"({where}); split the sequence over {order.shards} ranks, or permute by an Order for {shards}"
+            )
         return order
+    if order not in NAMES:
+        raise ValueError(
+            f"ring_attention: argument 'order' = {order!r} is unknown; use one of {', '.join(NAMES)}, or an Order"
+        )
     return Order(order, shards)

@@ -123,25 +123,34 @@ def is_traced_argument(value: Any) -> bool:
     return all(is_array(leaf) for leaf in leaves)
 
 
-def merged(floats: Any, others: Any) -> Any:
-    """Returns the tree that `floats_apart` took apart."""
-    return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda x: x is None)
-
-
 def floats_apart(traced: Mapping[str, Any], without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (floats, others): the arguments twice, with None in place of the leaves that are in the other one.
+    """Returns (floats, others): the arguments that have float leaves with None in place of their other leaves, and all
+    arguments with None in place of those float leaves.
 
     Args:
       without: arguments all of whose leaves count as others: floats that have no gradient.
     """
     floats = {
-        n: None if n in without else jax.tree.map(lambda x: x if is_float_array(x) else None, v)
+        n: jax.tree.map(lambda x: x if is_float_array(x) else None, v)
         for n, v in traced.items()
+        if n not in without and any(map(is_float_array, jax.tree.leaves(v)))
     }
     others = {
-        n: v if n in without else jax.tree.map(lambda x: None if is_float_array(x) else x, v) for n, v in traced.items()
+        n: jax.tree.map(lambda x: None if is_float_array(x) else x, v) if n in floats else v for n, v in traced.items()
     }
     return floats, others
+
+
+def merged(floats: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that `floats_apart` took apart."""
+
+    def either(a: Any, b: Any) -> Any:
+        return b if a is None else a
+
+    return {
+        n: jax.tree.map(either, floats[n], v, is_leaf=lambda x: x is None) if n in floats else v
+        for n, v in others.items()
+    }
 
 
 def typed(value: Any) -> Any:

@@ -53,7 +53,6 @@ def _run_forward(op: Operation, plan: Plan, static: Mapping[str, Any], traced: d
 def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: dict, traced: dict) -> Any:
     """Returns name -> gradient, for the leaves that have one; the other leaves are None."""
     floats, _ = floats_apart(traced, op.no_gradient)
-    floats = {name: value for name, value in floats.items() if jax.tree.leaves(value)}
 
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
@@ -154,8 +153,7 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
             if value.dtype != jax.dtypes.float0
         }
         saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
-        found = _run_backward(op, gradient, static, saved, merged(inputs, others))
-        return {name: found.get(name) for name in inputs}
+        return _run_backward(op, gradient, static, saved, merged(inputs, others))
 
     def pull_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
         return pull(inputs, others, residuals, cotangents), (inputs, others, cotangents)
@@ -205,7 +203,7 @@ def backward_of(op: Operation, function: Callable) -> Callable:
         outputs, pull = jax.vjp(lambda floats: function(**rest, **merged(floats, others)), floats)
         d = tuple(saved[f"d_{n}"].astype(y.dtype) for n, y in zip(op.outputs, _as_tuple(op, outputs), strict=True))
         (gradients,) = pull(d if len(op.outputs) > 1 else d[0])
-        return {name: value for name, value in gradients.items() if jax.tree.leaves(value)}
+        return gradients
 
     saved = inspect.Parameter("saved", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()

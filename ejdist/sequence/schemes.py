@@ -1,0 +1,133 @@
+"""Schemes of sequence parallelism: what travels between the ranks, and when. A scheme is a class here and its name below."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.sequence import exchange
+from ejdist.sequence.local import Local, merge
+
+
+class Scheme:
+    """The attention of a rank's queries over the keys of all ranks, forward and backward. Stateless, frozen, hashable.
+
+    What every scheme needs is done around it: a scheme sees no sinks and is never differentiated, and `local` answers for
+    masks and positions. Results are this rank's own.
+    """
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        """Returns (out, lse), float32, over all keys."""
+        raise NotImplementedError
+
+    def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the gradients of query, key and value, and of alibi_slopes where there are any.
+
+        `saved` has d_out, and the lse and delta of the whole softmax, so a part of the keys gives its part of the gradient.
+        """
+        raise NotImplementedError
+
+
+def _over_hops(local: Local, body: Any, stay: Any, travel: Any) -> tuple[Any, Any]:
+    """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop.
+
+    The keys are passed on, and `travel` follows them by a hop, beside a body that needs neither result until it adds to
+    `travel`, so that both ways the transfers may hide under the work. After the last hop `travel` goes home. Evenly spaced
+    hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time.
+    """
+    axis, hops = local.axis, local.hops
+    gaps = [b - a for a, b in itertools.pairwise(hops)]
+
+    def visit(hop: Any, state: Any, before: int, after: int) -> tuple[Any, Any, Any]:
+        keys, stay, travel = state
+        coming, moved = exchange.shift(keys, axis, after), exchange.shift(travel, axis, before)
+        return coming, *body(hop, keys, stay, moved)
+
+    state = exchange.shift(local.keys, axis, hops[0]), stay, travel
+    state = visit(hops[0], state, 0, gaps[0] if gaps else 0)
+    middle = hops[1:-1]
+    if len(middle) > 1 and len(set(gaps)) == 1:
+        state, _ = jax.lax.scan(lambda s, hop: (visit(hop, s, gaps[0], gaps[0]), None), state, jnp.asarray(middle))
+    else:
+        for hop, before, after in zip(middle, gaps, gaps[1:], strict=False):
+            state = jax.lax.optimization_barrier(visit(hop, state, before, after))
+    if gaps:
+        state = visit(hops[-1], state, gaps[-1], 0)
+    _, stay, travel = state
+    return stay, exchange.shift(travel, axis, local.ranks - hops[-1])
+
+
+@dataclass(frozen=True)
+class Ring(Scheme):
+    """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory."""
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        B, T, N, _ = local.query.shape
+
+        def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
+            out, lse = sofar
+            return merge(out, lse, *local.attend(keys, _holder(local, hop))), travel
+
+        nothing = local.full((B, T, N, local.value.shape[3])), local.full((B, T, N), -jnp.inf)
+        (out, lse), _ = _over_hops(local, attend, nothing, ())
+        return out, lse
+
+    def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def pull(hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any) -> tuple[Any, Any]:
+            grads = local.pull(saved, keys, _holder(local, hop))
+            return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
+
+        own = {"query": local.full(local.query.shape)}
+        own |= {} if local.slopes is None else {"alibi_slopes": local.full(local.slopes.shape)}
+        # The sums stay beside the keys that they belong to.
+        sums = {"key": local.full(local.key.shape), "value": local.full(local.value.shape)}
+        own, sums = _over_hops(local, pull, own, sums)
+        return own | sums
+
+
+def _holder(local: Local, hop: Any) -> Any:
+    """Returns the rank whose keys are here at a hop."""
+    return (exchange.rank(local.axis) - hop) % local.ranks
+
+
+@dataclass(frozen=True)
+class AllGather(Scheme):
+    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, no hops."""
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        if len(local.hops) == 1:  # nobody needs the keys of another, and a ring of one hop sends nothing
+            return Ring().forward(local)
+        keys = exchange.gather(local.keys, local.axis)
+        out, lse = local.attend(keys, jnp.arange(local.ranks))
+        return out.astype(jnp.float32), lse
+
+    def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if len(local.hops) == 1:
+            return Ring().backward(local, saved)
+        keys = exchange.gather(local.keys, local.axis)
+        grads = local.pull(saved, keys, jnp.arange(local.ranks))
+        parts = {n: grads[n].astype(jnp.float32) for n in ("key", "value")}
+        return grads | exchange.scatter_sum(parts, local.axis)
+
+
+SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather}
+
+
+def scheme_of(scheme: str | Scheme) -> Scheme:
+    """Returns the scheme by name, or the one given.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, str) and scheme in SCHEMES:
+        return SCHEMES[scheme]()
+    raise ValueError(
+        f"ring_attention: argument 'scheme' = {scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme such as "
+        "Ring()"
+    )
