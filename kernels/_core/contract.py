@@ -25,6 +25,7 @@ from kernels._core.call import Call, bind, is_array, is_float_array, parameters_
 from kernels._core.dispatch import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
 from kernels._core.execute import Plan, Saved
 from kernels._core.interpret import interpreting
+from kernels._core.work import Work
 
 __all__ = ["Backend", "Call", "Case", "Op", "Saved", "Unsupported"]
 
@@ -102,6 +103,7 @@ class Op:
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
+      work: call -> (Work of the forward, Work of the backward), see work.py; None where nobody has counted it.
 
     Raises:
       TypeError: the contract cannot be read, or a backend's signature differs from it.
@@ -121,12 +123,13 @@ class Op:
         backward_inputs: Callable[[dict, dict], dict] | None = None,
         config: type | None = None,
         cases: tuple[Case, ...] = (),
+        work: Callable[[Call], tuple[Work, Work]] | None = None,
     ):
         self.function, self.name, self.outputs, self.residuals = function, function.__name__, outputs, residuals
         self.parameters = parameters_of(function)
         self.extra_features = dict(features or {})
         self.local_dims, self.same_dtype, self.order, self.prefer = frozenset(local_dims), same_dtype, order, prefer
-        self.backward_inputs, self.config, self.cases = backward_inputs, config, cases
+        self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work
         self.package = function.__module__.rpartition(".")[0]
         self.__doc__ = function.__doc__
         self._backends: dict[str, Backend] = {}

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.contract import Case, Op
+from kernels._core.contract import Call, Case, Op
+from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,18 @@ def _targets(rng, dims):
     return jnp.asarray(targets, jnp.int32)
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the matmuls: the logits forward; the logits again and two gradients backward. No bytes of the
+    logits, which need not be whole anywhere."""
+    matmul = 2 * call.hidden.size * call.dims["V"]
+    inputs, rows = nbytes(call.hidden, call.lm_head), 4 * call.dims["T"]  # each output, and its cotangent, is float32
+    targets = nbytes(call.targets)
+    return Work(matmul, inputs + targets + 3 * rows), Work(3 * matmul, 2 * inputs + targets + 4 * rows)
+
+
 op = Op(
     cross_entropy,
+    work=work,
     outputs=("lse", "target_logit", "mean_logit"),
     residuals=("lse",),
     local_dims={"T"},

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.contract import Call, Op
 from kernels._core.masks import MaskInfo
+from kernels._core.pairs import visible_pairs
+from kernels._core.work import Work, nbytes
 from kernels.flash_attention.cases import CASES
 from kernels.flash_attention.dropout import dropout_scale
 
@@ -104,8 +106,23 @@ def uses_gqa(call: Call) -> bool:
     return call.dims["N"] != call.dims["K"]
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the visible pairs: 2 matmuls forward (logits, values), 5 backward (logits again, and the
+    gradients of weights, values, keys and queries), and of every array read or written once."""
+    B, T, S, N, H, Hv = (call.dims[d] for d in ("B", "T", "S", "N", "H", "Hv"))
+    pairs = visible_pairs(call.mask, B, N, T, S)
+    queries = nbytes(call.query) // H
+    out, lse, keys = queries * Hv, 4 * B * T * N, nbytes(call.key, call.value)
+    extra = nbytes(call.bias, call.softmax_aux, call.alibi_slopes)
+    forward = Work(2 * pairs * (H + Hv), queries * H + keys + extra + out + lse)
+    # Read: everything of the forward and the cotangent of out. Written: a gradient for each input.
+    backward = Work(pairs * (6 * H + 4 * Hv), 2 * (queries * H + keys + extra) + 2 * out + lse)
+    return forward, backward
+
+
 op = Op(
     flash_attention,
+    work=work,
     outputs=("out", "lse"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels._core.contract import Case, Op
+from kernels._core.contract import Call, Case, Op
+from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,16 @@ def rms_norm(
     return out.astype(x.dtype), rstd
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of both directions: each reads and writes its arrays once, 2 of [M, D] forward and 3 backward."""
+    size, rows = call.x.size, 4 * call.x.size // call.dims["D"]  # rstd is float32
+    forward = Work(4 * size, 2 * nbytes(call.x) + nbytes(call.weight) + rows)
+    return forward, Work(8 * size, 3 * nbytes(call.x) + 2 * nbytes(call.weight) + rows)
+
+
 op = Op(
     rms_norm,
+    work=work,
     outputs=("out", "rstd"),
     residuals=("rstd",),
     local_dims={"lead"},

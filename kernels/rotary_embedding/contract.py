@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels._core.contract import Case, Op
+from kernels._core.contract import Call, Case, Op
+from kernels._core.work import Work, nbytes
 
 _BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which a frequency is a mixture
 
@@ -127,6 +128,14 @@ def rotary_embedding(
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of both directions, which are the same turn: 6 operations a pair. Sines are not counted, they are
+    shared by all heads."""
+    width = call.dims["H"] if call.rotary_dim is None else call.rotary_dim
+    each = Work(3 * call.x.size // call.dims["H"] * width, 2 * nbytes(call.x) + nbytes(call.positions))
+    return each, each
+
+
 def _positions(rng, dims):
     return jnp.asarray(rng.integers(0, 5000, (dims["B"], dims["T"])), jnp.int32)
 
@@ -143,6 +152,7 @@ def _case(name: str, options: dict | None = None, tags: frozenset = frozenset(),
 
 op = Op(
     rotary_embedding,
+    work=work,
     local_dims={"B", "T", "N"},
     order=("triton_gpu", "pallas_tpu", "xla"),
     cases=(
