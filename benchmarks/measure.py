@@ -87,18 +87,16 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         truth = Oracle(op, few)
         same = {c.name: c for c in [*ours(op, few), *theirs(op, few, chosen)] if c.programs is not None}
         good = {c.name for c in _check(op, [same[c.name] for c in able if c.name in same], few, truth, rows)}
-        by_of = {same[name].of: truth.reference(same[name].of).allowed for name in good}
-        fallback = truth.reference(None).allowed
         able = [c for c in able if c.name in good]
+        # By whole-case `of`: a peer makes one for each call, and what it gives may be off by what it may be off here.
+        by_of = {c.of: truth.reference(same[c.name].of).allowed for c in able}
         first = next((c for c in able if c.ours and c.name == "xla"), next((c for c in able if c.ours), None))
         if first is None:
             raise Red(f"{op.name}, case {case.name}: no backend of ours runs here, so nothing can be compared")
         checked["whole_case_against"] = first.name
 
         def allowed(of: Any) -> dict[str, float]:
-            # A peer's `of` may be a closure made anew for this case; what it gives has the errors of the outputs.
-            found = by_of.get(of) or next((a for o, a in by_of.items() if o is not None and of is not None), fallback)
-            return {name: 2 * value for name, value in found.items()}
+            return {name: 2 * value for name, value in by_of[of].items()}  # the backend compared with is off too
 
         def reference(*, _name: str = first.name, **arrays: Any) -> Any:
             return op(**arrays, platform=_name)

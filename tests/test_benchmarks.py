@@ -169,10 +169,15 @@ def test_a_case_too_large_for_the_contract():
     case = next(c for c in RMS.cases if c.name == "model_4k")
     case = dataclasses.replace(case, dims={"lead": (512,), "D": 16})
     settings = measure.Settings("float32", rounds=1, seconds=0.001, oracle_bytes=4 * 256 * 16)
-    prepared = measure.prepare(RMS, case, settings, {"right": peer(norm), "wrong": peer(wrong)})
+    squared = peer(norm)
+    squared.express = lambda op_name, arguments: peers.Expression(
+        lambda x, weight: norm(x, weight) ** 2, lambda out, rstd: out**2
+    )
+    chosen = {"right": peer(norm), "wrong": peer(wrong), "squared": squared}
+    prepared = measure.prepare(RMS, case, settings, chosen)
     assert prepared.checked["dims"] == {"lead": [256], "D": 16} and prepared.checked["whole_case_against"] == "xla"
     assert not prepared.scaled and prepared.case is case
-    assert [c.name for c in prepared.able] == ["xla", "right"]
+    assert [c.name for c in prepared.able] == ["xla", "right", "squared"]
     assert prepared.rows["wrong"]["status"] == "wrong"
 
 
