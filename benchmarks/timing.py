@@ -1,67 +1,104 @@
-"""Times programs on a GPU by the profiler: the time its kernels ran, without the host and without the gaps between them."""
+"""Times: of kernels by the profiler, of calls by the clock, and of what the device can do at best."""
 
 from __future__ import annotations
 
 import glob
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-REPEATS, ROUNDS = 10, 5
+# The profiler's planes and lines on which kernels lie.
+_KERNELS = {"/device:GPU": "Stream", "/device:TPU": "XLA Modules"}
 
 
-def device_seconds(function: Callable[..., Any], *args: Any, rounds: int = ROUNDS) -> float:
-    """Returns the median, over rounds, of the seconds that the kernels of one call took together.
+def wall_seconds(run: Callable[[int], Any], block: Callable[[Any], Any], calls: int) -> float:
+    """Returns the seconds of one call of `run`, from `calls` of them back to back, the last one waited for."""
+    start = time.perf_counter()
+    result = None
+    for n in range(calls):
+        result = run(n)
+    block(result)
+    return (time.perf_counter() - start) / calls
 
-    The function is called twice first, so that compiling it is no part of this.
+
+def kernel_seconds(run: Callable[[int], Any], block: Callable[[Any], Any], calls: int) -> float:
+    """Returns the seconds in which some kernel of one call ran: without the host, without the gaps between kernels.
 
     Raises:
       RuntimeError: the profiler shows no kernel, so there is nothing to report.
     """
-    for _ in range(2):
-        jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready(function(*args))
-            (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-            times.append(_kernel_nanoseconds(path) * 1e-9)
-    return statistics.median(times)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            result = None
+            for n in range(calls):
+                result = run(n)
+            block(result)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        return _busy_nanoseconds(path) * 1e-9 / calls
 
 
-def _kernel_nanoseconds(path: str) -> float:
-    lines = [
-        line
-        for plane in jax.profiler.ProfileData.from_file(path).planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-    ]
-    total = sum(event.duration_ns for line in lines for event in line.events)
-    if not total:
-        raise RuntimeError("the profiler saw no kernel on a GPU")
+def _busy_nanoseconds(path: str) -> float:
+    spans = []
+    for plane in jax.profiler.ProfileData.from_file(path).planes:
+        line_name = next((line for prefix, line in _KERNELS.items() if plane.name.startswith(prefix)), None)
+        for line in plane.lines if line_name else ():
+            if line.name.startswith(line_name):
+                spans += [(event.start_ns, event.start_ns + event.duration_ns) for event in line.events]
+    if not spans:
+        raise RuntimeError("the profiler saw no kernel on an accelerator")
+    return union(spans)
+
+
+def union(spans: list[tuple[float, float]]) -> float:
+    """Returns the length of a union of intervals: kernels that run side by side count once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     return total
 
 
-def chained(step: Callable[..., Any], first: Any, *constants: Any, repeats: int = REPEATS) -> float:
-    """Returns the seconds of one `step(carry, *constants)`, which gives a carry of the same shapes. All that it gives is
-    computed, and no two steps are merged."""
-
-    @jax.jit
-    def run(carry: Any, constants: Any) -> Any:
-        for _ in range(repeats):
-            carry = jax.lax.optimization_barrier(step(carry, *constants))
-        return carry
-
-    return device_seconds(run, first, constants) / repeats
+def quartiles(samples: list[float]) -> list[float]:
+    """Returns [first quartile, median, third quartile]."""
+    if len(samples) < 2:
+        return samples * 3
+    return statistics.quantiles(samples, n=4, method="inclusive")
 
 
-def copy_ceiling() -> float:
-    """Returns bytes a second of an elementwise pass over 1 GiB, reads and writes counted."""
-    x = jnp.ones((2**29,), jnp.bfloat16)
-    return 2 * x.nbytes / chained(lambda x: -x, x)
+def has_kernel_times() -> bool:
+    return jax.default_backend() != "cpu"
+
+
+def ceilings(dtype: str, rounds: int = 5) -> tuple[float, float]:
+    """Returns (FLOP/s of a large square matmul of that dtype, bytes/s of an elementwise pass that reads and writes), both
+    measured here and now: what this device does at its best today."""
+    large = has_kernel_times()
+    side, elements = (8192, 2**29) if large else (1024, 2**24)
+    a = jax.random.normal(jax.random.key(0), (side, side)).astype(dtype)
+    x = jnp.ones((elements,), jnp.bfloat16 if large else jnp.float32)
+    multiply, negate = jax.jit(lambda a, _: a @ a), jax.jit(lambda x, _: -x)
+
+    def best(function: Callable[..., Any], value: Any) -> float:
+        measure = kernel_seconds if large else wall_seconds
+        jax.block_until_ready(function(value, 0))
+        samples = [
+            measure(lambda n: function(value, n), jax.block_until_ready, 5 if large else 1) for _ in range(rounds)
+        ]
+        return statistics.median(samples)
+
+    return 2 * side**3 / best(multiply, a), 2 * x.nbytes / best(negate, x)
+
+
+def cache_bytes() -> int:
+    """Returns the size of the last cache, or, where it cannot be read, a size that no cache here exceeds."""
+    if jax.default_backend() == "cpu":
+        sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        units = {"K": 2**10, "M": 2**20}
+        return max((int(s[:-1]) * units[s[-1]] for s in sizes if s[-1:] in units), default=32 * 2**20)
+    return 128 * 2**20  # 50 MiB on an H200, 126 MB on a B200

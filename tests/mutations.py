@@ -179,6 +179,27 @@ FAULTS = (
         'count = jnp.maximum(sums["tokens"] / accumulation, 1)',
         "tests/test_step.py",
     ),
+    Fault(
+        "visible pairs miss the interval's end",
+        "kernels/_core/pairs.py",
+        'place(ids, high), side="right"',
+        'place(ids, high), side="left"',
+        "tests/test_work.py",
+    ),
+    Fault(
+        "a wrong backend is timed all the same",
+        "benchmarks/measure.py",
+        'if contestant.ours and status == "wrong":',
+        "if False:",
+        "tests/test_benchmarks.py -k wrong_backend",
+    ),
+    Fault(
+        "gradients of peers are not checked",
+        "benchmarks/check.py",
+        "        outputs, gradients = programs.outputs_and_gradients(",
+        "        outputs, gradients = programs.outputs(inputs), {}\n        programs.outputs_and_gradients(",
+        "tests/test_benchmarks.py",
+    ),
 )
 
 

@@ -25,6 +25,7 @@ from kernels._core.dims import check_vocabulary
 from kernels._core.execute import Saved
 from kernels._core.interpret import interpreting
 from kernels._core.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
+from kernels._core.work import Work
 
 __all__ = ["Backend", "Call", "Case", "Op", "Saved", "Unsupported"]
 
@@ -56,7 +57,8 @@ class Op:
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
-      work: call -> (forward, backward) `Work`, what each direction must compute and move at least.
+      work: call -> (Work of the forward, Work of the backward), see work.py: what each direction must at least compute and
+        move; None where nobody has counted it.
 
     Raises:
       TypeError: the contract cannot be read, or what is said of it does not fit it.
@@ -82,7 +84,7 @@ class Op:
         backward_inputs: Callable[[dict, dict], dict] | None = None,
         config: type | None = None,
         cases: tuple[Case, ...] = (),
-        work: Callable[[Call], Any] | None = None,
+        work: Callable[[Call], tuple[Work, Work]] | None = None,
     ):
         self.function, self.name, self.outputs, self.residuals = function, function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels._core.interpret import interpreting
+from kernels._core.work import Work
 
 __all__ = ["pallas_launch"]
 
@@ -30,7 +31,7 @@ def pallas_launch(
     grid_spec: Any = None,
     vmem_limit_bytes: int | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
-    cost_estimate: pl.CostEstimate | None = None,
+    work: Work | None = None,
     name: str | None = None,
 ) -> Any:
     """Returns the outputs of a Pallas TPU kernel, as the pytree `out_shape`.
@@ -39,6 +40,7 @@ def pallas_launch(
       dimension_semantics: "parallel" or "arbitrary" for each dim of the grid. A parallel dim may run in any order and
         on several cores, so nothing may be carried along it.
       grid, in_specs, out_specs, scratch_shapes: as `pallas_call`; or one `grid_spec` (scalar prefetch) instead.
+      work: what the launch costs, for XLA's scheduler.
       vmem_limit_bytes: how much VMEM the kernel may take; None is the compiler's default, 16 MiB or more by chip.
     """
     if grid_spec is None:
@@ -55,7 +57,11 @@ def pallas_launch(
         out_shape=out_shape,
         grid_spec=grid_spec,
         input_output_aliases=dict(input_output_aliases or {}),
-        cost_estimate=cost_estimate,
+        cost_estimate=(
+            None
+            if work is None
+            else pl.CostEstimate(flops=int(work.flops), transcendentals=0, bytes_accessed=int(work.bytes))
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple(dimension_semantics), vmem_limit_bytes=vmem_limit_bytes
         ),

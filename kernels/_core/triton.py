@@ -13,6 +13,7 @@ from jax_triton import triton_lib
 
 from kernels._core.interpret import interpreting
 from kernels._core.triton_interpreter import language_lock, run_interpreted
+from kernels._core.work import Work
 
 __all__ = ["compile_for", "triton_launch"]
 
@@ -27,8 +28,7 @@ def triton_launch(
     num_warps: int = 4,
     num_stages: int = 2,
     input_output_aliases: Mapping[int, int] | None = None,
-    flops: int | None = None,
-    bytes_accessed: int | None = None,
+    work: Work | None = None,
     **named: Any,
 ) -> Any:
     """Returns the outputs of a `@triton.jit` kernel, as the pytree `out_shape` of shapes and dtypes.
@@ -41,7 +41,7 @@ def triton_launch(
       grid: number of programs in up to three dims.
       input_output_aliases: input -> output that is the same buffer, both counted among the non-constexpr inputs and the
         flat outputs. The kernel has one pointer for the two, at the input; what it leaves unwritten keeps its value.
-      flops, bytes_accessed: what the launch costs, for XLA's scheduler and profilers.
+      work: what the launch costs, for XLA's scheduler and profilers.
       named: constexprs, and inputs (None among them) by name.
     """
     if any(size < 1 for size in grid):
@@ -49,10 +49,8 @@ def triton_launch(
     if interpreting():
         return run_interpreted(kernel, args, named, out_shape, grid, dict(input_output_aliases or {}))
     cost: triton_lib.CostEstimate = {}
-    if flops is not None:
-        cost["flops"] = flops
-    if bytes_accessed is not None:
-        cost["bytes_accessed"] = bytes_accessed
+    if work is not None:
+        cost = {"flops": int(work.flops), "bytes_accessed": int(work.bytes)}
     with warnings.catch_warnings():
         # The replacement (a Ref argument) is an effect, which custom VJPs and remat do not allow.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)

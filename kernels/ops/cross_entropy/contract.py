@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels._core.backend import Case
+from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,22 @@ def _case(name: str, *lead: int, options: dict | None = None, tags: tuple[str, .
     return Case(name, {"lead": lead, **dims}, options or {}, make={"targets": _targets}, tags=frozenset(tags))
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the matmuls: the logits forward; the logits again and two gradients backward. No bytes of the
+    logits, which need not be whole anywhere."""
+    matmul = 2 * call.hidden.size * call.dims["V"]
+    inputs, rows = nbytes(call.hidden, call.lm_head), 4 * call.targets.size  # each output, and its cotangent, is float32
+    targets = nbytes(call.targets)
+    return Work(matmul, inputs + targets + 3 * rows), Work(3 * matmul, 2 * inputs + targets + 4 * rows)
+
+
+def work_of_logits(call: Call) -> tuple[Work, Work]:
+    """Returns the work of passes over the logits: one forward, a reading and a writing one backward."""
+    size, rows = call.logits.size, 4 * call.targets.size
+    logits, targets = nbytes(call.logits), nbytes(call.targets)
+    return Work(4 * size, logits + targets + 3 * rows), Work(4 * size, 2 * logits + targets + 4 * rows)
+
+
 OUTPUTS = ("lse", "target_logit", "mean_logit")
 # With the vocabulary split, a device has a part of each sum over it: `ejdist` joins them.
 ELSEWHERE = {"V": "fused_cross_entropy"}
@@ -82,6 +100,7 @@ op = Op(
         _case("soft_cap", 23, D=8, V=50, options={"logits_soft_cap": 2.0}),
         _case("llama_8b", 16384, D=4096, V=128256, tags=("bench",)),
     ),
+    work=work,
 )
 
 logits_op = Op(
@@ -93,4 +112,5 @@ logits_op = Op(
         _case("small", 12, V=20, tags=("smoke",)),
         _case("soft_cap", 3, 5, V=50, options={"logits_soft_cap": 2.0}),
     ),
+    work=work_of_logits,
 )

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels._core.config import KernelConfig as FlashAttentionConfig
-from kernels._core.contract import Call, Op
+from kernels._core.binding import Call
+from kernels._core.contract import Op
+from kernels._core.work import Work, nbytes
 from kernels._core.masks import MaskInfo
+from kernels._core.pairs import visible_pairs
 from kernels.ops.flash_attention.cases import CASES, WITH_WEIGHTS
 from kernels.ops.flash_attention.dropout import dropout_scale
 
@@ -130,6 +133,20 @@ def backward_inputs(residuals: dict, cotangents: dict) -> dict:
     return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents["d_lse"]}
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the visible pairs: 2 matmuls forward (logits, values), 5 backward (logits again, and the
+    gradients of weights, values, keys and queries), and of every array read or written once."""
+    B, T, S, N, H, Hv = (call.dims[d] for d in ("B", "T", "S", "N", "H", "Hv"))
+    pairs = visible_pairs(call.mask, B, N, T, S)
+    queries = nbytes(call.query) // H
+    out, lse, keys = queries * Hv, 4 * B * T * N, nbytes(call.key, call.value)
+    extra = nbytes(call.bias, call.softmax_aux, call.alibi_slopes)
+    forward = Work(2 * pairs * (H + Hv), queries * H + keys + extra + out + lse)
+    # Read: everything of the forward and the cotangent of out. Written: a gradient for each input.
+    backward = Work(pairs * (6 * H + 4 * Hv), 2 * (queries * H + keys + extra) + 2 * out + lse)
+    return forward, backward
+
+
 def _with_mask(name: str):
     return lambda call: call.mask is not None and getattr(call.mask, name) is not None
 
@@ -168,6 +185,7 @@ op = Op(
     order=("triton_gpu", "pallas_tpu", "xla"),
     config=FlashAttentionConfig,
     cases=CASES,
+    work=work,
     **_ON_A_MESH,
 )
 

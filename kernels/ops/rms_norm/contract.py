@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels._core.backend import Case
+from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ def rms_norm(
     return out.astype(x.dtype), rstd
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of both directions: each reads and writes its arrays once, 2 of [M, D] forward and 3 backward."""
+    size, rows = call.x.size, 4 * call.x.size // call.dims["D"]  # rstd is float32
+    forward = Work(4 * size, 2 * nbytes(call.x) + nbytes(call.weight) + rows)
+    return forward, Work(8 * size, 3 * nbytes(call.x) + 2 * nbytes(call.weight) + rows)
+
+
 op = Op(
     rms_norm,
     outputs=("out", "rstd"),
@@ -82,4 +91,5 @@ op = Op(
         Case("model_8k", {"lead": (16384,), "D": 8192}, arrays=("weight",), tags=frozenset({"bench"})),
         Case("model_16k", {"lead": (8192,), "D": 16384}, arrays=("weight",), tags=frozenset({"bench"})),
     ),
+    work=work,
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels._core.pallas import pallas_launch
-from kernels.ops.rms_norm.contract import RMSNormConfig, op
+from kernels.ops.rms_norm.contract import RMSNormConfig, op, work
 
 # What a kernel's blocks and temporaries may take. The least of the chips' default limits is 16 MiB.
 VMEM_BUDGET = 12 * 2**20
@@ -107,9 +107,7 @@ def forward(x, weight, eps, zero_centered, cfg):
         in_specs=[tall] if weight is None else [tall, flat],
         out_specs=(tall, thin),
         dimension_semantics=("parallel",),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * M * D, transcendentals=M, bytes_accessed=2 * M * D * x.dtype.itemsize + 4 * M
-        ),
+        work=work(op.bind(x, weight))[0],
         name="rms_norm_fwd_kernel",
     )
     return out.reshape(x.shape), rstd.reshape(x.shape[:-1])
@@ -136,9 +134,7 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
         in_specs=[tall, *([flat] if given else []), thin, tall, thin],
         out_specs=(tall, one_partial) if given else (tall,),
         dimension_semantics=("parallel",),
-        cost_estimate=pl.CostEstimate(
-            flops=8 * M * D, transcendentals=0, bytes_accessed=3 * M * D * x.dtype.itemsize + 4 * num_blocks * D
-        ),
+        work=work(op.bind(x, weight))[1],
         name="rms_norm_bwd_kernel",
     )
     gradients = {"x": result[0].reshape(x.shape)}

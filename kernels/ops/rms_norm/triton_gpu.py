@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels._core.triton import triton_launch
-from kernels.ops.rms_norm.contract import RMSNormConfig, op
+from kernels.ops.rms_norm.contract import RMSNormConfig, op, work
 
 # A row lies in the registers of one program: 32 elements of each array a thread, at 32 warps.
 WIDEST = 32768
@@ -193,8 +193,7 @@ def forward(x, weight, eps, zero_centered, cfg):
         out_shape=(jax.ShapeDtypeStruct((M, D), x.dtype), jax.ShapeDtypeStruct((M,), jnp.float32)),
         grid=(triton.cdiv(M, cfg.block_rows),),
         num_warps=cfg.num_warps,
-        flops=4 * M * D,
-        bytes_accessed=2 * M * D * x.dtype.itemsize + 4 * M,
+        work=work(op.bind(x, weight))[0],
         M=M,
         D=D,
         EPS=eps,
@@ -224,8 +223,7 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
         out_shape=(dx_shape,) if weight is None else (dx_shape, partial),
         grid=(programs,),
         num_warps=cfg.backward_num_warps,
-        flops=8 * M * D,
-        bytes_accessed=3 * M * D * x.dtype.itemsize + 4 * programs * D,
+        work=work(op.bind(x, weight))[1],
         M=M,
         D=D,
         ZERO_CENTERED=zero_centered,

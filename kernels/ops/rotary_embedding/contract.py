@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels._core.backend import Case
+from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.work import Work, nbytes
 
 _BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which a frequency is a mixture
 
@@ -142,6 +144,14 @@ def _case(name: str, options: dict | None = None, tags: frozenset = frozenset(),
     )
 
 
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of both directions, which are the same turn: 6 operations a pair. Sines are not counted, they are
+    shared by all heads."""
+    width = call.dims["H"] if call.rotary_dim is None else call.rotary_dim
+    each = Work(3 * call.x.size // call.dims["H"] * width, 2 * nbytes(call.x) + nbytes(call.positions))
+    return each, each
+
+
 op = Op(
     rotary_embedding,
     local_dims={"B", "T", "N"},
@@ -162,4 +172,5 @@ op = Op(
         Case("shared_positions", {"B": 3, "T": 5, "N": 2, "H": 8}, make={"positions": _one_row}),
         _case("llama_8b", B=1, T=131072, N=32, H=128, tags=frozenset({"bench"})),
     ),
+    work=work,
 )

@@ -1,0 +1,1 @@
+"""`python -m benchmarks OP`: every backend and every installed peer of an operation, checked first and timed side by side."""

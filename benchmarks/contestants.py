@@ -1,0 +1,101 @@
+"""Who takes part: the backends that can run a call on this device, and the peers that can express it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from benchmarks import peers
+from benchmarks.cases import split
+from benchmarks.programs import programs_of
+from kernels._core.contract import Op
+
+
+@dataclass
+class Contestant:
+    """One implementation of one call.
+
+    Attributes:
+      ours: whether it is one of the operation's backends.
+      programs: what is checked and timed, see programs.py; None where it cannot take part.
+      of: what of the contract's outputs it gives; None for all of them.
+      backward: whether it has a backward.
+      reason: why it cannot take part.
+    """
+
+    name: str
+    ours: bool
+    programs: Any = None
+    of: Callable[..., Any] | None = None
+    backward: bool = True
+    reason: str = ""
+
+
+def platform_here() -> str:
+    """Returns the platform that a program is lowered for here: cpu, cuda, rocm or tpu."""
+    device = jax.devices()[0]
+    if device.platform == "gpu":
+        return "cuda" if "nvidia" in device.device_kind.lower() else "rocm"
+    return device.platform
+
+
+def ours(op: Op, arguments: dict[str, Any]) -> list[Contestant]:
+    """Returns the operation's backends for this platform, those that refuse the call with their reason."""
+    call, found = op.bind(**arguments), []
+    _, _, static = split(arguments)
+    for backend in op.backends.values():
+        if platform_here() not in backend.platforms:
+            continue
+        reason = backend.refuses(op, call, False)
+        if reason:
+            found.append(Contestant(backend.name, True, reason=reason))
+            continue
+
+        def function(*, _name: str = backend.name, **arrays: Any) -> Any:
+            return op(**static, **arrays, platform=_name)
+
+        backward = backend.refuses(op, call, True) is None
+        found.append(Contestant(backend.name, True, programs_of("jax", function), backward=backward))
+    return found
+
+
+def theirs(op: Op, arguments: dict[str, Any], chosen: dict[str, Any]) -> list[Contestant]:
+    """Returns the peers that have this operation, those that cannot run here or cannot express the call with their reason."""
+    whole, found = op.bind(**arguments).arguments, []
+    # A mask was read by `express`; what a peer is called with are plain arrays.
+    arrays = {name for name, value in arguments.items() if hasattr(value, "dtype")}
+    for name, peer in chosen.items():
+        if op.name not in peer.OPERATIONS:
+            continue
+        reason = peer.available()
+        if reason:
+            found.append(Contestant(name, False, reason=reason))
+            continue
+        try:
+            said = peer.express(op.name, whole)
+        except Exception as error:  # what may go wrong in others' code is not ours to list
+            said = f"express failed: {first_line(error)}"
+        if isinstance(said, str):
+            found.append(Contestant(name, False, reason=said))
+            continue
+        expression = said if isinstance(said, peers.Expression) else peers.Expression(said)
+
+        def function(*, _function: Callable[..., Any] = expression.function, **given: Any) -> Any:
+            return _function(**{name: value for name, value in given.items() if name in arrays})
+
+        programs = programs_of(peer.FRAMEWORK, function)
+        found.append(Contestant(name, False, programs, expression.of))
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error as one short line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}".rstrip(": ")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()

@@ -1,0 +1,147 @@
+"""What was measured, as files: a JSON file for each operation and device, a picture beside it, and tables in README.md."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race import DIRECTIONS
+
+HERE = Path(__file__).resolve().parent
+RESULTS, README = HERE / "results", HERE / "README.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+FORMAT = 2
+
+
+def slug(device_kind: str) -> str:
+    """Returns a device's name for a file: "NVIDIA H200" is h200."""
+    return device_kind.lower().removeprefix("nvidia ").replace(" ", "_").replace("/", "_")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def keep(path: Path, op_name: str, device: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Returns the results in `path` with this case's block in them, written: it replaces one of the same case and dtype."""
+    result = read(path) or {"format": FORMAT, "op": op_name, "device": device, "cases": []}
+    key = (block["case"], block["dtype"])
+    cases = [b for b in result["cases"] if (b["case"], b["dtype"]) != key]
+    result = {**result, "device": device, "cases": [*cases, block]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Returns the results in a file; None where there are none, or they were written by an older command."""
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text())
+    return result if result.get("format") == FORMAT else None
+
+
+def dims_of(block: dict[str, Any]) -> str:
+    return " ".join(
+        f"{name}={'x'.join(map(str, size)) if isinstance(size, list) else size}" for name, size in block["dims"].items()
+    )
+
+
+def _cell(times: dict[str, Any] | None, basis: str) -> str:
+    """Returns one direction of one contestant: median and quartiles, share of the roofline, ratio to the best peer."""
+    if not times:
+        return ""
+    low, median, high = times[basis]
+    text = f"{_digits(median)} ({_digits(low)} to {_digits(high)})"
+    if "of_roofline" in times:
+        text += f", {times['of_roofline']:.2f}"
+    if "times_as_fast_as_best_peer" in times:
+        text += f", {times['times_as_fast_as_best_peer']:.2f}x {times['best_peer']}"
+    return text
+
+
+def _digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def lines(block: dict[str, Any]) -> str:
+    """Returns a case as it is printed while the run goes on: a line for each contestant."""
+    text = [f"{block['case']} {dims_of(block)}" + (" (scaled down)" if block["scaled"] else "")]
+    for row in block["rows"]:
+        cells = [f"{d} {_cell(row[d], block['basis'])}" for d in DIRECTIONS if d in row]
+        text.append(f"  {row['contestant']:24} " + ("   ".join(cells) or f"{row['status']}: {row['reason']}"))
+    return "\n".join(text)
+
+
+def table(name: str, result: dict[str, Any]) -> str:
+    """Returns the Markdown of one result file."""
+    lines = [f"### `{result['op']}` on {result['device']}", ""]
+    if (RESULTS / f"{name}.png").exists():
+        lines += [f"![{result['op']} on {result['device']}](results/{name}.png)", ""]
+    origins = {(b["date"], b["commit"][:9], *b["versions"].items()) for b in result["cases"]}
+    for date, commit, *versions in sorted(origins):
+        lines += [f"Measured {date} at `{commit}` with " + ", ".join(f"{p} {v}" for p, v in versions) + ".", ""]
+    lines += ["| case | contestant | forward µs | backward µs | both µs | largest error |", "|---|---|---|---|---|---|"]
+    out: dict[str, list[str]] = {}
+    for block in result["cases"]:
+        label = f"{block['case']} {block['dtype']}" + (" (scaled down)" if block["scaled"] else "")
+        for row in block["rows"]:
+            if row["status"] != "timed":
+                out.setdefault(f"{row['contestant']} {row['status']}: {row['reason']}", []).append(block["case"])
+                continue
+            cells = [_cell(row.get(d), block["basis"]) for d in DIRECTIONS]
+            worst = max(row["error"].values())
+            lines.append(f"| {label} | {row['contestant']} | {' | '.join(cells)} | {worst:.1e} |")
+    lines += ["", "Cases: " + "; ".join(_case(block) for block in result["cases"]) + "."]
+    if out:
+        lines += ["", "Not timed: " + "; ".join(f"{why} ({', '.join(cases)})" for why, cases in out.items()) + "."]
+    return "\n".join(lines)
+
+
+def _case(block: dict[str, Any]) -> str:
+    checked = block["checked"]
+    against = f"checked at {dims_of(checked)}" if checked["dims"] != block["dims"] else "checked"
+    whole = f" and as a whole against {checked['whole_case_against']}" if "whole_case_against" in checked else ""
+    basis = "kernel" if block["basis"] == "kernel_us" else "wall"
+    return (
+        f"{block['case']} {dims_of(block)}, {against}{whole}, {basis} times, "
+        f"matmul {block['matmul_TFLOP_s']} TFLOP/s, copy {block['copy_GB_s']} GB/s"
+    )
+
+
+def tables(folder: Path) -> str:
+    """Returns the Markdown of every result file of a folder."""
+    parts, older = [], []
+    for path in sorted(folder.glob("*.json")):
+        result = read(path)
+        if result is None:
+            older.append(path.name)
+        else:
+            parts.append(table(path.stem, result))
+    if older:
+        parts.append(f"Written by an older command, and not shown: {', '.join(f'`{name}`' for name in older)}.")
+    return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
+def write(folder: Path = RESULTS, readme: Path = README) -> None:
+    """Draws every picture of the folder anew, and puts its tables into the README.
+
+    Raises:
+      ValueError: the README has no place for them.
+    """
+    from benchmarks.picture import draw
+
+    for path in sorted(folder.glob("*.json")):
+        result = read(path)
+        if result is not None:
+            draw(result, path.with_suffix(".png"))
+    text = readme.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{readme.name} must have the lines {BEGIN} and {END}; add them where the tables belong")
+    write_atomically(readme, f"{before}{BEGIN}\n{tables(folder)}\n{END}{after}")

@@ -1,0 +1,260 @@
+"""The benchmark command on a CPU: what it writes, and that it reports nothing that is wrong. No test looks at a time."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kernels
+from benchmarks import measure, peers, race, report, timing
+from benchmarks.__main__ import main
+from benchmarks.cases import abstract, contract_fits, scaled, within
+
+OPERATIONS = kernels.operations()
+RMS, FLASH = OPERATIONS["rms_norm"], OPERATIONS["flash_attention"]
+QUICK = ["rounds=2", "seconds=0.001", "gflop=0.0005"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No ceilings measured, and little optimised: compiling is what these tests would take their time for."""
+    monkeypatch.setattr(measure, "ceilings", lambda dtype: (1e12, 1e11))
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def peer(function, operations=("rms_norm",), available=lambda: None):
+    express = function if isinstance(function, str) else (lambda *x, **a: function(*x, **a))
+    return SimpleNamespace(
+        FRAMEWORK="jax", OPERATIONS=operations, available=available, express=lambda op_name, arguments: express
+    )
+
+
+def norm(x, weight):
+    return RMS.function(x, weight)[0]
+
+
+def only_file(folder):
+    (path,) = folder.glob("*.json")
+    return path, json.loads(path.read_text())
+
+
+def of(block, name):
+    return next(row for row in block["rows"] if row["contestant"] == name)
+
+
+def test_the_ceilings_are_measured():
+    matmul, copy = timing.ceilings("float32", rounds=1)
+    assert matmul > 0 and copy > 0
+
+
+def test_rms_norm(tmp_path, monkeypatch, capsys):
+    def broken(x, weight):
+        raise RuntimeError("no such kernel\nand a long story")
+
+    everyone = {
+        "right": peer(norm),
+        "wrong": peer(lambda x, weight: 1.01 * norm(x, weight)),
+        "wrong_backward": peer(lambda x, weight: norm(x, weight) + (weight - jax.lax.stop_gradient(weight))),
+        "failing": peer(broken),
+        "refusing": peer("it cannot say this"),
+        "absent": peer(norm, available=lambda: "it is not installed"),
+        "of_another_operation": peer(norm, operations=("gated_mlp",)),
+    }
+    monkeypatch.setattr(peers, "all_peers", lambda: everyone)
+    assert main(["rms_norm", "case=model_4k,model_5120", "commit=abc", f"out={tmp_path}", *QUICK]) == 0
+    path, result = only_file(tmp_path)
+    assert path.name == "rms_norm_cpu.json" and path.with_suffix(".png").stat().st_size > 1000
+    assert (result["op"], result["device"], len(result["cases"])) == ("rms_norm", "cpu", 2)
+    block = result["cases"][0]
+    assert block["scaled"] and block["dims"]["lead"][0] < 16384 and block["basis"] == "wall_us"
+    assert block["commit"] == "abc" and {"jax", "jaxlib"} <= set(block["versions"]) and len(block["date"]) == 10
+    assert (block["matmul_TFLOP_s"], block["copy_GB_s"]) == (1.0, 100.0)
+    rows, D = block["dims"]["lead"][0], block["dims"]["D"]
+    moved = 2 * rows * D * 4 + D * 4 + rows * 4
+    assert block["work"]["forward"] == {
+        "flops": 4 * rows * D,
+        "bytes": moved,
+        "roofline_us": measure.short(moved / 1e5),
+    }
+    ours = of(block, "xla")
+    assert ours["ours"] and ours["status"] == "timed" and set(ours["error"]) == {"out", "rstd", "d_x", "d_weight"}
+    for direction in race.DIRECTIONS:
+        times = ours[direction]
+        low, median, high = times["wall_us"]
+        assert 0 < low <= median <= high and times["kernel_us"] is None
+        assert times["best_peer"] == "right"
+        assert times["of_roofline"] == pytest.approx(block["work"][direction]["roofline_us"] / median, rel=1e-2)
+        ratio = of(block, "right")[direction]["wall_us"][1] / median
+        assert times["times_as_fast_as_best_peer"] == pytest.approx(ratio, rel=1e-2)
+    assert "out: relative error 1.0e-02" in of(block, "wrong")["reason"]
+    assert "d_weight" in of(block, "wrong_backward")["reason"] and "out:" not in of(block, "wrong_backward")["reason"]
+    assert of(block, "failing")["reason"] == "RuntimeError: no such kernel"
+    status = {row["contestant"]: row["status"] for row in block["rows"]}
+    assert status == {
+        "xla": "timed",
+        "right": "timed",
+        "wrong": "wrong",
+        "wrong_backward": "wrong",
+        "failing": "failed",
+        "refusing": "cannot",
+        "absent": "cannot",
+    }
+    assert not any(direction in of(block, "wrong") for direction in race.DIRECTIONS)
+    assert "wrong: out: relative error" in capsys.readouterr().out
+
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write(tmp_path, readme)
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    for block in result["cases"]:
+        (line,) = (x for x in text.splitlines() if x.startswith(f"| {block['case']} ") and "| xla |" in x)
+        for direction in race.DIRECTIONS:
+            assert f" {report._digits(of(block, 'xla')[direction]['wall_us'][1])} (" in line
+    assert (
+        "wrong wrong: out: relative error" in text
+        and "absent cannot: it is not installed (model_4k, model_5120)" in text
+    )
+
+    # Measured again, a case takes its old place's numbers; the other case stays.
+    assert main(["rms_norm", "case=model_4k", "against=none", "commit=def", f"out={tmp_path}", *QUICK]) == 0
+    _, again = only_file(tmp_path)
+    assert {b["case"]: b["commit"] for b in again["cases"]} == {"model_5120": "abc", "model_4k": "def"}
+    assert [row["contestant"] for row in again["cases"][1]["rows"]] == ["xla"]
+
+
+def test_flash_attention(tmp_path):
+    assert (
+        main(["flash_attention", "case=causal_32k_gqa", "against=jax_nn", f"out={tmp_path}", *QUICK, "gflop=0.01"]) == 0
+    )
+    block = only_file(tmp_path)[1]["cases"][0]
+    dims = block["dims"]
+    assert dims["T"] == dims["S"] < 32768 and dims["N"] % dims["K"] == 0
+    pairs = dims["B"] * dims["N"] * dims["T"] * (dims["T"] + 1) // 2
+    assert block["work"]["forward"]["flops"] == 2 * pairs * (dims["H"] + dims["Hv"])
+    assert {row["contestant"]: row["status"] for row in block["rows"]} == {"xla": "timed", "jax_nn": "timed"}
+    assert set(of(block, "xla")["error"]) == {"out", "lse", "d_query", "d_key", "d_value"}
+    assert set(of(block, "jax_nn")["error"]) == {"out", "d_query", "d_key", "d_value"}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wrong_backend_of_ours_stops_everything(direction, tmp_path, monkeypatch, capsys):
+    backend = RMS.backends["xla"]
+
+    def wrong(*arguments):
+        result = getattr(backend, direction)(*arguments)
+        return jax.tree.map(lambda y: y * 1.001, result)
+
+    monkeypatch.setitem(RMS.backends, "xla", dataclasses.replace(backend, **{direction: wrong}))
+    assert main(["rms_norm", "case=model_4k", "against=none", f"out={tmp_path}", *QUICK]) == 1
+    said = capsys.readouterr()
+    assert "nothing is reported" in said.err and "relative error 1.0e-03" in said.err and "µs" not in said.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_case_too_large_for_the_contract():
+    """It is checked smaller, and as a whole against xla: a peer that is wrong only there is found."""
+
+    def wrong(x, weight):
+        return norm(x, weight) * (1.01 if x.shape[0] > 256 else 1.0)
+
+    case = next(c for c in RMS.cases if c.name == "model_4k")
+    case = dataclasses.replace(case, dims={"lead": (512,), "D": 16})
+    settings = measure.Settings("float32", rounds=1, seconds=0.001, oracle_bytes=4 * 256 * 16)
+    squared = peer(norm)
+    squared.express = lambda op_name, arguments: peers.Expression(
+        lambda x, weight: norm(x, weight) ** 2, lambda out, rstd: out**2
+    )
+    chosen = {"right": peer(norm), "wrong": peer(wrong), "squared": squared}
+    prepared = measure.prepare(RMS, case, settings, chosen)
+    assert prepared.checked["dims"] == {"lead": [256], "D": 16} and prepared.checked["whole_case_against"] == "xla"
+    assert not prepared.scaled and prepared.case is case
+    assert [c.name for c in prepared.able] == ["xla", "right", "squared"]
+    assert prepared.rows["wrong"]["status"] == "wrong"
+
+
+def test_all_pairs_of_attention_count_as_one_array():
+    case = next(c for c in FLASH.cases if c.name == "causal_32k_gqa")
+    small = scaled(FLASH, case, contract_fits(FLASH, 16 * 1024 * 1024 * 4))
+    assert (small.dims["T"], small.dims["S"], small.dims["N"], small.dims["H"]) == (1024, 1024, 16, 128)
+
+
+def test_what_an_expression_gives_is_what_it_is_held_to(tmp_path):
+    assert main(["cross_entropy", "against=optax_cross_entropy", f"out={tmp_path}", *QUICK, "gflop=0.01"]) == 0
+    row = of(only_file(tmp_path)[1]["cases"][0], "optax_cross_entropy")
+    assert row["status"] == "timed" and set(row["error"]) == {"value", "d_hidden", "d_lm_head"}
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["rms_nrom"], "operation 'rms_nrom' is unknown: did you mean 'rms_norm'?"),
+        (["rms_norm", "case=model_4"], "case of rms_norm 'model_4' is unknown: did you mean 'model_4k'?"),
+        (["flash_attention", "against=cuddn"], "peer 'cuddn' is unknown: did you mean 'cudnn'?"),
+        (["rms_norm", "dtyp=float32"], "option 'dtyp' is unknown: did you mean 'dtype'?"),
+        (["rms_norm", "dtype=float8"], "dtype 'float8' is unknown"),
+        (["rms_norm", "rounds=0"], "option 'rounds' must be a positive number, got '0'"),
+        (["rms_norm", "model_4k"], "argument 'model_4k' must be written name=value"),
+    ],
+)
+def test_unknown_names_are_refused(argv, said, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
+
+
+def test_without_arguments_it_lists_what_there_is(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    for name in (*OPERATIONS, *peers.all_peers(), "causal_8k", "it needs a GPU"):
+        assert name in said
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_bench_case_can_be_scaled_down(name):
+    op = OPERATIONS[name]
+    fits = within(op, "float32", 0.1, 8)
+    for case in op.cases:
+        if "bench" in case.tags:
+            small = scaled(op, case, fits)
+            assert small is not case and fits(small) and small.name == case.name
+            arguments = abstract(op, small, "bfloat16")
+            real = op.case_inputs(small, dtype="bfloat16")
+            assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, real)
+
+
+def test_peers_say_what_they_are():
+    """And importing them imports no package of others."""
+    others = ("torch", "fla", "tokamax", "optax")
+    probe = (
+        f"import sys; from benchmarks import peers; peers.all_peers(); print([m for m in {others} if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=report.HERE.parent)
+    assert run.stdout.strip() == "[]", run.stderr
+    for module in peers.all_peers().values():
+        assert module.FRAMEWORK in ("jax", "torch") and module.OPERATIONS and module.__doc__
+        assert module.available() is None or isinstance(module.available(), str)
+
+
+def test_the_readme_is_what_the_results_say():
+    text = report.README.read_text()
+    assert text.partition(report.BEGIN)[2].partition(report.END)[0] == f"\n{report.tables(report.RESULTS)}\n"
+
+
+def test_times_that_overlap_count_once():
+    assert timing.union([(0, 2), (5, 6), (1, 3), (1, 2)]) == 4
+    assert timing.quartiles([5.0]) == [5.0] * 3 and timing.quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == [2.0, 3.0, 4.0]
+
+
+def test_copies_outgrow_the_cache():
+    x = {"x": jnp.ones(1000)}
+    assert race.copies(x, cache=6000, memory_bound=True) == 3
+    assert race.copies(x, cache=6000, memory_bound=False) == 1
