@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.contract import Case, Op
+from kernels._core.backend import Case
+from kernels._core.contract import Op
 from kernels._core.work import nbytes
 
 # Dims along which an operation repeats itself: tokens and rows. They are cut first, down to LEAST, so that the widths,

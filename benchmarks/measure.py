@@ -19,7 +19,8 @@ from benchmarks.check import Oracle, errors
 from benchmarks.contestants import Contestant, first_line, ours, out_of_memory, theirs
 from benchmarks.race import DIRECTIONS, copies, race
 from benchmarks.timing import cache_bytes, ceilings, has_kernel_times
-from kernels._core.contract import Case, Op
+from kernels._core.backend import Case
+from kernels._core.contract import Op
 from kernels._core.work import Work
 
 PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax", "flash-linear-attention", "optax")

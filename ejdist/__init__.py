@@ -17,7 +17,9 @@ from kernels._core.select import ConfigSelectorChain
 from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed
 from kernels.ops.rotary_embedding import RopeScaling
 
-if TYPE_CHECKING:  # what a type checker cannot see: the functions of `kernels` with three arguments more, and their classes
+if (
+    TYPE_CHECKING
+):  # what a type checker cannot see: the functions of `kernels` with three arguments more, and their classes
 
     def __getattr__(name: str) -> Any: ...
 

@@ -92,7 +92,9 @@ class set_layout:
         def axes(table: Mapping[str, str | tuple[str, ...]], what: str) -> Axes:
             unknown = sorted(set(table) - set(VOCABULARY))
             if unknown:
-                raise ValueError(f"set_layout: {what} {', '.join(unknown)} do not exist; there are {', '.join(VOCABULARY)}")
+                raise ValueError(
+                    f"set_layout: {what} {', '.join(unknown)} do not exist; there are {', '.join(VOCABULARY)}"
+                )
             return {d: (a,) if isinstance(a, str) else tuple(a) for d, a in table.items()}
 
         self._before = _layout
@@ -200,7 +202,9 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
             raise ValueError(f"{argument} name the axes {unknown}, which the mesh {dict(mesh.shape)} does not have")
         twice = sorted({a for a in named if named.count(a) > 1})
         if twice:
-            raise ValueError(f"{argument}: {s} names the axis {', '.join(map(repr, twice))} twice; an axis splits one dim")
+            raise ValueError(
+                f"{argument}: {s} names the axis {', '.join(map(repr, twice))} twice; an axis splits one dim"
+            )
     return tuple(given)
 
 

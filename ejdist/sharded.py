@@ -139,7 +139,8 @@ def check_local(op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[s
                 where = op.elsewhere.get(dim)
                 raise ValueError(
                     f"{op.name}: argument {name!r} has dim {dim} split over {', '.join(split(dim))}, but this operation "
-                    "needs it whole" + (f"; use ejdist.{where}, which communicates over it" if where else "; gather it first")
+                    "needs it whole"
+                    + (f"; use ejdist.{where}, which communicates over it" if where else "; gather it first")
                 )
     for first, second in op.tied_dims:
         _check_tied(op, (first, second), sizes, holders, split, mesh)
@@ -255,7 +256,9 @@ def _stored(op: Op, call: Call, axes: Axes, mesh: Any, specs: dict[str, Any]) ->
     arrays, so that each device has a gradient of its own; over the rest the compiler gathers, outside.
     """
     layout, gathered = current_layout(), {}
-    varying = {a for n, v in _arrays(call).items() if n not in op.weights for d in dims_of(op, n, v) for a in axes.get(d, ())}
+    varying = {
+        a for n, v in _arrays(call).items() if n not in op.weights for d in dims_of(op, n, v) for a in axes.get(d, ())
+    }
     for name in op.weights:
         value = call.arguments.get(name)
         if not is_array(value):
@@ -306,10 +309,14 @@ def run(
     specs = {n: _spec_tree(op, n, v, axes, mesh) for n, v in data.items()}
     gathered = _stored(op, call, axes, mesh, specs) if stored else {}
     # A dim that is 1 in every argument was not split, so it is not in the outputs either.
-    split = {d for n, v in _arrays(call).items() for d, size in zip(dims_of(op, n, v), v.shape, strict=True) if size > 1}
+    split = {
+        d for n, v in _arrays(call).items() for d, size in zip(dims_of(op, n, v), v.shape, strict=True) if size > 1
+    }
     lies = {d: a for d, a in axes.items() if d in split and d not in op.sum_dims}
     lead = len(call.dims["lead"]) if "lead" in call.dims else 0
-    outputs = [named(dims, len(dims) - 1 + lead if any(d.variadic for d in dims) else len(dims)) for dims in op.output_dims]
+    outputs = [
+        named(dims, len(dims) - 1 + lead if any(d.variadic for d in dims) else len(dims)) for dims in op.output_dims
+    ]
     results = tuple(spec(dims, lies) for dims in outputs)
     if out_specs is not None:
         by_name = dict(zip(op.outputs, results, strict=True))
@@ -383,9 +390,7 @@ def with_mesh(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[*signature.parameters.values(), *extra])
 
 
-def sharded(
-    function: PublicFunction, *, local: Callable | None = None, handles: Sequence[str] = ()
-) -> ShardedFunction:
+def sharded(function: PublicFunction, *, local: Callable | None = None, handles: Sequence[str] = ()) -> ShardedFunction:
     """Returns the function on sharded arrays. Without a mesh, given or in force, it is the function itself.
 
     Args:

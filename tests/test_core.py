@@ -13,8 +13,8 @@ import pytest
 from jax import export
 from jaxtyping import Array, Float, Int
 
-from kernels._core.config import BwdParams, ConfigCache, FwdParams, KernelConfig, PersistentCache, completed
 from kernels._core.backend import Case
+from kernels._core.config import BwdParams, ConfigCache, FwdParams, KernelConfig, PersistentCache, completed
 from kernels._core.contract import Op, Unsupported
 from kernels._core.executor import Executor, create_default_executor, module_class
 from kernels._core.interpret import interpret

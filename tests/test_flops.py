@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejdist.operations import bind_ops
 from ejdist.models.decoder import DecoderConfig, declare, loss
 from ejdist.models.parameters import num_parameters, shapes
+from ejdist.operations import bind_ops
 from ejdist.training.flops import matmul_flops_per_token, peak_flops, step_flops, visible_pairs
 from kernels._core.masks import MaskInfo
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.interpreters import partial_eval as pe
 
-from ejdist.operations import bind_ops
 from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, loss
 from ejdist.models.parameters import initialise, num_parameters, shapes
+from ejdist.operations import bind_ops
 
 TINY = DecoderConfig(
     vocab_size=61, num_layers=4, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, tie_embeddings=False

@@ -14,8 +14,8 @@ from ejdist import Order, make_mesh, ring_attention
 from ejdist.sequence import SCHEMES, Ring, Scheme, exchange, merge
 from ejdist.sequence.schedule import hops, needed
 from ejdist.sharded import map_shards
-from kernels._core.dispatch import vary_alike, varying_axes
 from kernels import MaskInfo, Unsupported, flash_attention
+from kernels._core.dispatch import vary_alike, varying_axes
 
 B, T, N, K, H = 2, 64, 4, 2, 8
 RNG = np.random.default_rng(0)

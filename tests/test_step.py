@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from ejdist.operations import bind_ops
 from ejdist.models.decoder import DecoderConfig, declare
 from ejdist.models.decoder import loss as decoder_loss
 from ejdist.models.parameters import initialise, map_declared
+from ejdist.operations import bind_ops
 from ejdist.training.optimizer import OptimizerSection, make_optimizer, make_schedule
 from ejdist.training.step import TrainState, init_state, make_train_step
 

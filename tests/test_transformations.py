@@ -6,7 +6,6 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from grid import as_tuple, error, on_this_machine
 from jax.sharding import PartitionSpec as P
@@ -44,7 +43,9 @@ def call(op, platform, floats, others, rest):
 def scalar(op, platform, others, rest):
     def loss(floats):
         out = call(op, platform, floats, others, rest)
-        return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0).astype(jnp.float32))) for y in out if is_float_array(y))
+        return sum(
+            jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0).astype(jnp.float32))) for y in out if is_float_array(y)
+        )
 
     return loss
 
@@ -234,4 +235,3 @@ def test_a_second_call_of_the_same_kind_is_not_traced_again(monkeypatch):
     kernels.rms_norm(x + 1)
     with pytest.raises(TypeError):
         kernels.rms_norm(jnp.ones((4, 8)))
-

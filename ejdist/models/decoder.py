@@ -185,9 +185,7 @@ def _attention_block(x, p, batch, window: int | None, c: DecoderConfig, ops: Ops
         q, k, v = q + p["query_bias"], k + p["key_bias"], v + p["value_bias"]
     if c.qk_norm:
         q, k = (ops.rms_norm(y, p[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
-    q, k = (
-        ops.rotary_embedding(y, batch["positions"], base=float(c.rope_base), scaling=c.scaling()) for y in (q, k)
-    )
+    q, k = (ops.rotary_embedding(y, batch["positions"], base=float(c.rope_base), scaling=c.scaling()) for y in (q, k))
     out = ops.attention(
         q,
         k,

@@ -294,7 +294,9 @@ def _signature() -> inspect.Signature:
     """Returns the arguments of this function with those of `flash_attention` in place of `**options`."""
     own = inspect.signature(ring_attention).parameters
     names = [n for n in own if n not in ("options", "mesh", "in_specs", "out_specs")]
-    theirs = [p.replace(kind=p.KEYWORD_ONLY) for n, p in inspect.signature(flash_attention).parameters.items() if n not in own]
+    theirs = [
+        p.replace(kind=p.KEYWORD_ONLY) for n, p in inspect.signature(flash_attention).parameters.items() if n not in own
+    ]
     arrays, rest = [own[n] for n in names[:3]], [own[n] for n in names[3:]]
     return with_mesh(inspect.Signature([*arrays, *rest, *theirs]))
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejdist.operations import bind_ops
 from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, sharding
 from ejdist.mesh import MeshSection
 from ejdist.models import decoder
 from ejdist.models.parameters import initialise, map_declared, num_parameters
+from ejdist.operations import bind_ops
 from ejdist.sequence.order import Order
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.data import DataSection

@@ -46,7 +46,9 @@ class Parameter:
         """Returns the shape of the argument for those sizes."""
         sizes: list[int] = []
         for d in self.dims:
-            sizes.extend(dims.get(d.name, ()) if d.variadic else [d.size if d.size is not None else dims[d.name] + d.offset])
+            sizes.extend(
+                dims.get(d.name, ()) if d.variadic else [d.size if d.size is not None else dims[d.name] + d.offset]
+            )
         return tuple(sizes)
 
 

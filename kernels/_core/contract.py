@@ -296,7 +296,9 @@ class Op:
     def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan:
         """Returns which backend runs on each platform, and with which configuration."""
         if cfg is not None and self.config is None:
-            raise ValueError(f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; leave it out")
+            raise ValueError(
+                f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; leave it out"
+            )
         if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
             raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
         asked = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
@@ -382,9 +384,7 @@ class Op:
         for p in self.parameters.values():
             if p.name in case.make:
                 value = case.make[p.name](rng, case.dims)
-                arguments[p.name] = jax.tree.map(
-                    lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value
-                )
+                arguments[p.name] = jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value)
             elif p.kind == "float" and (p.required or p.name in case.arrays):
                 shape = case.shapes.get(p.name) or p.shape(case.dims)
                 arguments[p.name] = (

@@ -7,8 +7,8 @@ import pytest
 from grid import FLOOR, error, value_and_gradients
 
 from kernels._core import ahead_of_time as checks
-from kernels._core.binding import is_float_array
 from kernels._core.backend import Case
+from kernels._core.binding import is_float_array
 from kernels.ops.rms_norm import op, rms_norm
 
 

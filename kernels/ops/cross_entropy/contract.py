@@ -68,7 +68,10 @@ def work(call: Call) -> tuple[Work, Work]:
     """Returns the work of the matmuls: the logits forward; the logits again and two gradients backward. No bytes of the
     logits, which need not be whole anywhere."""
     matmul = 2 * call.hidden.size * call.dims["V"]
-    inputs, rows = nbytes(call.hidden, call.lm_head), 4 * call.targets.size  # each output, and its cotangent, is float32
+    inputs, rows = (
+        nbytes(call.hidden, call.lm_head),
+        4 * call.targets.size,
+    )  # each output, and its cotangent, is float32
     targets = nbytes(call.targets)
     return Work(matmul, inputs + targets + 3 * rows), Work(3 * matmul, 2 * inputs + targets + 4 * rows)
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.binding import Call
+from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.contract import Op
-from kernels._core.work import Work, nbytes
 from kernels._core.masks import MaskInfo
 from kernels._core.pairs import visible_pairs
+from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.cases import CASES, WITH_WEIGHTS
 from kernels.ops.flash_attention.dropout import dropout_scale
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels._core.binding import Call
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
-from kernels._core.binding import Call
 from kernels._core.execute import Saved, backward_of
 from kernels._core.masks import MaskInfo, active_blocks, visible_block
 from kernels.ops.flash_attention.contract import attention, attention_op, op

@@ -7,7 +7,11 @@ from kernels.ops.rotary_embedding.contract import op, rotary_embedding
 
 def backward(saved, positions, base, scaling, interleaved, rotary_dim):
     # The transpose of a rotation is the rotation back; a YaRN factor is a plain factor in both.
-    return {"x": rotary_embedding(saved.d_out, -positions, base=base, scaling=scaling, interleaved=interleaved, rotary_dim=rotary_dim)}
+    return {
+        "x": rotary_embedding(
+            saved.d_out, -positions, base=base, scaling=scaling, interleaved=interleaved, rotary_dim=rotary_dim
+        )
+    }
 
 
 op.register(
