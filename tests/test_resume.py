@@ -10,7 +10,8 @@ from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_schedule
 from ejdist.training.resume import changed_rate, check_same_run, fingerprint, how_to_go_on
-from launch.train import DONE, WRONG, main
+from launch.errors import DONE, WRONG
+from launch.train import main
 from recipes.schema import compose
 
 

@@ -16,7 +16,8 @@ from ejdist.training.data import build as build_data
 from ejdist.training.flops import matmul_flops_per_token
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
-from launch.train import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG, main
+from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
+from launch.train import main
 from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
 
 
