@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launch.errors import DONE, NOT_COMPILED, WRONG, tell
+
 # HBM of one chip in GiB, from the vendor's data sheets.
 HBM = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
 
@@ -20,7 +22,7 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 
 
 @dataclass(frozen=True)
-class Plan:
+class Fit:
     """What a compiled step needs on each chip, in bytes, and the collectives in its program."""
 
     topology: str
@@ -59,7 +61,7 @@ def collectives_of(text: str) -> dict[str, int]:
     return {kind: found[kind] for kind in _COLLECTIVES if found[kind]}
 
 
-def plan(sections: Any, topology: str) -> Plan:
+def plan(sections: Any, topology: str) -> Fit:
     """Returns what the recipe's step needs on a topology ("v5p:4x4x4").
 
     Raises:
@@ -83,7 +85,7 @@ def plan(sections: Any, topology: str) -> Plan:
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     peak = arguments + temporaries + memory.output_size_in_bytes - shared
     calls = collectives_of(compiled.as_text())
-    return Plan(topology, dict(mesh.shape), program.num_parameters, arguments, temporaries, peak, calls, seconds)
+    return Fit(topology, dict(mesh.shape), program.num_parameters, arguments, temporaries, peak, calls, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,22 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(named) != 1 or not named[0]:
         print(__doc__.strip() if __doc__ else "", file=sys.stderr)
         print("error: give one topology=GENERATION:SHAPE, for example topology=v5p:4x4x4", file=sys.stderr)
-        return 2
+        return WRONG
     jax.config.update("jax_platforms", "cpu")  # the chips are described, not opened
-    from kernels import Unsupported
     from recipes.schema import compose
 
     try:
         recipe = compose([a for a in arguments if not a.startswith("topology=") and a != "--json"])
         made = plan(recipe, named[0])
-    except (ValueError, Unsupported) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except jax.errors.JaxRuntimeError as error:
         print(f"the compiler refuses: {str(error)[:2000]}", file=sys.stderr)
-        return 1
+        return NOT_COMPILED
+    except Exception as error:
+        return tell(error)
     print(json.dumps(vars(made), indent=1) if as_json else made.text())
-    return 0
+    return DONE
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Exit codes: finished or told to stop (0), the user's recipe or files (2), a checkpoint (3), a loss that is no number (4), a
-# signal (75: try again).
-DONE, WRONG, BAD_CHECKPOINT, DIVERGED, PREEMPTED = 0, 2, 3, 4, 75
+from launch.errors import DONE, PREEMPTED, tell
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -101,10 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    from ejdist.training.checkpoint import CheckpointError
     from ejdist.training.loop import train
-    from ejdist.training.stop import Diverged
-    from kernels import Unsupported
     from recipes.schema import compose
 
     try:
@@ -114,19 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hint:
             print(hint, flush=True)
         outcome = train(recipe, say=lambda line: print(line, flush=True))
-    except (ValueError, Unsupported) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_CHECKPOINT
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
-        return DIVERGED
-    except OSError as error:
-        where = f" {error.filename}:" if error.filename else ""
-        print(f"error:{where} {error.strerror or error}", file=sys.stderr)
-        return WRONG
+    except Exception as error:
+        return tell(error)
     except KeyboardInterrupt:  # before the first step, or the second of two: what is not on disk yet is given up
         print("stopped at once by SIGINT; the same command goes on from the last complete checkpoint", file=sys.stderr)
         return PREEMPTED

@@ -152,6 +152,13 @@ FAULTS = (
         f"{TRAIN} -k bit_for_bit",
     ),
     Fault(
+        "the loop counts FLOPs as if a row were one document",
+        LOOP,
+        'step_flops(program.config, batch["segment_ids"])',
+        'step_flops(program.config, batch["segment_ids"] * 0)',
+        f"{TRAIN} -k flops",
+    ),
+    Fault(
         "a loss that is no number goes on",
         "ejdist/training/stop.py",
         "if not (math.isfinite(loss) and",

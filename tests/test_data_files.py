@@ -268,7 +268,9 @@ def test_files_that_would_be_missing_are_named(tmp_path, monkeypatch):
     (tmp_path / "c.txt").symlink_to(tmp_path / "gone.txt")
     with pytest.raises(ValueError, match=r"c.txt is a link to nothing"):
         files_of(str(tmp_path / "*.txt"))
-    for nothing in ([], None, 5, ["a", 5]):
+    with pytest.raises(ValueError, match=r"data.source is not set: .* for example data.source='corpus"):
+        files_of(None)
+    for nothing in ([], 5, ["a", 5]):
         with pytest.raises(ValueError, match=r"data.source = .*give 'stdlib', a glob"):
             files_of(nothing)
 

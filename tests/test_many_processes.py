@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from small_run import TINY, losses
 
-from launch.train import DONE, PREEMPTED
+from launch.errors import DONE, PREEMPTED
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ["run.steps=300", "mesh.dp=2"]

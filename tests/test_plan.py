@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.plan import collectives_of, main
+from launch.plan import Fit, collectives_of, main
 
 SMALL = [
     "recipe=long_context",
@@ -47,6 +47,11 @@ def test_what_it_refuses(arguments, words, capsys):
     assert main([*SMALL, *arguments]) == 2
     message = capsys.readouterr().err
     assert "error: " in message and words in message and "Traceback" not in message
+
+
+def test_a_step_that_does_not_fit_says_so():
+    fit = Fit("v5e:2x4", {"sp": 8}, 10, 2**34, 2**30, 17 * 2**30, {}, 1.0)
+    assert "17.00 GiB of 16 GiB: DOES NOT FIT" in fit.text()
 
 
 def test_collectives_are_counted_by_what_they_are():

@@ -8,8 +8,14 @@ import pytest
 from small_run import TINY, losses
 
 from ejdist.training import checkpoint
+from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows
-from launch.train import BAD_CHECKPOINT, DONE, PREEMPTED, WRONG, _virtual_cpus, main
+from ejdist.training.stop import Diverged
+from kernels import Unsupported
+from launch import plan
+from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
+from launch.train import _virtual_cpus, main
+from recipes import schema
 from recipes.schema import compose
 
 
@@ -31,6 +37,37 @@ def test_more_virtual_devices_than_a_machine_has_room_for(capsys):
         _virtual_cpus(recipe, only=True)
     assert _virtual_cpus(recipe, only=False) == 512, "beside chips they are not used"
     assert _virtual_cpus(compose([*TINY, "mesh.fsdp=2"]), only=True) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("run.steps is odd"), WRONG, "error: run.steps is odd\n"),
+        (Unsupported("no such head_dim"), WRONG, "error: no such head_dim\n"),
+        (OSError(28, "No space left", "/disk/file"), WRONG, "error: /disk/file: No space left\n"),
+        (OSError("the cache is damaged"), WRONG, "error: the cache is damaged\n"),
+        (CheckpointError("checkpoint 3 is damaged"), BAD_CHECKPOINT, "error: checkpoint 3 is damaged\n"),
+        (Diverged("step 3 has loss nan"), DIVERGED, "error: step 3 has loss nan\n"),
+    ],
+)
+def test_every_command_tells_of_an_error_alike(error, code, message, capsys, monkeypatch):
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(schema, "compose", fails)
+    for command in (lambda: main([]), lambda: plan.main(["topology=v5p:2x2x1"])):
+        assert command() == code
+        assert capsys.readouterr().err == message
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
+    def fails(*args):
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(schema, "compose", fails)
+    for command in (lambda: main([]), lambda: plan.main(["topology=v5p:2x2x1"])):
+        with pytest.raises(TypeError, match="a fault of ours"):
+            command()
 
 
 def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, monkeypatch):

@@ -12,9 +12,12 @@ import pytest
 from small_run import TINY, losses
 
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
+from ejdist.training.data import build as build_data
+from ejdist.training.flops import matmul_flops_per_token
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
-from launch.train import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG, main
+from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
+from launch.train import main
 from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
 
 
@@ -99,6 +102,20 @@ def test_what_a_run_writes(corpus, tmp_path):
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert next(iter((tmp_path / "tensorboard").glob("events*"))).stat().st_size > 500
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
+
+
+def test_flops_are_counted_from_the_documents_of_the_batches(stopped_run, corpus):
+    """A row may be packed from several documents, and no query sees a key of another."""
+    recipe = compose([*TINY, *corpus])
+    config, data = recipe.model, build_data(recipe.data, seed=recipe.run.seed)
+    rows = read_rows(stopped_run / "metrics.jsonl")
+    assert len({row["flops_causal"] for row in rows}) > 1, "the batches are not packed alike"
+    for row in rows:
+        ids = data.batch(row["step"] - 1)["segment_ids"]
+        same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+        pairs = int(np.tril(same).sum())
+        attention = 4 * config.num_heads * config.head_dim * config.num_layers * pairs
+        assert row["flops_causal"] == 3 * (matmul_flops_per_token(config) * ids.size + attention)
 
 
 def test_a_signal_saves_and_the_run_goes_on(corpus, tmp_path, monkeypatch):
@@ -189,6 +206,19 @@ def test_bad_input(overrides, words, corpus, tmp_path, capsys):
     assert message.startswith("error: ") and "Traceback" not in message
     assert all(w in message for w in words), message
     assert not (tmp_path / "run").exists(), "nothing may be written"
+
+
+def test_files_need_a_source(tmp_path, capsys):
+    """And do not stand for the standard library, whose variant of the group still works."""
+    assert (
+        main([*TINY, "data=files", f"run.dir={tmp_path}/run", f"data.cache_dir={tmp_path}/cache", "run.steps=1"])
+        == WRONG
+    )
+    message = capsys.readouterr().err
+    assert message.startswith("error: data.source is not set") and "data.source='corpus/**/*.jsonl.gz'" in message
+    assert message.count("\n") == 1 and not list(tmp_path.iterdir()), "one line, and nothing written"
+    assert compose(["data=stdlib"]).data.source == compose([]).data.source == "stdlib"
+    assert compose(["data=files", "data.source=[a,b]"]).data.source == ["a", "b"]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejdist.training.leaves import bits_of, from_arrays, is_key, kind_of, like_arrays, name_of, to_arrays
+
 _STATE, _RUN = "state", "run"
+_DIGEST, _KEYS = "digest", "keys"  # what is added to the run: of each array its digest, of each PRNG key its kind
 
 
 @dataclass
@@ -40,6 +43,8 @@ def digest(tree: Any) -> Any:
 
     def one(x: jax.Array) -> jax.Array:
         bits = jnp.atleast_1d(x)
+        if jnp.iscomplexobj(bits):
+            bits = jnp.stack((bits.real, bits.imag), axis=-1)
         if bits.dtype != jnp.bool:
             bits = jax.lax.bitcast_convert_type(bits, jnp.dtype(f"uint{8 * min(bits.dtype.itemsize, 4)}"))
         place = jnp.zeros(bits.shape, jnp.uint32)
@@ -106,16 +111,22 @@ class Checkpoints:
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns once the arrays are copied. An earlier failure is raised here.
 
+        Args:
+          state: tree of arrays, typed PRNG keys, and numbers of Python and NumPy.
+          run: what JSON holds, given back by `restore`.
+
         Raises:
-          CheckpointError: it, or the one before it, could not be written.
+          ValueError: a leaf of the state cannot be saved; nothing has been written. CheckpointError: it, or the one before
+            it, could not be written.
         """
         import orbax.checkpoint as ocp
 
+        arrays, keys = to_arrays(state), _keys(state)
         manager = self._manager()
         with self._writing(step):
             if manager.latest_step() != step:
-                run = run | {"digest": _digests(state)}
-                args = {_STATE: ocp.args.StandardSave(state), _RUN: ocp.args.JsonSave(run)}
+                run = run | {_DIGEST: _digests(arrays)} | ({_KEYS: keys} if keys else {})
+                args = {_STATE: ocp.args.StandardSave(arrays), _RUN: ocp.args.JsonSave(run)}
                 manager.save(step, args=ocp.args.Composite(**args))
 
     def wait(self) -> None:
@@ -131,7 +142,8 @@ class Checkpoints:
         """Returns (state, what `save` was given beside it).
 
         Args:
-          like: tree of `jax.ShapeDtypeStruct` with shardings; the mesh may differ from the one that saved.
+          like: tree of `jax.ShapeDtypeStruct` with shardings; the mesh may differ from the one that saved. A number in it
+            stands for its type.
 
         Raises:
           CheckpointError: the checkpoint is damaged, or of a model of another shape.
@@ -140,14 +152,14 @@ class Checkpoints:
 
         try:
             run = self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
-            self._check_shapes(step, like)
-            args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(like)})
-            state = self._manager().restore(step, args=args)[_STATE]
-            written, found = run.pop("digest"), _digests(state)
+            self._check_kinds(step, like, run.pop(_KEYS, {}))
+            args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(like_arrays(like))})
+            arrays = self._manager().restore(step, args=args)[_STATE]
+            written, found = run.pop(_DIGEST), _digests(arrays)
             changed = [name for name in found if found[name] != written.get(name)]
             if changed:
                 raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
-            return state, run
+            return from_arrays(arrays, like), run
         except CheckpointError:
             raise
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
@@ -159,17 +171,18 @@ class Checkpoints:
                 f"checkpoint {self.directory / str(step)} cannot be read ({_reason(error)}); {remedy}"
             ) from error
 
-    def _check_shapes(self, step: int, like: Any) -> None:
+    def _check_kinds(self, step: int, like: Any, keys: dict[str, str]) -> None:
+        """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
         stored = self._manager().item_metadata(step)[_STATE]
         stored = getattr(stored, "tree", stored)
         if stored is None:
             raise FileNotFoundError(f"there is no {_STATE!r} in it")
-        found = {jax.tree_util.keystr(k, simple=True, separator="."): tuple(v.shape) for k, v in _leaves(stored)}
-        wanted = {jax.tree_util.keystr(k, simple=True, separator="."): tuple(v.shape) for k, v in _leaves(like)}
-        for name, shape in wanted.items():
-            if name in found and found[name] != shape:
+        found = {name: kind_of(leaf) for name, leaf in _leaves(stored)} | keys
+        wanted = {name: kind_of(leaf) for name, leaf in _leaves(like_arrays(like))} | _keys(like)
+        for name, kind in wanted.items():
+            if name in found and found[name] != kind:
                 raise CheckpointError(
-                    f"checkpoint {self.directory / str(step)} is of another model: {name} is {found[name]} there and {shape} "
+                    f"checkpoint {self.directory / str(step)} is of another model: {name} is {found[name]} there and {kind} "
                     "in this recipe; restore the recipe, or choose another run.dir"
                 )
         if set(found) != set(wanted):
@@ -194,13 +207,18 @@ def _reason(error: BaseException, most: int = 300) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def _digests(state: Any) -> dict[str, int]:
-    found = jax.tree_util.tree_leaves_with_path(jax.device_get(digest(state)))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): int(value) for path, value in found}
+def _digests(arrays: Any) -> dict[str, int]:
+    found = jax.device_get(digest(jax.tree.map(bits_of, arrays)))
+    return {name: int(value) for name, value in _leaves(found)}
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return [(k, v) for k, v in jax.tree_util.tree_leaves_with_path(tree) if hasattr(v, "shape")]
+def _keys(tree: Any) -> dict[str, str]:
+    """Returns the kind of each typed PRNG key, by name. On disk it is its data, of which several kinds have the same."""
+    return {name: kind_of(leaf) for name, leaf in _leaves(tree) if is_key(leaf)}
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if hasattr(leaf, "shape")]
 
 
 @dataclass

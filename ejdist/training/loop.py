@@ -27,30 +27,8 @@ from ejdist.training.metrics import (
     write_whole,
 )
 from ejdist.training.program import Program, RunSection, TrainSections, local_rows, make_program, place_batch
+from ejdist.training.resume import check_same_run, fingerprint, how_to_go_on
 from ejdist.training.stop import Stop, Watch, stop_on_signals
-
-
-def _fingerprint(sections: TrainSections) -> dict[str, Any]:
-    """Returns what must not change when a run goes on: what decides the losses, and not where or how fast."""
-    model = {k: v for k, v in vars(sections.model).items() if k not in ("remat",)}
-    return json.loads(
-        json.dumps(
-            {"run.steps": sections.run.steps, "accumulation": sections.accumulation, "z_loss": sections.z_loss}
-            | {f"model.{k}": v for k, v in model.items()}
-            | {f"optimizer.{k}": v for k, v in vars(sections.optimizer).items()}
-        )
-    )
-
-
-def _check_same_run(stored: dict[str, Any], now: dict[str, Any], where: Path) -> None:
-    changed = [
-        f"{k}: was {stored.get(k)}, is {now.get(k)}" for k in sorted({*stored, *now}) if stored.get(k) != now.get(k)
-    ]
-    if changed:
-        raise ValueError(
-            f"the run in {where} was started with another recipe: {'; '.join(changed[:5])}; restore it, or choose another "
-            "run.dir"
-        )
 
 
 @dataclass(frozen=True)
@@ -105,22 +83,11 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
     mesh = make_mesh(**vars(s.mesh), devices=devices)
     program = make_program(s, mesh)
     checkpoints = Checkpoints(directory, s.checkpoint)
-    start = checkpoints.latest()
-    data = build_data(s.data, seed=s.run.seed)
-    if data.vocab_size > s.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "
-            f"{s.data.tokenizer!r}; make it at least that"
-        )
+    there = checkpoints.latest()
+    data = _build_data(s)
     # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
     step = program.step.lower(program.state, program.batch).compile()
-    if start is None:
-        start, state = 0, program.init()
-    else:
-        state, kept = checkpoints.restore(start, program.state)
-        _check_same_run(kept["recipe"], _fingerprint(s), directory)
-        data.check_cursor(kept["data"])
-        say(f"going on from step {start} of {directory}")
+    start, state = (0, program.init()) if there is None else _resume(s, program, checkpoints, there, data, say)
     for name in checkpoints.interrupted():
         say(f"ignoring {name}: a save that was cut off")
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
@@ -130,8 +97,8 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         f"{s.data.global_batch} x {s.data.sequence_length:,} tokens a step, {s.sequence.scheme} in {program.order.name} order"
     )
     if start >= end:
-        key = "run.steps" if end == s.run.steps else "run.stop_after"
-        say(f"nothing to do: {directory} has {start} of {end} steps; raise {key}, or choose another run.dir")
+        more = how_to_go_on(s.run, s.optimizer, start)
+        say(f"nothing to do: {directory} has {start} of {end} steps; {more}, or choose another run.dir")
         # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
         summary = _finish(s, program, directory) if main and not _has_summary(directory, start) else None
         return Outcome(start, start >= s.run.steps, summary)
@@ -147,6 +114,34 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
     summary = _finish(s, program, directory) if main else None
     return Outcome(last, last >= s.run.steps, summary)
+
+
+def _build_data(s: TrainSections) -> Data:
+    """Returns the data of a recipe. Raises ValueError if the model's vocabulary does not hold its tokens."""
+    data = build_data(s.data, seed=s.run.seed)
+    if data.vocab_size > s.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "
+            f"{s.data.tokenizer!r}; make it at least that"
+        )
+    return data
+
+
+def _resume(s: TrainSections, program: Program, checkpoints: Checkpoints, step: int, data: Data, say: Any) -> Any:
+    """Returns (step, state) of that checkpoint.
+
+    Raises:
+      ValueError: it is of another run than this recipe's. CheckpointError: it cannot be read, or is of another model.
+    """
+    state, kept = checkpoints.restore(step, program.state)
+    directory = Path(s.run.dir).expanduser()
+    check_same_run(kept["recipe"], s, step, directory)
+    data.check_cursor(kept["data"])
+    say(f"going on from step {step} of {directory}")
+    before = kept["recipe"]["run.steps"]
+    if before != s.run.steps:
+        say(f"run.steps was {before} and is {s.run.steps}: optimizer.schedule ends there from here on")
+    return step, state
 
 
 def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start: int, end: int, stop: Stop) -> int:
@@ -167,7 +162,7 @@ def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start
         saves = checkpoints.due(step) or step == end or stopped
         watch.add(step, metrics, all_of_them=saves)
         if saves:
-            checkpoints.save(step, state, {"recipe": _fingerprint(s), "data": data.cursor(step)})
+            checkpoints.save(step, state, {"recipe": fingerprint(s), "data": data.cursor(step)})
         if stopped:
             break
     checkpoints.wait()

@@ -27,6 +27,7 @@ class RunSection:
 
     dir: str = "outputs/run"  # everything that the run writes; a run that is there goes on
     steps: int = 200  # of the whole run; the schedule ends there
+    extend: bool = False  # go on past the end that the schedule had: rates from here on follow the new run.steps
     stop_after: int | None = None  # stop at this step, with a checkpoint; the schedule does not change
     seed: int = 0  # of parameters and data
     cpu_devices: int = 4  # virtual devices where there is no accelerator and a mesh size is -1

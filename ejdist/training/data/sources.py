@@ -21,15 +21,20 @@ class NotText(ValueError):
     """A file that should be a document is not UTF-8."""
 
 
-def files_of(source: str | Sequence[str]) -> list[Path]:
+def files_of(source: str | Sequence[str] | None) -> list[Path]:
     """Returns the files of a source: "stdlib", or one or more globs ("corpus/**/*.jsonl.gz").
 
     They are sorted by path, whatever the order of the globs and of the file system. A file that is found more than once, by
     several globs or through links, is taken once. As in a shell, a glob passes over hidden files.
 
     Raises:
-      ValueError: a pattern matches no file, a folder of it cannot be listed, or a link leads nowhere.
+      ValueError: there is no source, a pattern matches no file, a folder of it cannot be listed, or a link leads nowhere.
     """
+    if source is None:
+        raise ValueError(
+            "data.source is not set: name the files to train on, for example data.source='corpus/**/*.jsonl.gz', or use "
+            "data=stdlib for the sources of the Python standard library"
+        )
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))

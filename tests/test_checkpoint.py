@@ -1,0 +1,155 @@
+"""Checkpoints of any state: what is saved comes back bit for bit and as what it was, and what cannot be saved is named."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
+
+BESIDE = {"recipe": {"run.steps": 3}}
+
+
+def described(leaf):
+    is_array = isinstance(leaf, jax.Array)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if is_array else leaf
+
+
+def restored(directory, state, like=None):
+    checkpoints = Checkpoints(directory, CheckpointSection())
+    checkpoints.save(1, state, BESIDE)
+    checkpoints.wait()
+    checkpoints.close()
+    checkpoints = Checkpoints(directory, CheckpointSection())
+    found, beside = checkpoints.restore(1, jax.tree.map(described, state) if like is None else like)
+    checkpoints.close()
+    assert beside == BESIDE, "what is kept for the checkpoint itself is not given back"
+    return found
+
+
+NUMBERS = {
+    "int": 2**40 + 1,
+    "negative_int": -7,
+    "float": 0.1,
+    "nan": float("nan"),
+    "bool": True,
+    "complex": 0.1 + 2j,
+    "numpy_float32": np.float32(0.1),
+    "numpy_float64": np.float64(0.1),
+    "numpy_int64": np.int64(2**40 + 1),
+    "numpy_uint64": np.uint64(2**63),
+    "numpy_bool": np.bool_(True),
+    "bfloat16": ml_dtypes.bfloat16(0.1),
+}
+
+
+def test_numbers_come_back_as_what_they_were(tmp_path):
+    found = restored(tmp_path, {"array": jnp.arange(3.0), "numbers": NUMBERS})
+    for name, number in NUMBERS.items():
+        got = found["numbers"][name]
+        assert type(got) is type(number), name
+        assert np.asarray(got).tobytes() == np.asarray(number).tobytes(), name
+
+
+def test_arrays_come_back_bit_for_bit(tmp_path):
+    state = {
+        "complex64": jnp.array([1 + 2j, -3j], jnp.complex64),
+        "numpy_complex64": np.array([1 + 2j, -3j], np.complex64),
+        "numpy_float64": np.array([[0.1, 0.2, 0.3]]),
+        "numpy_int64": np.array([2**40, -1]),
+        "float8": jnp.array([0.5, 3.0], jnp.float8_e4m3fn),
+        "bool": jnp.array([True, False]),
+        "no_dims": jnp.int32(3),
+        "nothing": None,
+    }
+    found = restored(tmp_path, state)
+    for name, leaf in state.items():
+        assert type(found[name]) is type(leaf) and np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes(), name
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_come_back_where_they_lay(impl, tmp_path):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    key = jax.random.key(3, impl=impl)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = {"one": jax.device_put(key, whole), "many": jax.device_put(jax.random.split(key, 8), spread)}
+    found = restored(tmp_path, state)
+    for name, leaf in state.items():
+        assert found[name].dtype == leaf.dtype and found[name].shape == leaf.shape
+        np.testing.assert_array_equal(jax.random.key_data(found[name]), jax.random.key_data(leaf))
+    assert found["many"].sharding.is_equivalent_to(spread, 1)
+    np.testing.assert_array_equal(jax.random.normal(found["one"], 5), jax.random.normal(key, 5))
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "words"),
+    [
+        (jax.random.key, lambda seed: jax.random.key(seed, impl="rbg"), ["key<fry>", "key<rbg>"]),
+        # Their data have the same dtype and shape.
+        (
+            lambda seed: jax.random.key(seed, impl="rbg"),
+            lambda seed: jax.random.key(seed, impl="unsafe_rbg"),
+            ["key<rbg>", "key<urbg>"],
+        ),
+        (jax.random.key, jax.random.PRNGKey, ["key<fry>[]", "uint32[2]"]),
+        (jax.random.PRNGKey, jax.random.key, ["uint32[2]", "key<fry>[]"]),
+        (float, int, ["float64[]", "int64[]"]),
+        (np.float32, float, ["float32[]", "float64[]"]),
+    ],
+)
+def test_another_kind_of_key_or_number_is_named(saved, wanted, words, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        restored(tmp_path, {"model": {"x": saved(0)}}, {"model": {"x": described(wanted(0))}})
+    assert all(w in str(caught.value) for w in ["model.x", *words]), caught.value
+    assert "cannot be read" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        ("text", ["str"]),
+        (object(), ["object"]),
+        (len, ["builtin_function"]),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), ["ShapeDtypeStruct"]),
+        (jax.eval_shape(lambda: jax.random.key(0)), ["ShapeDtypeStruct"]),
+        (np.array(["a"], object), ["dtype object"]),
+        (np.str_("a"), ["dtype <U1"]),
+        (np.datetime64("2026-01-01"), ["datetime64"]),
+        (np.ones(2, ">f4"), ["dtype >f4"]),
+        (jnp.ones(3, jnp.int4), ["dtype int4"]),
+        (jnp.zeros((0, 3)), ["no elements", "(0, 3)"]),
+        (2**70, ["64 bits"]),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, list) else "",
+)
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(leaf, words, tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    with pytest.raises(ValueError, match=r"model\.x") as caught:
+        checkpoints.save(1, {"model": {"x": leaf, "w": jnp.ones(2)}}, BESIDE)
+    message = str(caught.value)
+    assert all(w in message for w in words) and "out of the state" in message + "out of the state" * (
+        "64 bits" in message
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_bit_of_a_64_bit_number_is_in_the_digest(tmp_path, monkeypatch):
+    """JAX would round them to 32 bits."""
+    import orbax.checkpoint as ocp
+
+    restore = ocp.CheckpointManager.restore
+
+    def changed(self, *args, **kwargs):
+        found = restore(self, *args, **kwargs)
+        return {"state": {"x": np.nextafter(found["state"]["x"], 1)}} if "state" in found.keys() else found
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", changed)
+    with pytest.raises(CheckpointError, match="x is not what was saved"):
+        restored(tmp_path, {"x": 0.1})
+
+
+def test_a_digest_is_what_checkpoints_on_disk_have():
+    """Another hash would make every checkpoint that was ever written unreadable."""
+    assert int(digest(jnp.arange(6.0).reshape(2, 3))) == 2967665986
