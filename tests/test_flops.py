@@ -76,7 +76,7 @@ def test_both_conventions_and_the_pattern():
 def test_compiled_matmul_flops_agree():
     """XLA's own count of a forward whose attention is nothing."""
     config = DecoderConfig(512, 3, 64, 4, 4, 16, 160, layer_pattern=("full",) * 3)  # no loop: XLA counts a body once
-    ops = dataclasses.replace(bind_ops(None), attention=lambda query, key, value, *_: query + key + value)
+    ops = bind_ops(None).replace(attention=lambda query, key, value, **_: query + key + value)
     batch = {k: jax.ShapeDtypeStruct((2, 32), jnp.int32) for k in ("tokens", "targets", "positions", "segment_ids")}
     run = jax.jit(lambda p, b: loss(p, b, config, ops)[0])
     counted = run.lower(shapes(declare(config)), batch).compile().cost_analysis()["flops"]

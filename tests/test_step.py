@@ -19,12 +19,12 @@ from ejdist.training.step import TrainState, init_state, make_train_step
 CONFIG = DecoderConfig(32, 2, 16, 2, 1, 8, 24, attention_bias=True, qk_norm=True)
 
 
-def causal_attention(query, key, value, *_):
+def causal_attention(query, key, value, **_):
     """Returns plain causal attention; a step does not care which."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
-OPS = dataclasses.replace(bind_ops(None), attention=causal_attention)
+OPS = bind_ops(None).replace(attention=causal_attention)
 SECTION = OptimizerSection(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1)
 LOSS = partial(decoder_loss, c=CONFIG, ops=OPS, z_loss=1e-3)
 DECAYED = map_declared(lambda _, p: p.decay, declare(CONFIG))

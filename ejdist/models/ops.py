@@ -27,6 +27,10 @@ class Ops:
     ) -> None:
         self._functions, self.constrain, self.gather = dict(functions), constrain, gather
 
+    def replace(self, **functions: Callable) -> Ops:
+        """Returns the same with other functions under those names."""
+        return Ops({**self._functions, **functions}, self.constrain, self.gather)
+
     def __getattr__(self, name: str) -> Callable:
         functions = self.__dict__.get("_functions", {})
         if name not in functions:
