@@ -337,7 +337,7 @@ def run(
     own: Callable = op if local is None else local
     if handles:
         own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
-    key = (op, local, mesh, tuple(handles), tuple((d, axes.get(d, ())) for d in sorted(axes)), results, call.key())
+    key = (op, local, mesh, tuple(handles), tuple((d, axes.get(d, ())) for d in sorted(axes)), results, call.program_key())
     key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
     out = results if len(results) > 1 else results[0]
     program = _Program(key, op, own, mesh, specs, out, gathered, sums, offsets, options)

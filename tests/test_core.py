@@ -447,7 +447,7 @@ def test_a_float_that_is_not_differentiated_and_not_declared_so_is_named():
 
 def test_options_that_python_holds_equal_are_not_one_program(op):
     x = jnp.full((1, 5), 3.0)
-    seen = {op.bind(x, power=power).key() for power in (1, 1.0, True, 0.0, -0.0, (1,), (1.0,))}
+    seen = {op.bind(x, power=power).program_key() for power in (1, 1.0, True, 0.0, -0.0, (1,), (1.0,))}
     assert len(seen) == 7
 
 

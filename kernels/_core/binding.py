@@ -189,7 +189,7 @@ class Call:
     def static(self) -> dict[str, Any]:
         return {k: v for k, v in self.arguments.items() if not is_traced_argument(v)}
 
-    def key(self) -> tuple:
+    def program_key(self) -> tuple:
         """Returns what decides the program of this call: shapes and dtypes of arrays, types and values of options.
 
         Raises:

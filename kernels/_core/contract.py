@@ -119,6 +119,9 @@ class Op:
                 raise TypeError(
                     f"{self.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
                 )
+        taken = sorted(set(self.parameters) & set(vars(Call)))
+        if taken:  # arguments are attributes of a call
+            raise TypeError(f"{self.name}: a parameter cannot be called {', '.join(taken)}")
         if self.local_dims & self.sum_dims:
             raise TypeError(f"{self.name}: {sorted(self.local_dims & self.sum_dims)} cannot be local and summed over")
 
@@ -357,7 +360,7 @@ class Op:
     def _program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
         """Returns the jitted function of calls of one kind: the backends and configurations that were chosen for the first
         one hold for the next while nothing that decides the choice has changed."""
-        asked = (direction, call.key(), platform, cfg, interpreting())
+        asked = (direction, call.program_key(), platform, cfg, interpreting())
         found = self._programs.get((*asked, select.state(call)))
         if found is None:
             found = make()
