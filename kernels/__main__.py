@@ -67,7 +67,7 @@ def main() -> int:
         before, begin, rest = path.read_text().partition(BEGIN)
         _, end, after = rest.partition(END)
         if not (begin and end):
-            print(f"{path}: has no place for the table; write {BEGIN} and {END} into it, each on a line", file=sys.stderr)
+            print(f"{path} has no place for the table: write {BEGIN} and {END} into it", file=sys.stderr)
             return 1
         path.write_text(f"{before}{BEGIN}\n{table(ops)}\n{END}{after}")
     return 0
