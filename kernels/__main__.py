@@ -1,39 +1,75 @@
-"""`python -m kernels`: prints which backend supports what, as the table of the README. `--write` puts it there."""
+"""`python -m kernels`: prints which backend supports what. `--write` puts the rows of each operation into its README."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from kernels import operations
+from kernels._core.backend import Backend
+from kernels._core.contract import Op
 
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
+_COLUMNS = ("operation", "backend", "platforms", "dtypes", "backward", "symbolic dims", "refuses")
 
 
-def table() -> str:
-    """Returns the support table in Markdown, one row for each operation and backend, read from the contracts."""
-    lines = ["| operation | backend | runs on | dtypes | backward | refuses |", "|---|---|---|---|---|---|"]
+def _names(found: Iterable[str]) -> str:
+    return ", ".join(sorted(found)) or "none"
+
+
+def refused(op: Op, backend: Backend) -> list[str]:
+    """Returns what a backend refuses of its operation: options that its functions do not name, features that it does not
+    claim, and whether it looks at the call itself."""
+    found = [f"`{n}`" for n in op.options if n not in backend.names()]
+    if backend.backward is not None:
+        forward_alone = backend.names() - backend.names(backward=True)
+        found += [f"gradients with `{n}`" for n in op.options if n in forward_alone]
+    found += [n for n in op.features if n not in backend.features]
+    return found + (["some calls (it says why)"] if backend.rejects else [])
+
+
+def rows(op: Op) -> list[str]:
+    """Returns the rows of an operation, one for each backend, the fastest first."""
+    found = []
+    for b in op.backends.values():
+        backward = "native" if b.backward else "none"
+        refuses = ", ".join(refused(op, b)) or "nothing"
+        dtypes = _names(d.replace("float", "f") for d in b.dtypes)
+        cells = (f"`{op.name}`", b.name, _names(b.platforms), dtypes, backward, _names(b.symbolic), refuses)
+        found.append(f"| {' | '.join(cells)} |")
+    for name, reason in op.unavailable().items():
+        found.append(f"| `{op.name}` | {name} | not available here: {reason} |{' |' * (len(_COLUMNS) - 3)}")
+    return found
+
+
+def table(ops: Iterable[Op]) -> str:
+    """Returns the support table of some operations in Markdown, read from what their backends registered."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+    return "\n".join([*lines, *(row for op in ops for row in rows(op))])
+
+
+def readmes() -> dict[Path, list[Op]]:
+    """Returns the README of each folder with operations, and the operations that are in it."""
+    found: dict[Path, list[Op]] = {}
     for op in operations().values():
-        for row in op.support():
-            refused = ", ".join(row["refused"]) or "nothing"
-            dtypes = ", ".join(d.replace("float", "f").replace("bf", "bf") for d in row["dtypes"])
-            backward = "native" if row["backward"] else "none"
-            where = ", ".join(row["platforms"])
-            lines.append(f"| `{row['op']}` | {row['backend']} | {where} | {dtypes} | {backward} | {refused} |")
-        for name, reason in op.unavailable().items():
-            lines.append(f"| `{op.name}` | {name} | not available here: {reason} | | | |")
-    return "\n".join(lines)
+        folder = Path(str(sys.modules[op.function.__module__].__file__)).parent
+        found.setdefault(folder / "README.md", []).append(op)
+    return found
 
 
 def main() -> int:
     """Returns the exit code of the command."""
     if "--write" not in sys.argv:
-        print(table())
+        print(table(operations().values()))
         return 0
-    path = Path("README.md")
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    for path, ops in readmes().items():
+        before, begin, rest = path.read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            print(f"{path} has no place for the table: write {BEGIN} and {END} into it", file=sys.stderr)
+            return 1
+        path.write_text(f"{before}{BEGIN}\n{table(ops)}\n{END}{after}")
     return 0
 
 

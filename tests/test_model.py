@@ -89,7 +89,7 @@ def assert_close(a, b, rtol=1e-5, atol=1e-6):
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_against_an_independent_forward_and_every_parameter_has_a_gradient(config):
-    """The oracle is NumPy float64, layer after layer and query after query: no scan, no rooms, no JAX."""
+    """The oracle is NumPy float64, layer after layer and query after query: no scan, no operations of ours, no JAX."""
     params, batch = init(config, jax.random.key(0)), batch_of(config)
     # No bias at zero, no scale at one: what they do must show.
     params["layers"] = {k: v + 0.05 * jnp.sin(jnp.arange(v.size)).reshape(v.shape) for k, v in params["layers"].items()}

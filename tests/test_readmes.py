@@ -1,9 +1,11 @@
-"""The code in the project's documents runs."""
+"""The code in the project's documents runs, and the tables in them are what the code says."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from kernels.__main__ import BEGIN, END, readmes, table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [p for p in sorted(ROOT.rglob("*.md")) if "```python" in p.read_text() and ".venv" not in p.parts]
@@ -12,13 +14,17 @@ DOCUMENTS = [p for p in sorted(ROOT.rglob("*.md")) if "```python" in p.read_text
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_python_blocks_run(path):
     blocks = re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.S)
-    # A module with a name of its own, so that contracts defined in a document belong to no room.
+    # A module with a name of its own, so that contracts defined in a document belong to no folder.
     space = {"__name__": "document"}
     exec(compile("\n".join(blocks), str(path), "exec"), space)
 
 
-def test_the_support_table_is_what_the_contracts_say():
-    from kernels.__main__ import BEGIN, END, table
+@pytest.mark.parametrize("path", readmes(), ids=lambda p: p.parent.name)
+def test_the_support_table_is_what_the_backends_registered(path):
+    written = path.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert written.strip() == table(readmes()[path]), "run: python -m kernels --write"
 
-    written = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0]
-    assert written.strip() == table(), "run: python -m kernels --write"
+
+def test_every_folder_of_operations_has_its_table():
+    folders = {p.parent.name for p in (ROOT / "kernels" / "ops").glob("*/contract.py")}
+    assert {p.parent.name for p in readmes()} == folders

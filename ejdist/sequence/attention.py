@@ -41,8 +41,8 @@ def _differentiated_once(function: Callable) -> Callable:
     @once.defjvp
     def refuse(static: Static, primals: Any, tangents: Any) -> Any:
         raise Unsupported(
-            "ring_attention: second derivatives are not supported; differentiate flash_attention.reference on one device, "
-            "or stop the outer derivative by jax.lax.stop_gradient"
+            "ring_attention: second derivatives are not supported; differentiate flash_attention on one device, or "
+            "stop the outer derivative by jax.lax.stop_gradient"
         )
 
     return once

@@ -36,8 +36,8 @@ class DeviceKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """One registered implementation."""
+class Entry:
+    """One implementation, as it is registered."""
 
     algorithm: str
     platform: Platform
@@ -73,7 +73,7 @@ class KernelRegistry:
         platform, backend = _member(Platform, platform, "platform"), _member(DeviceKind, backend, "backend")
 
         def add(function: Callable) -> Callable:
-            new = Implementation(algorithm, platform, backend, priority, function)
+            new = Entry(algorithm, platform, backend, priority, function)
             for old in self._added:
                 if (old.algorithm, old.platform, old.backend, old.priority) == (algorithm, platform, backend, priority):
                     raise ValueError(
@@ -85,7 +85,7 @@ class KernelRegistry:
 
         return add
 
-    def _implementations(self, algorithm: str) -> list[Implementation]:
+    def _entries(self, algorithm: str) -> list[Entry]:
         found = [i for i in self._added if i.algorithm == algorithm]
         declared = self._functions().get(algorithm)
         if declared is not None:
@@ -93,16 +93,16 @@ class KernelRegistry:
                 devices = {DEVICE_OF_PLATFORM[p] for p in b.platforms}
                 device = DeviceKind.ANY if len(devices) > 1 else DeviceKind(devices.pop())
                 function = functools.partial(declared, platform=b.name)
-                found.append(Implementation(algorithm, Platform(b.toolchain), device, 10 * rank, function))
+                found.append(Entry(algorithm, Platform(b.toolchain), device, 10 * rank, function))
         return sorted(found, key=lambda i: -i.priority)
 
     def algorithms(self) -> list[str]:
         """Returns every registered name, sorted."""
         return sorted({i.algorithm for i in self._added} | set(self._functions()))
 
-    def list(self, algorithm: str) -> list[Implementation]:
-        """Returns the implementations of an algorithm, the preferred first."""
-        return self._implementations(algorithm)
+    def list(self, algorithm: str) -> list[Entry]:
+        """Returns the entries of an algorithm, the preferred first."""
+        return self._entries(algorithm)
 
     def get(
         self, algorithm: str, platform: Platform | str | None = None, backend: DeviceKind | str | None = None
@@ -115,7 +115,7 @@ class KernelRegistry:
         Raises:
           ValueError: no such algorithm. Unsupported: the algorithm has no such implementation; what there is is listed.
         """
-        everything = self._implementations(algorithm)
+        everything = self._entries(algorithm)
         if not everything:
             raise ValueError(f"unknown algorithm {algorithm!r}; there are {', '.join(self.algorithms())}")
         matching = everything

@@ -1,4 +1,4 @@
-"""Flash attention: its contract against loops and finite differences, its blocks, its faces, its refusals."""
+"""Flash attention: its contract against loops and finite differences, its blocks, its public functions, its refusals."""
 
 import functools
 import math
@@ -360,7 +360,7 @@ def test_dropout_goes_by_position_not_by_place():
     np.testing.assert_allclose(moved, flash_attention(q, k, v, **options)[:, order], atol=1e-6)
 
 
-# -- the faces -------------------------------------------------------------------------------------------------------
+# -- the public functions --------------------------------------------------------------------------------------------
 
 
 def test_every_mask_that_is_given_applies():

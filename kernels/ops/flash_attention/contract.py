@@ -1,4 +1,4 @@
-"""The meaning of flash attention, over canonical arguments. The functions that users call are in `faces.py`."""
+"""The meaning of flash attention, over canonical arguments. The functions that users call are in `functions.py`."""
 
 from __future__ import annotations
 
