@@ -196,6 +196,9 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
         if s is not None and not isinstance(s, PartitionSpec):
             hint = "; give its .spec" if isinstance(s, NamedSharding) else ""
             raise ValueError(f"argument {argument!r} must hold PartitionSpecs, got {type(s).__name__}{hint}")
+        odd = [e for e in s or () if not (e is None or isinstance(e, (str, tuple)))]
+        if odd:
+            raise ValueError(f"argument {argument!r}: {s} has the entry {odd[0]}; use axis names, tuples of them, or None")
         named = [a for entry in s or () if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
         unknown = [a for a in named if a not in mesh.axis_names]
         if unknown:
