@@ -145,7 +145,9 @@ def _not_one(op: Op, call: Call) -> dict[str, None]:
     return {d: None for d, size in every if size != 1}
 
 
-def _apart(op: Op, call: Call, axes: Axes, handles: Collection[str], said: bool) -> dict[str, tuple[str, ...]]:
+def _apart(
+    op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[str], said: bool
+) -> dict[str, tuple[str, ...]]:
     """Returns the axes with each axis on one dim of the call. A sum over an axis that also splits the tokens would add those
     of different devices. Where a layout has one axis for two dims, the one that is summed or communicated over keeps it.
 
@@ -156,12 +158,13 @@ def _apart(op: Op, call: Call, axes: Axes, handles: Collection[str], said: bool)
       ValueError: specs or types have an axis on two dims.
     """
     joint = {*op.sum_dims, *handles}
+    together = [*map(set, op.tied_dims), {"T", "S"}]
     owners: dict[str, str] = {}
     result = dict(axes)
     for dim in sorted(_not_one(op, call), key=lambda d: d not in joint):
         for axis in axes.get(dim, ()):
             other = owners.setdefault(axis, dim)
-            if other == dim or {other, dim} <= {*handles} or {other, dim} in map(set, op.tied_dims):
+            if other == dim or mesh.shape[axis] == 1 or {other, dim} in together:
                 continue
             if said:
                 raise ValueError(
@@ -354,7 +357,7 @@ def run(
         return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
     axes = resolve_axes(op, call, mesh, in_specs, table, handles)
     check_local(op, call, axes, mesh, handles)
-    axes = _apart(op, call, axes, handles, said=in_specs is not None or is_explicit(mesh))
+    axes = _apart(op, call, axes, mesh, handles, said=in_specs is not None or is_explicit(mesh))
     data = {n: v for n, v in call.traced().items() if v is not None}
     specs = {n: _spec_tree(op, n, v, axes, mesh) for n, v in data.items()}
     gathered = _stored(op, call, axes, mesh, specs) if stored else {}

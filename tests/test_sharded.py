@@ -66,6 +66,7 @@ CALLS = {
     ),
 }
 MESHES = {"dp2_tp2": {"dp": 2, "tp": 2}, "fsdp2_ep2_tp2": {"fsdp": 2, "ep": 2, "tp": 2}}
+SLOW = ("flash_attention of one row", "flash_attention with bias, mask and dropout", "scaled_dot_product_attention")
 SPLITS_SEQUENCE = ("rms_norm", "rotary_embedding", "fused_cross_entropy", "gated_mlp")
 
 
@@ -89,6 +90,8 @@ def plain(name):
 def grid():
     for name, (function, _, _) in CALLS.items():
         for mesh, sizes in MESHES.items():
+            if mesh == "fsdp2_ep2_tp2" and name in SLOW:
+                continue
             yield pytest.param(name, sizes, id=f"{name}-{mesh}")
         if function in SPLITS_SEQUENCE:
             yield pytest.param(name, {"dp": 2, "sp": 2, "tp": 2}, id=f"{name}-dp2_sp2_tp2")
@@ -211,10 +214,8 @@ def flash(*specs, mesh=None, arrays=(QUERY, KEY, VALUE)):
             ["cross_entropy", "dim D", "tp"],
         ),
         (
-            lambda: sharded(operation("gated_mlp"))(
-                X, normal(D, F), normal(D, F), normal(F, D), mesh=make_mesh(tp=2)
-            ),
-            ["'gate'", "dim F", "tp", "ejdist.gated_mlp"],
+            lambda: sharded(kernels.fused_cross_entropy)(X, normal(D, V), TARGETS, mesh=make_mesh(tp=2)),
+            ["'lm_head'", "dim V", "tp", "ejdist.fused_cross_entropy"],
         ),
     ],
 )  # fmt: skip
@@ -225,11 +226,9 @@ def test_a_wrong_call_names_what_to_change(call, words):
 
 
 def test_every_operation_named_as_a_remedy_exists():
-    from ejdist.sharded import COMMUNICATES
-
-    for (name, _), remedy in COMMUNICATES.items():
-        assert name in kernels.operations()
-        assert hasattr(ejdist, remedy.split(",")[0].removeprefix("ejdist."))
+    for op in kernels.operations().values():
+        for dim, name in op.elsewhere.items():
+            assert dim not in op.local_dims | op.sum_dims and callable(getattr(ejdist, name)), (op, dim)
 
 
 def test_the_gradient_of_what_every_device_has_whole_is_summed():
