@@ -96,7 +96,11 @@ class set_layout:
                 raise ValueError(
                     f"set_layout: {what} {', '.join(unknown)} do not exist; there are {', '.join(VOCABULARY)}"
                 )
-            return {d: (a,) if isinstance(a, str) else tuple(a) for d, a in table.items()}
+            split = {d: (a,) if isinstance(a, str) else a for d, a in table.items()}
+            odd = [d for d, a in split.items() if not isinstance(a, (tuple, list)) or {type(x) for x in a} - {str}]
+            if odd:
+                raise ValueError(f"set_layout: {odd[0]} = {table[odd[0]]!r} must be an axis name, or a tuple of them")
+            return {d: tuple(a) for d, a in split.items()}
 
         self._before = current_layout()
         if not dims and parameters is None and not replicated:

@@ -98,7 +98,7 @@ def resolve_axes(
         given = check_specs("in_specs", in_specs, mesh, len(arrays), f"array arguments of {op.name}")
         shown = [(n, v, s) for (n, v), s in zip(arrays.items(), given, strict=False) if s is not None]
         dims = [dims_of(op, n, v) for n, v, _ in shown]
-        return axes_of_specs(dims, [s for *_, s in shown], [v.shape for _, v, _ in shown])
+        return dict(table or {}) | axes_of_specs(dims, [s for *_, s in shown], [v.shape for _, v, _ in shown])
     if is_explicit(mesh):
         axes: dict[str, tuple[str, ...]] = dict(table or {})
         for name, value in sorted(arrays.items(), key=lambda item: item[0] in op.weights):
@@ -308,8 +308,13 @@ def _stored(op: Op, call: Call, axes: Axes, mesh: Any, specs: dict[str, Any]) ->
     arrays, so that each device has a gradient of its own; over the rest the compiler gathers, outside.
     """
     layout, gathered = current_layout(), {}
+    others = {n: v for n, v in _arrays(call).items() if n not in op.weights}
     varying = {
-        a for n, v in _arrays(call).items() if n not in op.weights for d in dims_of(op, n, v) for a in axes.get(d, ())
+        a
+        for n, v in others.items()
+        for d, size in zip(dims_of(op, n, v), v.shape, strict=True)
+        if size != 1
+        for a in axes.get(d, ())
     }
     for name in op.weights:
         value = call.arguments.get(name)

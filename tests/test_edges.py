@@ -129,6 +129,16 @@ def test_strays_show_in_the_loss_and_in_the_gradients_and_padding_does_not(name)
         assert np.isnan(loss) and all(np.isnan(g).any() for g in gradients.values())
 
 
+def test_a_masked_token_of_the_vocabulary_does_not_make_the_loss_nan():
+    logits, targets = (X @ HEAD).at[..., 5].set(-jnp.inf), jnp.zeros((B, T), jnp.int32)
+    for mesh in (None, make_mesh(tp=2)):
+        loss = functools.partial(ejdist.fused_cross_entropy, targets=targets, mesh=mesh)
+        value, gradient = jax.value_and_grad(lambda x: loss(logits=x))(logits)  # noqa: B023
+        want = -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+        close(value, want)
+        assert np.isfinite(gradient).all() and not gradient[..., 5].any()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -175,6 +185,9 @@ def test_out_specs_of_a_ring_and_of_a_result_that_lies_elsewhere():
     ring = functools.partial(ejdist.ring_attention, *QKV, mesh=make_mesh(fsdp=2, sp=2))
     said(["'out_specs'", "follows"], lambda: ring(out_specs=P("sp", "fsdp")))
     jax.eval_shape(lambda: ring(out_specs=P("fsdp", "sp")))
+    for specs in ((P("fsdp", "sp"),), (None, P("fsdp", "sp")), P("fsdp", "sp")):  # what is not shown follows
+        assert jax.eval_shape(lambda: ring(in_specs=specs)).shape == (B, T, N, H)  # noqa: B023
+    said(["in_specs", "nothing", "'sp'"], lambda: ring(in_specs=P("fsdp")))
 
 
 # -- inside a shard_map, on explicit axes, on a mesh of one's own ------------------------------------------------------
@@ -338,6 +351,11 @@ def test_gradients_of_stored_weights_are_scattered_as_they_are_summed():
     close(stored(*weights), jax.grad(lambda *w: jnp.sum(jnp.sin(kernels.gated_mlp(X, *w))), (0, 1, 2))(*MLP))
 
 
+def test_stored_weights_with_a_batch_of_one_row_which_is_whole():
+    function = functools.partial(ejdist.gated_mlp.with_stored_weights, mesh=make_mesh(fsdp=2, tp=2))
+    close(with_gradients(function, 4)(X[:1], *MLP), with_gradients(kernels.gated_mlp, 4)(X[:1], *MLP))
+
+
 def test_gathered_experts_stay_on_their_axis():
     mesh, w = make_mesh(ep=4), jnp.ones((4, D, F))
     got = jax.jit(lambda w: gather(w, "E D F", mesh))(w)
@@ -371,6 +389,7 @@ def under(mesh, function):
         (norm(in_specs=("dp",)), ["'in_specs'", "str"]),
         (norm(in_specs=P("dp", "dp")), ["in_specs", "'dp'", "twice"]),
         (norm(in_specs=P(P.UNCONSTRAINED)), ["'in_specs'", "UNCONSTRAINED"]),
+        (lambda: set_layout(B=3), ["set_layout", "B = 3", "axis name"]),
         (norm(out_specs=(None, None)), ["'out_specs'", "2", "1 results"]),
         (norm(mesh=make_mesh(**DP2).abstract_mesh), ["'mesh'", "AbstractMesh", "jax.jit"]),
         (under(make_mesh(**TP2), norm()), ["'mesh'", "'dp': 2", "'tp': 2", "in force"]),

@@ -284,7 +284,7 @@ def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: Axis, names: tuple
     wanted = tuple(n for n in names if mesh.shape[n] > 1)
     for dim in ("T", "S"):
         found = tuple(n for n in axes.get(dim, ()) if mesh.shape[n] > 1)
-        if found != wanted:
+        if dim in axes and found != wanted:
             raise ValueError(
                 f"ring_attention: in_specs split the sequence over {found or 'nothing'}, but axis_name = {axis!r}; the two "
                 "must agree"
