@@ -94,6 +94,13 @@ def resolve_axes(
     """Returns dim -> mesh axes: from `in_specs`, which are those of the first arrays in order; else, on a mesh of explicit
     axes, from the types of the arrays; else from the table, by default that of the layout in force."""
     arrays = _arrays(call)
+    for name, value in arrays.items():
+        lies = {a for e in jax.typeof(value).sharding.spec if e for a in ((e,) if isinstance(e, str) else e)}
+        if lies - {*mesh.axis_names}:
+            raise ValueError(
+                f"{op.name}: argument {name!r} lies on the explicit axes {', '.join(sorted(lies))} of another mesh than "
+                f"{dict(mesh.shape)}; leave 'mesh' out, or move the array with jax.device_put"
+            )
     if in_specs is not None:
         given = check_specs("in_specs", in_specs, mesh, len(arrays), f"array arguments of {op.name}")
         shown = [(n, v, s) for (n, v), s in zip(arrays.items(), given, strict=False) if s is not None]
@@ -317,7 +324,7 @@ def _stored(op: Op, call: Call, axes: Axes, mesh: Any, specs: dict[str, Any]) ->
         for a in axes.get(d, ())
     }
     for name in op.weights:
-        value = call.arguments.get(name)
+        value: Any = call.arguments.get(name)
         if not is_array(value):
             continue
         dims = dims_of(op, name, value)
