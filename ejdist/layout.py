@@ -6,6 +6,7 @@ between them: a parameter's D is stored over fsdp and gathered where it is used.
 
 from __future__ import annotations
 
+import contextvars
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,19 +53,20 @@ class Layout:
 
 
 DEFAULT = Layout(ACTIVATIONS, PARAMETERS)
-_layout = DEFAULT
+_layout: contextvars.ContextVar[Layout] = contextvars.ContextVar("layout", default=DEFAULT)
 
 
 def current_layout() -> Layout:
     """Returns the layout in force: that of `set_layout`, else the project's own."""
-    return _layout
+    return _layout.get()
 
 
 class set_layout:
     """Says once which axes of a mesh of your own each dim lies on, for every sharded function called after it.
 
     As a statement it holds from there on; as a context manager, inside the block. Dims that are not named are not split.
-    `set_layout()` with no argument goes back to the project's own axes.
+    `set_layout()` with no argument goes back to the project's own axes. Like `jax.set_mesh` it is of one thread. It says where
+    arrays lie and never what is computed, so a jitted function that was traced before keeps the layout of that time.
 
     Args:
       dims: dim -> axis or axes, of activations: B batch, T (and S) sequence, N query heads, K key heads, F feed-forward, V
@@ -84,10 +86,9 @@ class set_layout:
         self,
         *,
         parameters: Mapping[str, str | tuple[str, ...]] | None = None,
-        replicated: Sequence[str] = (),
+        replicated: str | Sequence[str] = (),
         **dims: str | tuple[str, ...],
     ) -> None:
-        global _layout
 
         def axes(table: Mapping[str, str | tuple[str, ...]], what: str) -> Axes:
             unknown = sorted(set(table) - set(VOCABULARY))
@@ -95,11 +96,15 @@ class set_layout:
                 raise ValueError(
                     f"set_layout: {what} {', '.join(unknown)} do not exist; there are {', '.join(VOCABULARY)}"
                 )
-            return {d: (a,) if isinstance(a, str) else tuple(a) for d, a in table.items()}
+            split = {d: (a,) if isinstance(a, str) else a for d, a in table.items()}
+            odd = [d for d, a in split.items() if not isinstance(a, (tuple, list)) or {type(x) for x in a} - {str}]
+            if odd:
+                raise ValueError(f"set_layout: {odd[0]} = {table[odd[0]]!r} must be an axis name, or a tuple of them")
+            return {d: tuple(a) for d, a in split.items()}
 
-        self._before = _layout
+        self._before = current_layout()
         if not dims and parameters is None and not replicated:
-            _layout = DEFAULT
+            _layout.set(DEFAULT)
             return
         activations = axes(dims, "dims")
         stored = {d: a for d, a in activations.items() if d in "NKFVE"}
@@ -108,14 +113,14 @@ class set_layout:
         if "T" in activations and "S" not in activations:
             activations = {**activations, "S": activations["T"]}
         # An axis to replicate over is known, and is on no dim.
-        _layout = Layout({**activations, "_": tuple(replicated)} if replicated else activations, stored)
+        whole = (replicated,) if isinstance(replicated, str) else tuple(replicated)
+        _layout.set(Layout({**activations, "replicated": whole} if whole else activations, stored))
 
     def __enter__(self) -> Layout:
-        return _layout
+        return current_layout()
 
     def __exit__(self, *error: Any) -> None:
-        global _layout
-        _layout = self._before
+        _layout.set(self._before)
 
 
 def on_mesh(table: Axes, mesh: Any, **changes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -196,6 +201,11 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
         if s is not None and not isinstance(s, PartitionSpec):
             hint = "; give its .spec" if isinstance(s, NamedSharding) else ""
             raise ValueError(f"argument {argument!r} must hold PartitionSpecs, got {type(s).__name__}{hint}")
+        odd = [e for e in s or () if not (e is None or isinstance(e, (str, tuple)))]
+        if odd:
+            raise ValueError(
+                f"argument {argument!r}: {s} has the entry {odd[0]}; use axis names, tuples of them, or None"
+            )
         named = [a for entry in s or () if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
         unknown = [a for a in named if a not in mesh.axis_names]
         if unknown:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
 
 DP, FSDP, EP, SP, TP = AXES = ("dp", "fsdp", "ep", "sp", "tp")
 BATCH_AXES = (DP, FSDP, EP)
@@ -99,6 +100,32 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
 
     mesh = jax_mesh.thread_resources.env.physical_mesh
     return None if mesh.empty else mesh
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises ValueError for what was given as a mesh and is none, or not the one to compute on here."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        raise ValueError(
+            f"argument 'mesh' must be a jax.sharding.Mesh, got {type(mesh).__name__}; make one with ejdist.make_mesh"
+        )
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and not around.manual_axes and mesh.abstract_mesh != around:
+        raise ValueError(
+            f"argument 'mesh' is {_described(mesh)}, but the mesh in force is {_described(around)}, and a program is of one "
+            "mesh: leave the argument out, or make the call outside of `jax.set_mesh`"
+        )
+    if around.empty and isinstance(mesh, jax.sharding.AbstractMesh) and not unsafe_am_i_under_a_jit_DO_NOT_USE():
+        raise ValueError(
+            "argument 'mesh' is an AbstractMesh, which has no devices: give the Mesh, or call inside jax.jit on arrays that "
+            "lie on it"
+        )
+
+
+def _described(mesh: Any) -> str:
+    kinds = ", ".join(sorted({str(t) for t in mesh.axis_types}))
+    return f"{dict(mesh.shape)} ({kinds})"
 
 
 def is_explicit(mesh: Any) -> bool:

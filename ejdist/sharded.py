@@ -27,7 +27,7 @@ from ejdist.layout import (
     on_mesh,
     spec,
 )
-from ejdist.mesh import current_mesh, is_explicit
+from ejdist.mesh import check_mesh, current_mesh, is_explicit
 from kernels._core import select
 from kernels._core.binding import Call, is_array, typed
 from kernels._core.contract import Op
@@ -63,10 +63,7 @@ def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
         given for a mesh that does not exist.
     """
     given = [n for n, x in (("mesh", mesh), ("in_specs", in_specs), ("out_specs", out_specs)) if x is not None]
-    if mesh is not None and not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        raise ValueError(
-            f"argument 'mesh' must be a jax.sharding.Mesh, got {type(mesh).__name__}; make one with ejdist.make_mesh"
-        )
+    check_mesh(mesh)
     if given and jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"arguments {', '.join(map(repr, given))} are for global arrays, and this call is inside a shard_map, where the "
@@ -78,7 +75,8 @@ def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
             "arguments 'in_specs' and 'out_specs' say where arrays lie on a mesh, and there is none: give 'mesh', or call "
             "under `with jax.set_mesh(mesh):`"
         )
-    return None if mesh is None or mesh.size == 1 else mesh
+    # On explicit axes even one device is in the types of the arrays.
+    return None if mesh is None or (mesh.size == 1 and not is_explicit(mesh)) else mesh
 
 
 def _arrays(call: Call) -> dict[str, Any]:
@@ -90,19 +88,35 @@ def dims_of(op: Op, name: str, value: Any) -> tuple[str, ...]:
     return named(op.parameters[name].dims, value.ndim)
 
 
-def resolve_axes(op: Op, call: Call, mesh: Any, in_specs: Any, table: Axes | None = None) -> dict[str, tuple[str, ...]]:
+def resolve_axes(
+    op: Op, call: Call, mesh: Any, in_specs: Any, table: Axes | None = None, handles: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
     """Returns dim -> mesh axes: from `in_specs`, which are those of the first arrays in order; else, on a mesh of explicit
     axes, from the types of the arrays; else from the table, by default that of the layout in force."""
     arrays = _arrays(call)
+    for name, value in arrays.items():
+        lies = {a for e in jax.typeof(value).sharding.spec if e for a in ((e,) if isinstance(e, str) else e)}
+        if lies - {*mesh.axis_names}:
+            raise ValueError(
+                f"{op.name}: argument {name!r} lies on the explicit axes {', '.join(sorted(lies))} of another mesh than "
+                f"{dict(mesh.shape)}; leave 'mesh' out, or move the array with jax.device_put"
+            )
     if in_specs is not None:
         given = check_specs("in_specs", in_specs, mesh, len(arrays), f"array arguments of {op.name}")
         shown = [(n, v, s) for (n, v), s in zip(arrays.items(), given, strict=False) if s is not None]
         dims = [dims_of(op, n, v) for n, v, _ in shown]
-        return axes_of_specs(dims, [s for *_, s in shown], [v.shape for _, v, _ in shown])
+        return dict(table or {}) | axes_of_specs(dims, [s for *_, s in shown], [v.shape for _, v, _ in shown])
     if is_explicit(mesh):
         axes: dict[str, tuple[str, ...]] = dict(table or {})
-        for name, value in arrays.items():
+        for name, value in sorted(arrays.items(), key=lambda item: item[0] in op.weights):
             own = axes_of_specs([dims_of(op, name, value)], [jax.typeof(value).sharding.spec], [value.shape])
+            if name in op.weights:  # stored over axes that are others' here, or in a dim that is needed whole: gathered
+                taken = {a for axes_of in axes.values() for a in axes_of}
+                fit = _may_be_split(op, name, value, handles)
+                own = {d: s for d, s in own.items() if d in fit and (axes.get(d) == s or not taken & set(s))}
+            for dim, split in own.items():
+                if any(mesh.shape[a] > 1 for a in split) and dim not in _may_be_split(op, name, value, handles):
+                    raise _needs_whole(op, name, dim, split)
             for dim, split in own.items():
                 # What is whole may be cut to go with what is split: nothing needs to move for it.
                 if split and axes.setdefault(dim, split) != split and not (name in op.weights or dim in (table or {})):
@@ -114,6 +128,58 @@ def resolve_axes(op: Op, call: Call, mesh: Any, in_specs: Any, table: Axes | Non
     layout = current_layout()
     layout.check(mesh, also=[a for axes in (table or {}).values() for a in axes])
     return on_mesh(layout.activations | dict(table or {}), mesh)
+
+
+def _may_be_split(op: Op, name: str, value: Any, handles: Collection[str]) -> set[str]:
+    """Returns the dims of an argument that may be split."""
+    local = {*op.local_dims, *op.sum_dims, *handles}
+    if any(d.variadic and d.name in op.local_dims for d in op.parameters[name].dims):
+        local |= set(leading(value.ndim - len(op.parameters[name].dims) + 1))
+    return local
+
+
+def _needs_whole(op: Op, name: str, dim: str, axes: Sequence[str]) -> ValueError:
+    where = op.elsewhere.get(dim)
+    return ValueError(
+        f"{op.name}: argument {name!r} has dim {dim} split over {', '.join(axes)}, but this operation needs it whole"
+        + (f"; use ejdist.{where}, which communicates over it" if where else "; gather it first")
+    )
+
+
+def _not_one(op: Op, call: Call) -> dict[str, None]:
+    """Returns the dims of a call that are not 1 in every array, in order."""
+    every = ((d, size) for n, v in _arrays(call).items() for d, size in zip(dims_of(op, n, v), v.shape, strict=True))
+    return {d: None for d, size in every if size != 1}
+
+
+def _apart(
+    op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[str], said: bool
+) -> dict[str, tuple[str, ...]]:
+    """Returns the axes with each axis on one dim of the call. A sum over an axis that also splits the tokens would add those
+    of different devices. Where a layout has one axis for two dims, the one that is summed or communicated over keeps it.
+
+    Args:
+      said: whether the axes are those of specs or types, which are not changed.
+
+    Raises:
+      ValueError: specs or types have an axis on two dims.
+    """
+    joint = {*op.sum_dims, *handles}
+    together = [*map(set, op.tied_dims), {"T", "S"}]
+    owners: dict[str, str] = {}
+    result = dict(axes)
+    for dim in sorted(_not_one(op, call), key=lambda d: d not in joint):
+        for axis in axes.get(dim, ()):
+            other = owners.setdefault(axis, dim)
+            if other == dim or mesh.shape[axis] == 1 or {other, dim} in together:
+                continue
+            if said:
+                raise ValueError(
+                    f"{op.name}: the axis {axis!r} splits both dim {other} and dim {dim}, so no device would have the "
+                    "parts that belong together: split one of them over another axis, or leave it whole"
+                )
+            result[dim] = tuple(a for a in result[dim] if a != axis)
+    return result
 
 
 def check_local(op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[str] = ()) -> None:
@@ -129,19 +195,12 @@ def check_local(op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[s
     sizes: dict[str, int] = {}
     holders: dict[str, list[str]] = {}
     for name, value in _arrays(call).items():
-        local = {*op.local_dims, *op.sum_dims, *handles}
-        if any(d.variadic and d.name in op.local_dims for d in op.parameters[name].dims):
-            local |= set(leading(value.ndim - len(op.parameters[name].dims) + 1))
+        local = _may_be_split(op, name, value, handles)
         for dim, size in zip(dims_of(op, name, value), value.shape, strict=True):
             sizes[dim] = max(size, sizes.get(dim, 1))
             holders.setdefault(dim, []).append(repr(name))
-            if split(dim) and size > 1 and dim not in local:
-                where = op.elsewhere.get(dim)
-                raise ValueError(
-                    f"{op.name}: argument {name!r} has dim {dim} split over {', '.join(split(dim))}, but this operation "
-                    "needs it whole"
-                    + (f"; use ejdist.{where}, which communicates over it" if where else "; gather it first")
-                )
+            if split(dim) and size != 1 and dim not in local:
+                raise _needs_whole(op, name, dim, split(dim))
     for first, second in op.tied_dims:
         _check_tied(op, (first, second), sizes, holders, split, mesh)
 
@@ -229,7 +288,7 @@ def _compiled(p: _Program) -> Callable:
     def settled(x: jax.Array, lies: PartitionSpec) -> jax.Array:
         # An axis of one device may be in the type of an explicit array, and is no part of a result that lacks the dim.
         named = {a for e in lies if e for a in ((e,) if isinstance(e, str) else e)}
-        alone = tuple(a for a, n in p.mesh.shape.items() if n == 1 and a in varying_axes(x) - named)
+        alone = tuple(a for a, n in p.mesh.shape.items() if n == 1 and a in varying_axes(x) - named - {*p.sums})
         return jax.lax.psum(x, p.sums + alone) if p.sums or alone else x
 
     body.__name__ = p.op.name
@@ -256,11 +315,16 @@ def _stored(op: Op, call: Call, axes: Axes, mesh: Any, specs: dict[str, Any]) ->
     arrays, so that each device has a gradient of its own; over the rest the compiler gathers, outside.
     """
     layout, gathered = current_layout(), {}
+    others = {n: v for n, v in _arrays(call).items() if n not in op.weights}
     varying = {
-        a for n, v in _arrays(call).items() if n not in op.weights for d in dims_of(op, n, v) for a in axes.get(d, ())
+        a
+        for n, v in others.items()
+        for d, size in zip(dims_of(op, n, v), v.shape, strict=True)
+        if size != 1
+        for a in axes.get(d, ())
     }
     for name in op.weights:
-        value = call.arguments.get(name)
+        value: Any = call.arguments.get(name)
         if not is_array(value):
             continue
         dims = dims_of(op, name, value)
@@ -303,15 +367,14 @@ def run(
     mesh = mesh_of(mesh, in_specs, out_specs)
     if mesh is None:
         return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
-    axes = resolve_axes(op, call, mesh, in_specs, table)
+    axes = resolve_axes(op, call, mesh, in_specs, table, handles)
     check_local(op, call, axes, mesh, handles)
+    axes = _apart(op, call, axes, mesh, handles, said=in_specs is not None or is_explicit(mesh))
     data = {n: v for n, v in call.traced().items() if v is not None}
     specs = {n: _spec_tree(op, n, v, axes, mesh) for n, v in data.items()}
     gathered = _stored(op, call, axes, mesh, specs) if stored else {}
     # A dim that is 1 in every argument was not split, so it is not in the outputs either.
-    split = {
-        d for n, v in _arrays(call).items() for d, size in zip(dims_of(op, n, v), v.shape, strict=True) if size > 1
-    }
+    split = _not_one(op, call)
     lies = {d: a for d, a in axes.items() if d in split and d not in op.sum_dims}
     lead = len(call.dims["lead"]) if "lead" in call.dims else 0
     outputs = [
@@ -327,7 +390,7 @@ def run(
             else tuple(by_name[n] for n in (prepared.returns if many else (prepared.returns,)))
         )
         check_out_specs(out_specs, wanted, mesh)
-    sums = tuple(a for d in sorted(op.sum_dims & split) for a in axes.get(d, ()))
+    sums = tuple(a for d in sorted(op.sum_dims & split.keys()) for a in axes.get(d, ()))
     offsets = {
         n: (axes[d], call.dims[d] // math.prod(mesh.shape[a] for a in axes[d]))
         for n, d in op.offset_of.items()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ejdist.mesh import SP, axis_is_bound, check_axis, current_mesh
+from ejdist.mesh import SP, axis_is_bound, check_axis, check_mesh, current_mesh
 from ejdist.sequence import exchange
 from ejdist.sequence.exchange import Axis
 from ejdist.sequence.local import Local, Static, merge
@@ -244,6 +244,7 @@ def ring_attention(
     """
     prepared = flash_attention.prepare(query, key, value, **options)
     _check(prepared.call)
+    check_mesh(mesh)
     axis, bound = _bound_axis(axis_name, mesh)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     how = {"platform": platform, "cfg": cfg}
@@ -283,7 +284,7 @@ def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: Axis, names: tuple
     wanted = tuple(n for n in names if mesh.shape[n] > 1)
     for dim in ("T", "S"):
         found = tuple(n for n in axes.get(dim, ()) if mesh.shape[n] > 1)
-        if found != wanted:
+        if dim in axes and found != wanted:
             raise ValueError(
                 f"ring_attention: in_specs split the sequence over {found or 'nothing'}, but axis_name = {axis!r}; the two "
                 "must agree"

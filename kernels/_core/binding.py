@@ -279,6 +279,7 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
         return np.asarray(value, {"float": np.float32, "int": np.int32, "bool": np.bool_}.get(p.kind))
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
+        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # as jnp.asarray would have it
     if not is_array(value):
         raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got {type(value).__name__}")
     wanted = {"float": np.floating, "int": np.integer, "bool": np.bool_}.get(p.kind)

@@ -42,7 +42,9 @@ def token_losses(
     away, not multiplied by zero: an infinite lse of padding would otherwise make the loss NaN.
     """
     counted = (targets != ignore_index) & (targets != ALSO_IGNORED)
-    loss = lse - (1 - label_smoothing) * target_logit - label_smoothing * mean_logit
+    loss = lse - (1 - label_smoothing) * target_logit
+    if label_smoothing:  # the mean is -inf where a token of the vocabulary is masked out
+        loss = loss - label_smoothing * mean_logit
     # A target that is no token and is not ignored is the caller's mistake. Under a trace it cannot raise, so it shows, in
     # the loss and in the gradients.
     stray = counted & ((targets < 0) | (targets >= vocabulary))
