@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared import once
 
 if not any("gpu" in argument for argument in sys.argv):
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -15,12 +16,17 @@ if not any("gpu" in argument for argument in sys.argv):
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
+pytest_plugins = ["budget"]
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Recipe keys for a few short documents of real text, so that every row is packed from several."""
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = Path(json.__file__).read_text().splitlines()
-    rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
+
+    def make(folder):
+        lines = Path(json.__file__).read_text().splitlines()
+        rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
+        (folder / "rows.jsonl").write_text("\n".join(rows))
+
+    folder = once(tmp_path_factory, "corpus", make)
     return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]

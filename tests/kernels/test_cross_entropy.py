@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grid import check
 
 from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
@@ -146,12 +145,6 @@ def test_vocabulary_shards_join_to_the_whole(shards):
     whole, split = (jax.value_and_grad(f, (0, 1))(x, w) for f in (lambda x, w: of(op(x, w, targets)), split))
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", [c for c in op.cases if "bench" not in c.tags], ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_dtypes(case, dtype):
-    check(op, op.backends["xla"], case, dtype)
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
