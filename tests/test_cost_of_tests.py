@@ -1,4 +1,4 @@
-"""What keeps the tests quick: the budget of each operation, and the choice of what a change must run."""
+"""What an operation costs: the budget of its tests, the choice of what a change must run, and the table in CONTRIBUTING."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import budget
 import changed
+import costs
 import pytest
 
 TESTS = Path(__file__).parent
@@ -23,15 +24,15 @@ def test_spins(which):
 """
 
 
-@pytest.mark.parametrize(("seconds", "marks", "code"), [(0.3, "not slow", 1), (30, "not slow", 0), (0.3, "", 0)])
-def test_a_session_past_the_budget_of_an_operation_fails(seconds, marks, code, tmp_path):
+@pytest.mark.parametrize(("workers", "marks", "code"), [("2", "not slow", 1), ("0", "", 0)])
+def test_a_session_past_the_budget_of_an_operation_fails(workers, marks, code, tmp_path):
     """The two tests run in two workers, and neither is past the budget by itself; the full grids have no budget."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "test_rms_norm_spins.py").write_text(SPIN)
-    (tmp_path / "conftest.py").write_text(f"import budget\nbudget.MORE['rms_norm'] = ({seconds}, 'a test')\n")
+    (tmp_path / "conftest.py").write_text("import budget\nbudget.MORE['rms_norm'] = (0.3, 'a test')\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "budget", "-n", "2", "-m", marks, str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-p", "budget", "-n", workers, "-m", marks, str(tmp_path)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -112,3 +113,38 @@ def test_the_revision_to_compare_with_is_not_this_one(tmp_path, monkeypatch):
     (tmp_path / "one").write_text("changed")
     assert changed.changed_files(changed.base_of(None)) == ["four", "one", "three"]
     assert changed.changed_files(changed.base_of("main~1")) == ["four", "one", "three", "two"]
+
+
+def test_the_table_of_costs_is_what_is_counted():
+    """Files exactly, and what it says of the past; the lines of today within a quarter, since any commit may change them."""
+    cells = {
+        line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]]
+        for line in costs.table().splitlines()[2:]
+    }
+    have = costs.written()
+    assert list(cells) == list(have) == [what for what, _, _ in costs.ROWS], "run python tests/costs.py --write"
+    for what, (*exact, lines) in cells.items():
+        assert have[what][:-1] == exact, f"{what}: run python tests/costs.py --write"
+        assert abs(int(have[what][-1]) - int(lines)) <= max(1, int(lines) / 4), (
+            f"{what}: run python tests/costs.py --write"
+        )
+
+
+def test_costs_are_of_code():
+    sources = {
+        "a/one.py": costs.code_of('"""Doc of x."""\n\n# x\ndef f(x):\n    """x"""\n    y = x\n\n    return y\n'),
+        "b.py": "z = x",
+    }
+    assert sources["a/one.py"].splitlines() == ["def f(x):", "    y = x", "    return y"]
+    assert costs.whole(sources, "^a/") == costs.Cost(1, 3)
+    assert costs.naming(sources, r"\bx\b") == costs.Cost(2, 3)
+    assert costs.naming(sources, r"\bx\b", but="^b") == costs.naming(sources, r"\bx\b", where="^a/") == costs.Cost(1, 2)
+    assert costs.body(sources, "a/one.py", "f") == costs.Cost(1, 3) and costs.body(
+        sources, "gone.py", "f"
+    ) == costs.Cost(0, 0)
+
+
+def test_without_the_base_the_table_keeps_what_it_says_of_it(monkeypatch):
+    whole = costs.table()
+    monkeypatch.setattr(costs, "BASE", "0" * 40)
+    assert costs.sources_at(costs.BASE) is None and costs.table() == whole
