@@ -6,21 +6,31 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared import once
 
 if not any("gpu" in argument for argument in sys.argv):
     os.environ["JAX_PLATFORMS"] = "cpu"
-    flag = "--xla_force_host_platform_device_count=8"
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    given = os.environ.get("XLA_FLAGS", "")
+    flags = {"xla_force_host_platform_device_count": 8}
+    # Programs of tests are small, and LLVM's optimisations of them cost more than they save: half of all the time. XLA's own
+    # passes are those of every program. XLA_FLAGS=--xla_backend_optimization_level=3 gives LLVM's back.
+    flags |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": "true"}
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
+pytest_plugins = ["budget"]
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Recipe keys for a few short documents of real text, so that every row is packed from several."""
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = Path(json.__file__).read_text().splitlines()
-    rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
+
+    def make(folder):
+        lines = Path(json.__file__).read_text().splitlines()
+        rows = [json.dumps({"text": "\n".join(lines[i : i + 2])}) for i in range(0, len(lines) - 2, 2)]
+        (folder / "rows.jsonl").write_text("\n".join(rows))
+
+    folder = once(tmp_path_factory, "corpus", make)
     return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]

@@ -6,12 +6,15 @@ plus a floor for the order of summation.
 """
 
 import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.binding import is_float_array
+from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
 from kernels._core.interpret import interpret
 
 FLOOR = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -35,18 +38,29 @@ def cotangents(outputs, seed=1):
     )
 
 
-def value_and_gradients(function, arguments, d_outputs=None):
-    """Returns (outputs, {argument: gradient}, cotangents) of a function over all its float array arguments."""
-    floats = {k: v for k, v in arguments.items() if is_float_array(v)}
-    others = {k: v for k, v in arguments.items() if k not in floats}
+def widened(arguments):
+    """Returns the arguments with every float leaf in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_float_array(x) else x, arguments)
 
+
+def value_and_gradients(function, arguments, d_outputs=None, no_gradient=()):
+    """Returns (outputs, {argument: gradient}, cotangents) of a function over the float leaves of all its arguments.
+
+    The gradient of an argument that is a pytree has its structure, with None for the leaves that are not floats.
+    """
+    traced = {n: v for n, v in arguments.items() if is_traced_argument(v)}
+    static = {n: v for n, v in arguments.items() if n not in traced}
+
+    # What has no gradient is data too: as a constant of the program it would be folded, at length, by the compiler.
     @jax.jit
-    def run(floats, d_outputs):
-        outputs, pull = jax.vjp(lambda f: as_tuple(function(**f, **others)), floats)
-        d = cotangents(outputs) if d_outputs is None else tuple(c.astype(y.dtype) for c, y in zip(d_outputs, outputs))
-        return outputs, pull(d)[0], d
+    def run(traced, d_outputs):
+        floats, others = floats_apart(traced, no_gradient)
+        outputs, pull = jax.vjp(lambda f: as_tuple(function(**merged(f, others), **static)), floats)
+        d = cotangents(outputs) if d_outputs is None else d_outputs
+        given = [np.zeros(y.shape, jax.dtypes.float0) if c is None else c.astype(y.dtype) for c, y in zip(d, outputs)]
+        return outputs, pull(tuple(given))[0], d
 
-    return run(floats, d_outputs)
+    return run(traced, d_outputs)
 
 
 def error(actual, wanted):
@@ -61,29 +75,51 @@ def error(actual, wanted):
     return float(np.linalg.norm(a - w) / max(np.linalg.norm(w), np.sqrt(w.size) * 1e-2, 1e-30))
 
 
+@dataclass(frozen=True)
+class Truth:
+    """The contract on one case. `exact` in float32 and `rounded` at the case's dtype hold outputs and gradients by name."""
+
+    arguments: dict[str, Any]
+    exact: dict[str, Any]
+    rounded: dict[str, Any]
+    d_outputs: tuple
+
+
+def named(op, outputs, gradients):
+    """Returns what was computed by name: outputs, and the gradient of each float leaf of each argument."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(gradients)
+    return dict(zip(op.outputs, outputs)) | {f"d{jax.tree_util.keystr(path)}": g for path, g in paths}
+
+
+@functools.lru_cache(maxsize=32)
+def truth_of(op, case_name, dtype, seed):
+    """Returns the `Truth` of a case. It is the same for every backend, so the rows of a grid that are about one case and dtype
+    stand side by side and it is computed once."""
+    case = next(c for c in op.cases if c.name == case_name)
+    arguments = op.case_inputs(case, dtype=dtype, seed=seed)
+    with jax.default_matmul_precision("highest"):
+        *exact, d = value_and_gradients(op.function, widened(arguments), no_gradient=op.no_gradient)
+        rounded = exact
+        if dtype != "float32":
+            *rounded, _ = value_and_gradients(op.function, arguments, d, op.no_gradient)
+    return Truth(arguments, named(op, *exact), named(op, *rounded), d)
+
+
 def check(op, backend, case, dtype, seed=0):
     """Raises AssertionError naming every output and gradient that is farther from the truth than rounding explains."""
-    arguments = op.case_inputs(case, dtype=dtype, seed=seed)
-    exact = {k: v.astype(jnp.float32) if is_float_array(v) else v for k, v in arguments.items()}
-    with jax.default_matmul_precision("highest"):
-        truth, true_gradients, d = value_and_gradients(op.function, exact)
-        rounded, rounded_gradients, _ = (
-            (truth, true_gradients, None) if dtype == "float32" else value_and_gradients(op.function, arguments, d)
-        )
+    truth = truth_of(op, case.name, dtype, seed)
     with on_this_machine(backend):
-        got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform=backend.name), arguments, d)
-    rows = [(n, g, t, r) for n, g, t, r in zip(op.outputs, got, truth, rounded)]
-    assert set(gradients) == set(true_gradients)
-    rows += [(f"d_{n}", gradients[n], true_gradients[n], rounded_gradients[n]) for n in gradients]
-    bad = []
-    for name, actual, wanted, yardstick in rows:
+        *found, _ = value_and_gradients(
+            lambda **a: op(**a, platform=backend.name), truth.arguments, truth.d_outputs, op.no_gradient
+        )
+    got, bad = named(op, *found), []
+    assert set(got) == set(truth.exact)
+    for name, actual in got.items():
+        wanted, yardstick = truth.exact[name], truth.rounded[name]
         allowed = 2 * min(error(yardstick, wanted), 1.0) + FLOOR[dtype]
         off = error(actual, wanted)
         if not off <= allowed:
             bad.append(f"{name}: relative error {off:.2e}, allowed {allowed:.2e}")
-    for name, value in zip(op.outputs, got):
-        wanted = jax.eval_shape(lambda: op.function(**arguments))
-        expected = as_tuple(wanted)[op.outputs.index(name)]
-        if value.dtype != expected.dtype:
-            bad.append(f"{name}: dtype {value.dtype}, the contract has {expected.dtype}")
+        if actual.dtype != yardstick.dtype:
+            bad.append(f"{name}: dtype {actual.dtype}, the contract has {yardstick.dtype}")
     assert not bad, f"{op.name} on {backend.name}, case {case.name}, {dtype}: " + "; ".join(bad)

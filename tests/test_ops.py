@@ -4,7 +4,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from grid import check, on_this_machine
+from grid import check, on_this_machine, value_and_gradients
 
 import kernels
 from kernels import Unsupported
@@ -14,54 +14,62 @@ OPS = kernels.operations()
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def small(op):
+    """Returns the cases whose numbers can be had on a CPU."""
+    return [case for case in op.cases if "bench" not in case.tags]
+
+
 def _rows():
     for op in OPS.values():
-        for backend in op.backends.values():
-            for case in op.cases:
-                if "bench" in case.tags:
-                    continue
-                for dtype in DTYPES:
-                    # float32 is the sharpest; the narrower types run on all cases in the full grid.
-                    quick = dtype == "float32" or "smoke" in case.tags or case is op.cases[0]
-                    marks = () if quick else (pytest.mark.slow,)
-                    yield pytest.param(
-                        op, backend, case, dtype, marks=marks, id=f"{op.name}-{backend.name}-{case.name}-{dtype}"
-                    )
+        for case in small(op):
+            for dtype in DTYPES:
+                # float32 is the sharpest; the narrower types run on all cases in the full grid.
+                quick = dtype == "float32" or "smoke" in case.tags or case is op.cases[0]
+                marks = () if quick else (pytest.mark.slow,)
+                # The backends side by side: the truth that they are compared with is the same.
+                for backend in op.backends.values():
+                    name = f"{op.name}-{case.name}-{dtype}-{backend.name}"
+                    yield pytest.param(op, backend, case, dtype, marks=marks, id=name)
 
 
 @pytest.mark.parametrize(("op", "backend", "case", "dtype"), list(_rows()))
 def test_numbers_or_a_refusal(op, backend, case, dtype):
-    arguments = op.case_inputs(case, dtype=dtype)
-    reason = backend.refuses(op, op.bind(**arguments), True)
+    call = op.bind(**op.case_inputs(case, dtype=dtype))
+    reason = backend.refuses(op, call, True)
     if reason is None:
         check(op, backend, case, dtype)
         return
     # Not a skip: what is asserted is that the call is refused, for this reason, in these words.
     with on_this_machine(backend), pytest.raises(Unsupported, match=re.escape(reason)):
-        op(**arguments, platform=backend.name)
+        if backend.refuses(op, call, False):
+            op(**call.arguments, platform=backend.name)
+        else:  # a forward that it can run, without the backward
+            value_and_gradients(lambda **a: op(**a, platform=backend.name), call.arguments, no_gradient=op.no_gradient)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_every_feature_of_the_contract_is_in_a_case(op):
-    used = set()
-    for case in op.cases:
-        if "bench" not in case.tags:
-            used |= set(op.used_features(op.bind(**op.case_inputs(case))))
-    assert set(op.feature_names) <= used, f"no case uses {sorted(set(op.feature_names) - used)}"
+def test_every_option_and_every_feature_of_the_contract_is_in_a_case(op):
+    calls = [op.bind(**op.case_inputs(case)) for case in small(op)]
+    options = set(op.options) - {name for call in calls for name in op.used_options(call)}
+    assert not options, f"no case gives {sorted(options)} another value than the default"
+    features = set(op.features) - {name for call in calls for name in op.used_features(call)}
+    assert not features, f"no case uses {sorted(features)}"
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_every_backend_refuses_what_it_does_not_allow(op):
-    for case in op.cases:
-        if "bench" in case.tags:
-            continue
-        arguments = op.case_inputs(case)
-        call = op.bind(**arguments)
-        for backend in op.backends.values():
-            foreign = [f for f in op.used_features(call) if f not in backend.features]
-            if foreign:
-                with pytest.raises(Unsupported, match=foreign[0]):
+def test_every_backend_refuses_what_it_does_not_support_by_name(op):
+    for backend in op.backends.values():
+        lacks = {*op.options} - backend.names() | {*op.features} - backend.features
+        refused = set()
+        for case in small(op):
+            arguments = op.case_inputs(case)
+            missing = backend.missing(op, op.bind(**arguments), False)
+            if missing and backend.dtypes >= {"float32"}:
+                refused |= set(missing)
+                words = re.escape(f"it does not support {', '.join(missing)}")
+                with on_this_machine(backend), pytest.raises(Unsupported, match=words):
                     op(**arguments, platform=backend.name)
+        assert refused == lacks, f"{backend.name} lacks {sorted(lacks)}, and {sorted(refused)} was refused"
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shared import once
 from small_run import TINY, losses
 
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
@@ -45,12 +46,17 @@ MORE_LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(corpus, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("reference")
-    run(directory / "two_rows", corpus, "mesh.sp=1", "sequence.order=contiguous")
-    run(directory / "four_rows", corpus, "mesh.sp=1", "sequence.order=contiguous", "data.global_batch=4")
-    return {2: losses(directory / "two_rows"), 4: losses(directory / "four_rows")}
+    """Global batch -> losses on one device, computed when they are asked for."""
+
+    def of(batch):
+        def make(folder):
+            run(folder, corpus, "mesh.sp=1", "sequence.order=contiguous", f"data.global_batch={batch}")
+
+        return losses(once(tmp_path_factory, f"reference_{batch}", make))
+
+    return of
 
 
 def layouts():
@@ -66,7 +72,7 @@ def test_ten_losses_are_the_same_on_every_layout(layout, corpus, reference, tmp_
     run(tmp_path, corpus, *overrides)
     got = losses(tmp_path)
     assert len(got) == 10
-    np.testing.assert_allclose(got, reference[4 if "data.global_batch=4" in overrides else 2], rtol=1e-4)
+    np.testing.assert_allclose(got, reference(4 if "data.global_batch=4" in overrides else 2), rtol=1e-4)
 
 
 def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(corpus, tmp_path):
@@ -221,10 +227,15 @@ def test_files_need_a_source(tmp_path, capsys):
     assert compose(["data=files", "data.source=[a,b]"]).data.source == ["a", "b"]
 
 
-@pytest.fixture(scope="module")
-def stopped_run(corpus, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("stopped") / "run"
-    run(directory, corpus, "run.steps=6", "run.stop_after=3", "checkpoint.every=1")
+@pytest.fixture
+def stopped_run(corpus, tmp_path_factory, tmp_path):
+    """A run of its own that was stopped after step 3, of which a test may make what it likes."""
+
+    def make(folder):
+        run(folder / "run", corpus, "run.steps=6", "run.stop_after=3", "checkpoint.every=1")
+
+    directory = tmp_path / "run"
+    shutil.copytree(once(tmp_path_factory, "stopped", make) / "run", directory)
     return directory
 
 
@@ -232,9 +243,8 @@ def command(directory, corpus, *overrides):
     return main([*TINY, *corpus, f"run.dir={directory}", "run.steps=6", "checkpoint.every=1", *overrides])
 
 
-def test_a_damaged_checkpoint_is_named_with_a_remedy(stopped_run, corpus, tmp_path, capsys):
-    directory = tmp_path / "run"
-    shutil.copytree(stopped_run, directory)
+def test_a_damaged_checkpoint_is_named_with_a_remedy(stopped_run, corpus, capsys):
+    directory = stopped_run
     for file in (directory / "checkpoints" / "3" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(b"damaged")
@@ -247,7 +257,7 @@ def test_a_damaged_checkpoint_is_named_with_a_remedy(stopped_run, corpus, tmp_pa
     assert command(directory, corpus) == DONE
 
 
-def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, tmp_path, monkeypatch, capsys):
+def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monkeypatch, capsys):
     """Whatever the library below does not check: one bit of one element of the restored state."""
     import orbax.checkpoint as ocp
 
@@ -264,8 +274,7 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, tmp_
             return {"state": state._replace(params=params)}
         return found
 
-    directory = tmp_path / "run"
-    shutil.copytree(stopped_run, directory)
+    directory = stopped_run
     monkeypatch.setattr(ocp.CheckpointManager, "restore", flipped)
     assert command(directory, corpus) == BAD_CHECKPOINT
     message = capsys.readouterr().err
@@ -313,9 +322,8 @@ def test_another_recipe_does_not_go_on_with_this_run(change, code, words, stoppe
     assert (stopped_run / "metrics.jsonl").read_text() == before
 
 
-def test_an_interrupted_save_is_ignored(stopped_run, corpus, tmp_path, capsys):
-    directory = tmp_path / "run"
-    shutil.copytree(stopped_run, directory)
+def test_an_interrupted_save_is_ignored(stopped_run, corpus, capsys):
+    directory = stopped_run
     shutil.copytree(directory / "checkpoints" / "3", directory / "checkpoints" / "4.orbax-checkpoint-tmp-0")
     assert command(directory, corpus, "run.stop_after=4") == DONE
     said = capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,6 @@ from kernels._core.config import KernelConfig
 from kernels._core.dispatch import vary_alike
 from kernels._core.masks import MaskInfo
 from kernels.ops.flash_attention import op as flash
-
-if TYPE_CHECKING:
-    from ejdist.sequence.schemes import Scheme
 
 # What of a mask belongs to the keys, and goes where they go.
 _TRAVELLING = ("kv_segment_ids", "kv_positions")
@@ -39,7 +36,7 @@ class Static:
     """The static part of a call: hashable."""
 
     axis: exchange.Axis
-    scheme: Scheme
+    scheme: Any  # a `Scheme` of schemes.py, which is made of what stands here
     order: Order
     hops: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]

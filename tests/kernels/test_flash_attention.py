@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import check
 
 from kernels._core.binding import is_float_array
 from kernels._core.config import BwdParams, FwdParams
@@ -112,14 +111,6 @@ def test_agrees_with_jax_nn(causal, extra):
 
 
 # -- the blocks ------------------------------------------------------------------------------------------------------
-
-# test_ops.py has every case in float32; these are the roughest of them in a narrow type.
-NARROW = ("cum_seqlens", "several_sinks", "together")
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in NARROW], ids=lambda c: c.name)
-def test_blocks_give_the_contract_in_bfloat16(case):
-    check(op, op.backends["xla"], case, "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["together", "cum_seqlens_window_chunk"])

@@ -1,9 +1,9 @@
-"""rms_norm: the contract against NumPy, every backend against the contract, and the code for every target."""
+"""rms_norm: the contract against NumPy, and what is its own: residuals, tuning candidates, refusals."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import check, error, on_this_machine, value_and_gradients
+from grid import error, on_this_machine, value_and_gradients
 
 import kernels
 from kernels._core import ahead_of_time as checks
@@ -61,17 +61,6 @@ def test_contract_gradients_against_finite_differences(name):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
-def test_numbers(case, dtype, backend):
-    if dtype in op.backends[backend].dtypes:
-        check(op, op.backends[backend], case, dtype)
-        return
-    with on_this_machine(op.backends[backend]), pytest.raises(Unsupported, match=f"dtype {dtype} is not among"):
-        op(**op.case_inputs(case, dtype=dtype), platform=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_dtype_of_the_weight_may_differ(backend):
     a = op.case_inputs(CASES["odd"])
     x, weight = a["x"].astype("bfloat16"), a["weight"]
@@ -98,7 +87,7 @@ def test_any_backward_follows_any_forward(forward, backward):
 
 
 @pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
-@pytest.mark.parametrize("name", ["odd", "many_rows", "wide"])
+@pytest.mark.parametrize("name", ["odd", pytest.param("many_rows", marks=pytest.mark.slow), "wide"])
 def test_numbers_of_the_tuning_candidates(backend, name):
     case, backend = CASES[name], op.backends[backend]
     a = op.case_inputs(case)
@@ -115,29 +104,22 @@ def test_numbers_of_the_tuning_candidates(backend, name):
             assert error(actual, wanted) < 5e-6, cfg
 
 
-@pytest.mark.parametrize("target", checks.CUDA_TARGETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["odd", "no_weight", "zero_centered", "model_4k"])
-def test_code_for_cuda(name, dtype, target):
-    report = checks.export_cuda(*checks.call_of(op, CASES[name], dtype=dtype), compute_capability=target)
-    assert [k.name for k in report.kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
-    for kernel in report.kernels:
-        assert kernel.resources["spill_stores"] == 0, (kernel.name, kernel.resources)
-        assert kernel.shared_memory_bytes <= 48 * 1024
+def test_a_row_of_a_model_fits_the_shared_memory_of_every_block():
+    """Small enough for several blocks on each multiprocessor, which what is allowed by the machine would not be."""
+    for kernel in checks.export_cuda(*checks.call_of(op, CASES["model_4k"])).kernels:
+        assert kernel.shared_memory_bytes <= 48 * 1024, (kernel.name, kernel.shared_memory_bytes)
 
 
-@pytest.mark.parametrize("topology", checks.TPU_TOPOLOGIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["odd", "no_weight", "zero_centered", "one_row", "model_8k"])
-def test_code_for_tpu(name, dtype, topology):
-    compiled = checks.compile_tpu(*checks.call_of(op, CASES[name], dtype=dtype), topology=topology)
-    assert checks.mosaic_calls(compiled) == 2
+@pytest.mark.parametrize("name", ["no_weight", pytest.param("zero_centered", marks=pytest.mark.slow), "one_row"])
+def test_a_tpu_compiles_what_the_cases_of_the_code_tests_do_not_have(name):
+    assert checks.mosaic_calls(checks.compile_tpu(*checks.call_of(op, CASES[name]))) == 2
 
 
-def test_every_tpu_candidate_fits_vmem():
+@pytest.mark.parametrize("which", ["the largest", pytest.param("all", marks=pytest.mark.slow)])
+def test_every_tpu_candidate_fits_vmem(which):
     case = CASES["model_8k"]
-    call = op.bind(**checks.call_of(op, case)[1])
-    for cfg in op.backends["pallas_tpu"].candidates(call):
+    candidates = list(op.backends["pallas_tpu"].candidates(op.bind(**checks.call_of(op, case)[1])))
+    for cfg in candidates if which == "all" else [max(candidates, key=lambda cfg: cfg.block_rows)]:
         assert checks.mosaic_calls(checks.compile_tpu(*checks.call_of(op, case, cfg=cfg))) == 2
 
 

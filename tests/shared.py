@@ -1,0 +1,21 @@
+"""What is costly to make and only read afterwards: made once for all workers of a test session."""
+
+import fcntl
+import shutil
+from pathlib import Path
+
+
+def once(tmp_path_factory, name, make):
+    """Returns the folder that `make(folder)` has filled. The first worker that asks makes it, the others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    # pytest-xdist gives each worker a folder of its own in that of the session.
+    root = Path(base.parent if base.name.startswith("popen-") else base)
+    folder, done = root / name, root / f"{name}.done"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder

@@ -1,0 +1,78 @@
+"""The code of every operation for accelerators that are not here: what the real compilers of CUDA and of TPUs make of it.
+
+The cases are those tagged "code". Quick: one dtype, one target of each kind. The product of all dtypes and targets is slow.
+"""
+
+import re
+import sys
+
+import pytest
+
+import kernels
+from kernels._core import ahead_of_time as checks
+
+OPS = kernels.operations()
+MOST_CASES = 3
+TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
+SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # what a block may have
+
+
+def cases_of(op):
+    return [case for case in op.cases if "code" in case.tags]
+
+
+def compiled_backends(op):
+    return [backend for backend in op.backends.values() if backend.toolchain in TARGETS]
+
+
+def _rows(toolchain):
+    for op in OPS.values():
+        for backend in compiled_backends(op):
+            if backend.toolchain != toolchain:
+                continue
+            for target in TARGETS[toolchain]:
+                for dtype in sorted(backend.dtypes):
+                    for case in cases_of(op):
+                        quick = dtype == "bfloat16" and target == TARGETS[toolchain][0]
+                        marks = () if quick else (pytest.mark.slow,)
+                        name = f"{op.name}-{backend.name}-{case.name}-{dtype}-{target}"
+                        yield pytest.param(op, backend, case, dtype, target, marks=marks, id=name)
+
+
+def directions(op, backend, case, dtype):
+    """Returns, for each program to be compiled, whether it has the backward too."""
+    call = op.bind(**op.case_inputs(case, dtype=dtype, shapes_only=True))
+    assert backend.refuses(op, call, False) is None, f"{backend.name} refuses case {case.name}: drop its tag `code`"
+    return (False, True) if backend.backward and backend.refuses(op, call, True) is None else (False,)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_an_operation_with_kernels_says_which_cases_are_compiled(op):
+    if compiled_backends(op):
+        assert 1 <= len(cases_of(op)) <= MOST_CASES, f"tag 1 to {MOST_CASES} cases `code`: small and odd, and a model's"
+
+
+@pytest.mark.parametrize(("op", "backend", "case", "dtype", "target"), list(_rows("triton")))
+def test_for_cuda(op, backend, case, dtype, target):
+    """Kernels of this backend's file alone, the forward's and then the backward's; nothing is spilled, and a block fits."""
+    reports = []
+    for backward in directions(op, backend, case, dtype):
+        function, arguments = checks.call_of(op, case, dtype=dtype, platform=backend.name, backward=backward)
+        reports.append(checks.export_cuda(function, arguments, compute_capability=target).kernels)
+    names = [[kernel.name for kernel in report] for report in reports]
+    assert names[0], "the forward has no kernel"
+    assert names[-1][: len(names[0])] == names[0], names
+    assert len(names) == 1 or len(names[1]) > len(names[0]), f"the backward has no kernel of its own: {names[1]}"
+    assert set(names[-1]) <= set(vars(sys.modules[backend.forward.__module__])), names
+    for kernel in reports[-1]:
+        assert re.search(rf"^\.target sm_{target}", kernel.ptx, re.M), kernel.name
+        assert kernel.resources["spill_stores"] == kernel.resources["spill_loads"] == 0, (kernel.name, kernel.resources)
+        assert kernel.shared_memory_bytes <= SHARED_MEMORY[target], (kernel.name, kernel.shared_memory_bytes)
+
+
+@pytest.mark.parametrize(("op", "backend", "case", "dtype", "target"), list(_rows("pallas")))
+def test_for_tpus(op, backend, case, dtype, target):
+    """The TPU compiler takes it, and each direction is at least one kernel of ours."""
+    least = len(directions(op, backend, case, dtype))
+    function, arguments = checks.call_of(op, case, dtype=dtype, platform=backend.name, backward=least == 2)
+    assert checks.mosaic_calls(checks.compile_tpu(function, arguments, topology=target)) >= least
