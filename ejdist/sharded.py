@@ -127,7 +127,7 @@ def resolve_axes(
         return axes
     layout = current_layout()
     layout.check(mesh, also=[a for axes in (table or {}).values() for a in axes])
-    return on_mesh(layout.activations | dict(table or {}), mesh)
+    return on_mesh({**layout.activations, **(table or {})}, mesh)
 
 
 def _may_be_split(op: Op, name: str, value: Any, handles: Collection[str]) -> set[str]:
@@ -383,12 +383,8 @@ def run(
     results = tuple(spec(dims, lies) for dims in outputs)
     if out_specs is not None:
         by_name = dict(zip(op.outputs, results, strict=True))
-        many = not isinstance(prepared.returns, str) and prepared.finish is None
-        wanted = (
-            (spec(prepared.dims, lies),)
-            if prepared.finish is not None
-            else tuple(by_name[n] for n in (prepared.returns if many else (prepared.returns,)))
-        )
+        returned = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
+        wanted = (spec(prepared.dims, lies),) if prepared.finish is not None else tuple(by_name[n] for n in returned)
         check_out_specs(out_specs, wanted, mesh)
     sums = tuple(a for d in sorted(op.sum_dims & split.keys()) for a in axes.get(d, ()))
     offsets = {
@@ -400,7 +396,15 @@ def run(
     own: Callable = op if local is None else local
     if handles:
         own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
-    key = (op, local, mesh, tuple(handles), tuple((d, axes.get(d, ())) for d in sorted(axes)), results, call.program_key())
+    key = (
+        op,
+        local,
+        mesh,
+        tuple(handles),
+        tuple((d, axes.get(d, ())) for d in sorted(axes)),
+        results,
+        call.program_key(),
+    )
     key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
     out = results if len(results) > 1 else results[0]
     program = _Program(key, op, own, mesh, specs, out, gathered, sums, offsets, options)
@@ -412,6 +416,7 @@ class ShardedFunction:
 
     def __init__(self, function: PublicFunction, local: Callable | None = None, handles: Collection[str] = ()) -> None:
         functools.update_wrapper(self, function, updated=())
+        self.__name__: str = function.__name__
         self.function, self.local, self.handles = function, local, tuple(handles)
         self.__module__ = "ejdist"
         self.__signature__ = with_mesh(inspect.signature(function))

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kernels._core.binding import Call, Parameter
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.binding import Call, Parameter, is_float_array
 from kernels._core.platforms import PLATFORMS
 
 
@@ -54,6 +58,28 @@ class Operation(Protocol):
     def used_options(self, call: Call) -> list[str]: ...
 
     def used_features(self, call: Call) -> list[str]: ...
+
+
+def case_inputs(
+    op: Operation, case: Case, *, dtype: Any = "float32", seed: int = 0, shapes_only: bool = False
+) -> dict[str, Any]:
+    """Returns the keyword arguments of a case, see `Op.case_inputs`."""
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    arguments: dict[str, Any] = dict(case.options)
+    for p in op.parameters.values():
+        if p.name in case.make:
+            value = case.make[p.name](rng, case.dims)
+            arguments[p.name] = jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value)
+        elif p.kind == "float" and (p.required or p.name in case.arrays):
+            shape = case.shapes.get(p.name) or p.shape(case.dims)
+            arguments[p.name] = (
+                jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+                if shapes_only
+                else jnp.asarray(rng.standard_normal(shape), dtype)
+            )
+        elif p.kind is not None and (p.required or p.name in case.arrays):
+            raise TypeError(f"{op.name}, case {case.name}: say how to make {p.name!r}")
+    return arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +170,8 @@ def make_backend(
                 + (f"; it lacks {', '.join(lost)}" if lost else "")
                 + (f"; there is no {', '.join(strange)}" if strange else "")
             )
-    sets = {n: frozenset(facts[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
-    rest = {n: facts[n] for n in ("rejects", "heuristic", "candidates", "version")}
+    sets: dict[str, Any] = {n: frozenset(facts[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
+    rest: dict[str, Any] = {n: facts[n] for n in ("rejects", "heuristic", "candidates", "version")}
     return Backend(name=stem, forward=forward, backward=backward, **sets, **rest)
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels._core import execute, select, tuning
-from kernels._core.backend import Backend, Case, Choice, Plan, make_backend
+from kernels._core.backend import Backend, Case, Choice, Plan, case_inputs, make_backend
 from kernels._core.binding import Call, bind, is_array, is_float_array, output_dims, parameters_of, resolve_dims
 from kernels._core.dims import check_vocabulary
 from kernels._core.execute import Saved
@@ -118,6 +117,14 @@ class Op:
             if found - known:
                 raise TypeError(
                     f"{self.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
+                )
+        served = {second for _, second in self.tied_dims}
+        for output, dims_of in zip(self.outputs, self.output_dims, strict=True):
+            lost = self.local_dims - served - {d.name for d in dims_of}
+            if lost:
+                raise TypeError(
+                    f"{self.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: split over devices, each of "
+                    "them would have it"
                 )
         taken = sorted(set(self.parameters) & set(vars(Call)))
         if taken:  # arguments are attributes of a call
@@ -382,22 +389,7 @@ class Op:
     ) -> dict[str, Any]:
         """Returns the keyword arguments of a case: random arrays of its dims (with `shapes_only` their shapes and dtypes), its
         made arguments and its options."""
-        rng = np.random.default_rng([seed, *case.name.encode()])
-        arguments: dict[str, Any] = dict(case.options)
-        for p in self.parameters.values():
-            if p.name in case.make:
-                value = case.make[p.name](rng, case.dims)
-                arguments[p.name] = jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value)
-            elif p.kind == "float" and (p.required or p.name in case.arrays):
-                shape = case.shapes.get(p.name) or p.shape(case.dims)
-                arguments[p.name] = (
-                    jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-                    if shapes_only
-                    else jnp.asarray(rng.standard_normal(shape), dtype)
-                )
-            elif p.kind is not None and (p.required or p.name in case.arrays):
-                raise TypeError(f"{self.name}, case {case.name}: say how to make {p.name!r}")
-        return arguments
+        return case_inputs(self, case, dtype=dtype, seed=seed, shapes_only=shapes_only)
 
     def __repr__(self) -> str:
         return f"Op({self.name}: {', '.join(self.backends)})"

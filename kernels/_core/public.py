@@ -58,6 +58,7 @@ class PublicFunction:
         self, ops: tuple[Op, ...], prepare: Callable[..., Prepared], signature: inspect.Signature, module: str
     ) -> None:
         functools.update_wrapper(self, prepare)
+        self.__name__: str = prepare.__name__
         self.op, self.ops, self.prepare = ops[0], ops, prepare
         self.Module: type[Module] = module_class(module, self)
         extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("platform", "cfg")]
@@ -120,8 +121,8 @@ def public_as_declared(op: Op, doc: str, *, returns: str | Iterable[str] = "out"
     def prepare(*args: Any, **kwargs: Any) -> Prepared:
         return Prepared(op.bind(*args, **kwargs), handed)
 
-    functools.update_wrapper(prepare, op.function, assigned=("__name__", "__qualname__", "__module__"))
-    del prepare.__wrapped__  # its signature is the contract's, but it is no contract
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(prepare, name, getattr(op.function, name))
     prepare.__doc__ = doc
     function = PublicFunction((op,), prepare, signature, module or _class_name(op.name))
     _declared[op.name] = function

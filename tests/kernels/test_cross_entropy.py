@@ -10,7 +10,6 @@ from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
     fused_cross_entropy,
     fused_token_losses,
-    op,
 )
 
 T, D, V = 23, 8, 37

@@ -87,13 +87,13 @@ def fused_token_losses(
             f"fused_cross_entropy: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap"
         )
     targets = jnp.asarray(targets)
-    lead = (hidden if logits is None else logits).shape[:-1]
+    given: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
+    lead = next(iter(given.values())).shape[:-1]
     if targets.shape != lead:
         raise ValueError(f"fused_cross_entropy: argument 'targets' must have shape {lead}, got {targets.shape}")
     cap = {} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)}
     own = op if logits is None else logits_op
     # The operation knows no ignored index: whatever is no token has logit 0 there.
-    given: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
     call = own.bind(**given, targets=targets, **cap)
 
     def finish(lse: jax.Array, target_logit: jax.Array, mean_logit: jax.Array) -> TokenLosses:
