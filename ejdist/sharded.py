@@ -20,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ejdist.layout import (
     Axes,
+    axes_in,
     axes_of_specs,
+    check_mesh_of,
     check_out_specs,
     check_specs,
     current_layout,
@@ -95,12 +97,7 @@ def resolve_axes(
     axes, from the types of the arrays; else from the table, by default that of the layout in force."""
     arrays = _arrays(call)
     for name, value in arrays.items():
-        lies = {a for e in jax.typeof(value).sharding.spec if e for a in ((e,) if isinstance(e, str) else e)}
-        if lies - {*mesh.axis_names}:
-            raise ValueError(
-                f"{op.name}: argument {name!r} lies on the explicit axes {', '.join(sorted(lies))} of another mesh than "
-                f"{dict(mesh.shape)}; leave 'mesh' out, or move the array with jax.device_put"
-            )
+        check_mesh_of(f"{op.name}: argument {name!r}", value, mesh)
     if in_specs is not None:
         given = check_specs("in_specs", in_specs, mesh, len(arrays), f"array arguments of {op.name}")
         shown = [(n, v, s) for (n, v), s in zip(arrays.items(), given, strict=False) if s is not None]
@@ -146,20 +143,18 @@ def _needs_whole(op: Op, name: str, dim: str, axes: Sequence[str]) -> ValueError
     )
 
 
-def _not_one(op: Op, call: Call) -> dict[str, None]:
-    """Returns the dims of a call that are not 1 in every array, in order."""
-    every = ((d, size) for n, v in _arrays(call).items() for d, size in zip(dims_of(op, n, v), v.shape, strict=True))
-    return {d: None for d, size in every if size != 1}
+def _not_one(op: Op, call: Call, without: Collection[str] = ()) -> dict[str, None]:
+    """Returns the dims that are not 1 in every array of a call but those, in order."""
+    arrays = {n: v for n, v in _arrays(call).items() if n not in without}
+    return {d: None for n, v in arrays.items() for d, size in zip(dims_of(op, n, v), v.shape, strict=True) if size != 1}
 
 
 def _apart(
     op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[str], said: bool
 ) -> dict[str, tuple[str, ...]]:
     """Returns the axes with each axis on one dim of the call. A sum over an axis that also splits the tokens would add those
-    of different devices. Where a layout has one axis for two dims, the one that is summed or communicated over keeps it.
-
-    Args:
-      said: whether the axes are those of specs or types, which are not changed.
+    of different devices. Where a layout has one axis for two dims, the one that is summed or communicated over keeps it; what
+    was `said`, in specs or types, is not changed.
 
     Raises:
       ValueError: specs or types have an axis on two dims.
@@ -250,8 +245,7 @@ def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> 
 
     def placed(*arguments: Any) -> Any:
         # On a mesh of explicit axes (`jax.make_mesh`) where an array lies is its type, and `shard_map` moves nothing.
-        where = jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs)
-        return mapped(*jax.sharding.reshard(arguments, where))
+        return mapped(*jax.sharding.reshard(arguments, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs)))
 
     return placed
 
@@ -287,8 +281,8 @@ def _compiled(p: _Program) -> Callable:
 
     def settled(x: jax.Array, lies: PartitionSpec) -> jax.Array:
         # An axis of one device may be in the type of an explicit array, and is no part of a result that lacks the dim.
-        named = {a for e in lies if e for a in ((e,) if isinstance(e, str) else e)}
-        alone = tuple(a for a, n in p.mesh.shape.items() if n == 1 and a in varying_axes(x) - named - {*p.sums})
+        strange = varying_axes(x) - {*axes_in(lies), *p.sums}
+        alone = tuple(a for a, n in p.mesh.shape.items() if n == 1 and a in strange)
         return jax.lax.psum(x, p.sums + alone) if p.sums or alone else x
 
     body.__name__ = p.op.name
@@ -315,14 +309,7 @@ def _stored(op: Op, call: Call, axes: Axes, mesh: Any, specs: dict[str, Any]) ->
     arrays, so that each device has a gradient of its own; over the rest the compiler gathers, outside.
     """
     layout, gathered = current_layout(), {}
-    others = {n: v for n, v in _arrays(call).items() if n not in op.weights}
-    varying = {
-        a
-        for n, v in others.items()
-        for d, size in zip(dims_of(op, n, v), v.shape, strict=True)
-        if size != 1
-        for a in axes.get(d, ())
-    }
+    varying = {a for d in _not_one(op, call, without=op.weights) for a in axes.get(d, ())}
     for name in op.weights:
         value: Any = call.arguments.get(name)
         if not is_array(value):

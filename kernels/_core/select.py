@@ -114,6 +114,7 @@ def override_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def overlay_tier(chain: ConfigSelectorChain, request: Request) -> Any:
+    """That of the `config_overlay` around the call."""
     names = (f"{request.op.name}/{request.backend.name}", request.op.name)
     overlay = dict(_overlay.get())
     found = next((overlay[n] for n in names if n in overlay), None)
