@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +183,21 @@ def axes_of_specs(
     return axes
 
 
+def axes_in(spec: Iterable[Any]) -> list[str]:
+    """Returns the mesh axes that a PartitionSpec names."""
+    return [a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
+
+
+def check_mesh_of(what: str, x: Any, mesh: Any) -> None:
+    """Raises ValueError for an array whose type has explicit axes that the mesh lacks."""
+    strange = sorted(set(axes_in(jax.typeof(x).sharding.spec)) - set(mesh.axis_names))
+    if strange:
+        raise ValueError(
+            f"{what} lies on the explicit axes {', '.join(strange)} of another mesh than {dict(mesh.shape)}; leave 'mesh' "
+            "out, or move the array with jax.device_put"
+        )
+
+
 def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -> tuple[PartitionSpec | None, ...]:
     """Returns the specs as a tuple.
 
@@ -206,7 +221,7 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
             raise ValueError(
                 f"argument {argument!r}: {s} has the entry {odd[0]}; use axis names, tuples of them, or None"
             )
-        named = [a for entry in s or () if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
+        named = axes_in(() if s is None else s)
         unknown = [a for a in named if a not in mesh.axis_names]
         if unknown:
             raise ValueError(f"{argument} name the axes {unknown}, which the mesh {dict(mesh.shape)} does not have")

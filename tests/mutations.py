@@ -21,7 +21,8 @@ RING, LOCAL, SCHEMES = (f"ejdist/sequence/{name}.py" for name in ("attention", "
 SCHEDULE, EXCHANGE = "ejdist/sequence/schedule.py", "ejdist/sequence/exchange.py"
 FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 SEQUENCE = "tests/test_sequence.py"
-SHARDED, DISPATCH, EDGES = "ejdist/sharded.py", "kernels/_core/dispatch.py", "tests/test_edges.py"
+SHARDED, PLACEMENT = "ejdist/sharded.py", "ejdist/placement.py"
+DISPATCH, EDGES = "kernels/_core/dispatch.py", "tests/test_edges.py"
 LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
 
 
@@ -141,8 +142,8 @@ FAULTS = (
     Fault(
         "sharded: an axis on two dims goes through",
         SHARDED,
-        "    axes = _apart(",
-        "    _apart(",
+        "    axes = apart(",
+        "    apart(",
         f"{EDGES} -k heads_before",
     ),
     Fault(
@@ -161,14 +162,14 @@ FAULTS = (
     ),
     Fault(
         "sharded: a mesh that the layout does not know",
-        SHARDED,
+        PLACEMENT,
         "    layout.check(mesh, also=",
         "    dict(mesh=mesh, also=",
         f"{EDGES} -k ones_own",
     ),
     Fault(
         "sharded: heads and the keys that serve them split apart",
-        SHARDED,
+        PLACEMENT,
         "    for first, second in op.tied_dims:\n",
         "    for first, second in ():\n",
         "tests/test_sharded.py -k names_what_to_change",
@@ -190,7 +191,7 @@ FAULTS = (
     Fault(
         "sharded: stored weights are gathered outside",
         SHARDED,
-        "gathered = _stored(op, call, axes, mesh, specs) if stored else {}",
+        "gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}",
         "gathered = {}",
         f"{EDGES} -k scattered",
     ),

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.mesh import SP, axis_is_bound, check_axis, check_mesh, current_mesh
+from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.exchange import Axis
 from ejdist.sequence.local import Local, Static, merge
 from ejdist.sequence.order import Order, order_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
-from ejdist.sharded import mesh_of, resolve_axes, run, with_mesh
+from ejdist.sharded import run, with_mesh
 from kernels._core.config import KernelConfig
 from kernels._core.dispatch import vary_alike
 from kernels._core.masks import MaskInfo

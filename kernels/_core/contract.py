@@ -123,8 +123,8 @@ class Op:
             lost = self.local_dims - served - {d.name for d in dims_of}
             if lost:
                 raise TypeError(
-                    f"{self.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: where they are split, each "
-                    "device would have it"
+                    f"{self.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: where they are split, "
+                    "each device would have it"
                 )
         taken = sorted(set(self.parameters) & set(vars(Call)))
         if taken:  # arguments are attributes of a call
