@@ -208,6 +208,11 @@ def _check_tied(
 
 
 def spec_tree(op: Op, name: str, value: Any, axes: Axes, mesh: Any) -> Any:
+    """Returns the spec of an argument, or the tree of specs of one that is a pytree.
+
+    Raises:
+      ValueError: a dim does not divide.
+    """
     what = f"{op.name}: argument {name!r}"
     if isinstance(value, MaskInfo):
 
