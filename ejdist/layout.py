@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +183,7 @@ def axes_of_specs(
     return axes
 
 
-def axes_in(spec: Sequence[Any]) -> list[str]:
+def axes_in(spec: Iterable[Any]) -> list[str]:
     """Returns the mesh axes that a PartitionSpec names."""
     return [a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
 

@@ -124,7 +124,7 @@ def resolve_axes(
         return axes
     layout = current_layout()
     layout.check(mesh, also=[a for axes in (table or {}).values() for a in axes])
-    return on_mesh(layout.activations | dict(table or {}), mesh)
+    return on_mesh({**layout.activations, **(table or {})}, mesh)
 
 
 def _may_be_split(op: Op, name: str, value: Any, handles: Collection[str]) -> set[str]:
