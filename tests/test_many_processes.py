@@ -22,7 +22,8 @@ def start(count, directory, *overrides):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    environment = {**os.environ, "XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
     cluster = ["cluster=manual", f"cluster.coordinator=localhost:{port}", f"cluster.num_processes={count}"]
     directory.mkdir(exist_ok=True)
     processes = []

@@ -1,5 +1,6 @@
 """The plan command: a training step compiled ahead of time by the real TPU compiler."""
 
+import dataclasses
 import json
 
 import pytest
@@ -26,7 +27,15 @@ def test_a_step_on_four_chips(capsys):
     assert {"all-gather", "reduce-scatter", "collective-permute"} <= set(calls), calls
 
 
-def test_what_it_says(capsys):
+def test_what_it_says():
+    fit = Fit("v5e:2x4", {"dp": 1, "sp": 4, "tp": 2}, 1_000_000, 3 << 28, 1 << 30, 5 << 30, {"all-gather": 2}, 1.0)
+    said = fit.text()
+    assert "v5e:2x4, mesh {'sp': 4, 'tp': 2}" in said and "5.00 GiB of 16 GiB: fits" in said and "2 all-gather" in said
+    assert "DOES NOT FIT" in dataclasses.replace(fit, peak=17 << 30).text()
+
+
+@pytest.mark.slow  # a second minute of the TPU compiler, for what the step on four chips shows of another mesh
+def test_what_it_says_of_eight_chips(capsys):
     assert main(["topology=v5e:2x4", *SMALL, "mesh.sp=4", "mesh.tp=2", "sequence.scheme=all_gather"]) == 0
     said = capsys.readouterr().out
     assert "v5e:2x4, mesh {'sp': 4, 'tp': 2}" in said and "GiB of 16 GiB: fits" in said and "collective" in said
