@@ -147,6 +147,13 @@ def work(call: Call) -> tuple[Work, Work]:
     return forward, backward
 
 
+def work_with_weights(call: Call) -> tuple[Work, Work]:
+    """Returns the work of `attention`: that of flash attention, and of its weights, written and their cotangents read."""
+    weights = Work(0, 4 * call.dims["B"] * call.dims["N"] * call.dims["T"] * call.dims["S"])
+    forward, backward = work(call)
+    return forward + weights, backward + weights
+
+
 def _with_mask(name: str):
     return lambda call: call.mask is not None and getattr(call.mask, name) is not None
 
@@ -195,5 +202,6 @@ attention_op = Op(
     outputs=("out", "weights"),
     features=FEATURES,
     cases=tuple(c for c in CASES if c.name in WITH_WEIGHTS),
+    work=work_with_weights,
     **_ON_A_MESH,
 )
