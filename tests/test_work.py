@@ -79,7 +79,7 @@ def test_counts_by_hand():
     "name, dims",
     [
         ("gated_mlp", {"lead": (64,), "D": 64, "F": 96}),
-        ("cross_entropy", {"T": 64, "D": 128, "V": 160}),
+        ("cross_entropy", {"lead": (64,), "D": 128, "V": 160}),
         ("flash_attention", {"B": 1, "T": 64, "S": 64, "N": 4, "K": 4, "H": 128, "Hv": 128}),
     ],
 )
@@ -93,9 +93,16 @@ def test_the_compiler_counts_the_same_matmuls(name, dims):
     assert declared <= counted <= 1.1 * declared
 
 
+# The dense oracle that also gives its weights is not timed: nobody counts its work.
+UNCOUNTED = {"attention"}
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_declares_its_work(name):
     """From shapes alone, so that a case too large for this machine has a count too."""
+    assert (OPERATIONS[name].work is None) == (name in UNCOUNTED)
+    if name in UNCOUNTED:
+        return
     op = OPERATIONS[name]
     arguments = op.case_inputs(next(c for c in op.cases if "bench" not in c.tags))
     shapes = {
