@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 
 SECONDS = 40.0
+# A CPU second does less on a machine that does other work beside (1.4 times as many were counted), and a run must not fail by
+# that: it fails past this many budgets, and says in every run how much of its budget an operation took.
+STRAIN = 1.8
 # Operations that have more than `SECONDS`, and why.
 MORE: dict[str, tuple[float, str]] = {}
 FOLDERS = Path(__file__).resolve().parent.parent / "kernels" / "ops"
 
 
 def budget_of(operation: str) -> float:
+    """Returns the seconds that the quick tests of an operation should take at most."""
     return MORE.get(operation, (SECONDS, ""))[0]
 
 
@@ -41,10 +45,11 @@ def over_budget(spent: dict[str, list[tuple[float, str]]]) -> list[str]:
     said = []
     for operation, tests in sorted(spent.items()):
         total, limit = sum(seconds for seconds, _ in tests), budget_of(operation)
-        if total > limit:
+        if total > STRAIN * limit:
             slowest = "".join(f"\n    {seconds:6.1f} s  {test}" for seconds, test in sorted(tests, reverse=True)[:5])
             said.append(
-                f"{operation}: its quick tests took {total:.0f} s of CPU, past its budget of {limit:.0f} s (tests/budget.py); "
+                f"{operation}: its quick tests took {total:.0f} s of CPU, past its budget of {limit:.0f} s by more than a loaded machine explains "
+                f"(tests/budget.py); "
                 f"make them cheaper or mark what is not needed every time `slow`. The slowest:{slowest}"
             )
     return said

@@ -18,7 +18,7 @@ import time, pytest
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_spins(which):
-    until = time.process_time() + 0.2
+    until = time.process_time() + 0.4
     while time.process_time() < until:
         pass
 """
@@ -39,7 +39,7 @@ def test_a_session_past_the_budget_of_an_operation_fails(workers, marks, code, t
         env={**os.environ, "PYTHONPATH": str(TESTS)},
     )
     assert run.returncode == code, run.stdout + run.stderr
-    said = "rms_norm: its quick tests took 0 s of CPU, past its budget of 0 s" in run.stdout
+    said = "rms_norm: its quick tests took 1 s of CPU, past its budget of 0 s" in run.stdout
     assert said == (code == 1) and (not said or "s  kernels/test_rms_norm_spins.py::test_spins[1]" in run.stdout), (
         run.stdout
     )
