@@ -49,7 +49,8 @@ def over_budget(spent: dict[str, list[tuple[float, str]]]) -> list[str]:
             slowest = "".join(f"\n    {seconds:6.1f} s  {test}" for seconds, test in sorted(tests, reverse=True)[:5])
             said.append(
                 f"{operation}: its quick tests took {total:.0f} s of CPU, past its budget of {limit:.0f} s by more than a "
-                f"loaded machine explains (tests/budget.py); make them cheaper or mark what is not needed every time `slow`. The slowest:{slowest}"
+                f"loaded machine explains (tests/budget.py); make them cheaper or mark what is not needed every time `slow`. "
+                f"The slowest:{slowest}"
             )
     return said
 
