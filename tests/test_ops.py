@@ -25,6 +25,7 @@ def _rows():
             for dtype in DTYPES:
                 # float32 is the sharpest; the narrower types run on all cases in the full grid.
                 quick = dtype == "float32" or "smoke" in case.tags or case is op.cases[0]
+                quick &= "slow" not in case.tags
                 marks = () if quick else (pytest.mark.slow,)
                 # The backends side by side: the truth that they are compared with is the same.
                 for backend in op.backends.values():
