@@ -25,8 +25,8 @@ class Case:
       arrays: names of optional float arrays to include.
       make: argument name -> function (rng, dims) -> array or pytree, for what random normals do not fit.
       shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1).
-      tags: "smoke" (runs in every dtype), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick tests), "bench" (timed on
-        accelerators, too large for tests on a CPU).
+      tags: "smoke" (runs in every dtype), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick
+        tests), "bench" (timed on accelerators, too large for tests on a CPU).
     """
 
     name: str
