@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 SECONDS = 40.0
-# A CPU second does less on a machine that does other work beside (1.4 times as many were counted), and a run must not fail by
-# that: it fails past this many budgets, and says in every run how much of its budget an operation took.
-STRAIN = 1.8
+# A CPU second does less on a machine that does other work beside (1.4 to 1.7 times as many were counted), and a run must not
+# fail by that: it fails past this many budgets, and says in every run how much of its budget an operation took.
+STRAIN = 2.5
 # Operations that have more than `SECONDS`, and why.
 MORE: dict[str, tuple[float, str]] = {
     "flash_attention": (
         150,
-        "37 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",
+        "26 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",
     ),
 }
 FOLDERS = Path(__file__).resolve().parent.parent / "kernels" / "ops"
