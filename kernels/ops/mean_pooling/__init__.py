@@ -1,0 +1,100 @@
+"""Mean pooling: one vector for each sequence, the mean of its valid tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core import segments
+from kernels._core.binding import is_array, is_float_array
+from kernels._core.public import Prepared, public
+from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op
+
+__all__ = ["MeanPoolingConfig", "mean_pooling", "op"]
+
+
+def _valid(attention_mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the mask as bool [B, T]."""
+    mask = jnp.asarray(attention_mask)
+    if jnp.issubdtype(mask.dtype, jnp.inexact):
+        # 0 / -inf and 1 / 0 would both be plausible, and mean the opposite of each other.
+        raise ValueError(
+            f"mean_pooling: argument 'attention_mask' must be boolean or 0/1 integers, true where a token is valid, got "
+            f"{mask.dtype}; write attention_mask > 0, or attention_mask == 0 for one that is added to logits"
+        )
+    if mask.shape != shape:
+        raise ValueError(
+            f"mean_pooling: argument 'attention_mask' must have the shape [B, T] = {shape} of x's tokens, got {mask.shape}"
+        )
+    return mask if mask.dtype == jnp.bool_ else mask != 0
+
+
+def _cuts(cum_seqlens: Any, batch: Any) -> jax.Array:
+    cuts = jnp.asarray(cum_seqlens)
+    if cuts.ndim != 1 or cuts.shape[0] < 2 or not jnp.issubdtype(cuts.dtype, jnp.integer):
+        raise ValueError(
+            "mean_pooling: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], one more than there are sequences, "
+            f"got {cuts.dtype} of shape {cuts.shape}"
+        )
+    if batch != 1:
+        raise ValueError(
+            f"mean_pooling: argument 'cum_seqlens' cuts one packed row, and x has B = {batch}; reshape x to [1, B * T, D], or "
+            "say by 'attention_mask' which tokens of each row are valid"
+        )
+    return cuts
+
+
+@public(op)
+def mean_pooling(x: jax.Array, attention_mask: Any = None, *, cum_seqlens: Any = None) -> Prepared:
+    """Returns the mean of the valid tokens of each sequence, accumulated in float32, in the dtype of x: [B, D], or with
+    `cum_seqlens` [sequences, D]. A sequence without a valid token has the mean 0.
+
+    Args:
+      x: [B, T, D].
+      attention_mask: bool, or integers 0 and 1, [B, T], true where a token is valid; None: all are. What is in a token that is
+        not, NaN too, is in no mean.
+      cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...]: x is one row (B = 1) of packed sequences, cut there. Tokens past
+        the last cut belong to none.
+      cfg: `MeanPoolingConfig`.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.array([[[1.0, 2.0], [3.0, 6.0], [9.0, 9.0]]])
+    >>> print(mean_pooling(x, jnp.array([[1, 1, 0]])))
+    [[2. 4.]]
+    >>> print(mean_pooling(x, cum_seqlens=[0, 2, 3]))
+    [[2. 4.]
+     [9. 9.]]
+    """
+    if not is_array(x) or not is_float_array(x) or x.ndim != 3:
+        got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
+        hint = "; one sequence is x[None]" if is_array(x) and x.ndim == 2 else ""
+        raise ValueError(f"mean_pooling: argument 'x' must be a float array [B, T, D], got {got}{hint}")
+    if any(isinstance(n, int) and n == 0 for n in x.shape):
+        raise ValueError(f"mean_pooling: argument 'x' of shape {x.shape} has no elements; give it at least one token")
+    B, T, _ = x.shape
+    valid = None if attention_mask is None else _valid(attention_mask, (B, T))
+    cuts = None if cum_seqlens is None else _cuts(cum_seqlens, B)
+    # How many tokens a mean is over is counted here, on the whole of a sequence, however x is split.
+    if cuts is None:
+        valid = jnp.ones((B, T), bool) if valid is None else valid
+        ids, count = jnp.where(valid, 0, -1), jnp.sum(valid, axis=1)[:, None]
+    else:
+        ids, inside = segments.of_cuts(cuts, T), jnp.clip(cuts, 0, T)
+        if valid is None:
+            before = inside
+        else:
+            ids = jnp.where(valid, ids, -1)
+            before = jnp.pad(jnp.cumsum(valid[0], dtype=jnp.int32), (1, 0))[inside]
+        count = jnp.diff(before)[None]
+    call = op.bind(x, ids.astype(jnp.int32), num_segments=count.shape[1])
+
+    def finish(total: jax.Array) -> jax.Array:
+        mean = (total / jnp.maximum(count, 1)[..., None]).astype(x.dtype)
+        return mean[:, 0] if cuts is None else mean[0]
+
+    return Prepared(call, finish=finish, dims=("B", "D") if cuts is None else ("G", "D"))

@@ -1,0 +1,135 @@
+"""The contract of mean_pooling: the sums of segments of a sequence, and the cases that every backend is held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kernels._core.backend import Case
+from kernels._core.binding import Call
+from kernels._core.contract import Op
+from kernels._core.work import Work, nbytes
+
+
+@dataclass(frozen=True)
+class MeanPoolingConfig:
+    """Tunables of the kernels; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_t, block_d: tokens and features of a tile of the forward.
+      num_warps: warps of a program of the forward (Triton).
+      splits: programs that share the tokens of one segment in the forward, each with a partial sum (Triton).
+      backward_block_t, backward_block_d, backward_num_warps: the same for the backward.
+    """
+
+    block_t: int | None = None
+    block_d: int | None = None
+    num_warps: int | None = None
+    splits: int | None = None
+    backward_block_t: int | None = None
+    backward_block_d: int | None = None
+    backward_num_warps: int | None = None
+
+
+def mean_pooling(
+    x: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    num_segments: int = 1,
+) -> Float[Array, "B G D"]:
+    """Returns total, float32: in each row, the sum of the tokens of each segment 0, 1, ..., num_segments - 1.
+
+    A token of any other id, as -1, is in no sum, whatever is in it, NaN too. A segment without tokens has the sum 0. How many
+    tokens there are does not depend on x, so the mean's division is the caller's: a sum over a split sequence is a sum of sums.
+
+    Raises:
+      ValueError: there is no segment.
+    """
+    if num_segments < 1:
+        raise ValueError(f"mean_pooling: argument 'num_segments' must be at least 1, got {num_segments}")
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def of_row(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+        inside = (ids >= 0) & (ids < num_segments)
+        # Whoever is in no segment is added to one that is cut off: a sum would not forget a NaN.
+        sums = jnp.zeros((num_segments + 1, tokens.shape[1]), wide.dtype)
+        return sums.at[jnp.where(inside, ids, num_segments)].add(tokens)[:num_segments]
+
+    return jax.vmap(of_row)(wide, segment_ids)
+
+
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of both directions: x is read and added up once, and its gradient is written once."""
+    B, D = call.dims["B"], call.dims["D"]
+    rest = nbytes(call.segment_ids) + 4 * B * call.num_segments * D  # the sums, and their cotangents, are float32
+    return Work(call.x.size, nbytes(call.x) + rest), Work(0, nbytes(call.x) + rest)
+
+
+def _padded(rng, dims):
+    """As of an attention mask: one segment a row, padded right and, in the last row, left; the first row is whole."""
+    B, T = dims["B"], dims["T"]
+    lengths = rng.integers(1, T, B)
+    lengths[0] = T
+    at = np.arange(T)[None]
+    mask = at < lengths[:, None]
+    mask[-1] = mask[-1][::-1]
+    return jnp.asarray(np.where(mask, 0, -1), jnp.int32)
+
+
+def _packed(num_segments: int):
+    """Returns a maker of ids of sequences one after the other; every fifth is empty, and the end is padding."""
+
+    def make(rng, dims):
+        B, T = dims["B"], dims["T"]
+        ids = np.full((B, T), -1)
+        there = [g for g in range(num_segments) if g % 5 != 3]
+        for row in ids:
+            cuts = np.sort(rng.integers(0, T + 1, len(there)))
+            for g, begin, end in zip(there, [0, *cuts[:-1]], cuts, strict=True):
+                row[begin:end] = g
+        return jnp.asarray(ids, jnp.int32)
+
+    return make
+
+
+def _scattered(num_segments: int):
+    """Returns a maker of ids in any order, among them some of no segment."""
+
+    def make(rng, dims):
+        return jnp.asarray(rng.integers(-1, num_segments + 1, (dims["B"], dims["T"])), jnp.int32)
+
+    return make
+
+
+def _nothing(rng, dims):
+    return jnp.full((dims["B"], dims["T"]), -1, jnp.int32)
+
+
+def _case(name: str, make, *tags: str, segments: int = 1, **dims: int) -> Case:
+    options = {} if segments == 1 else {"num_segments": segments}
+    return Case(name, dims, options, make={"segment_ids": make}, tags=frozenset(tags))
+
+
+op = Op(
+    mean_pooling,
+    outputs=("total",),
+    local_dims={"B", "D"},
+    sum_dims={"T"},
+    order=("triton_gpu", "pallas_tpu", "xla"),
+    config=MeanPoolingConfig,
+    cases=(
+        _case("small", _padded, "smoke", B=2, T=12, D=32),
+        _case("odd", _packed(3), "code", segments=3, B=3, T=37, D=100),
+        _case("scattered", _scattered(5), segments=5, B=2, T=150, D=48),
+        _case("many_segments", _packed(300), segments=300, B=1, T=700, D=40),
+        _case("nothing", _nothing, segments=2, B=2, T=9, D=24),
+        _case("long_row", _padded, B=1, T=1100, D=264),
+        _case("pool_8k", _padded, "bench", "code", B=32, T=8192, D=4096),
+        _case("packed_128k", _packed(64), "bench", "code", segments=64, B=1, T=131072, D=1024),
+    ),
+    work=work,
+)
