@@ -1,8 +1,11 @@
 """Every test runs on eight virtual CPU devices; tests marked gpu run on the CUDA device instead."""
 
+import atexit
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,14 @@ if not any("gpu" in argument for argument in sys.argv):
     flags |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": "true"}
     added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+    # Runs that are stopped and go on compile the same programs again, in this process and in those that it starts. Each
+    # worker has a folder of its own, since a file that another one is still writing would be read in part.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] += "/" + os.environ["PYTEST_XDIST_WORKER"]
+    elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ejdist-tests-")
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 

@@ -26,6 +26,7 @@ from ejdist.sequence.order import Order, order_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run, with_mesh
+from kernels._core.binding import is_array, is_float_array
 from kernels._core.config import KernelConfig
 from kernels._core.dispatch import vary_alike
 from kernels._core.masks import MaskInfo
@@ -33,6 +34,8 @@ from kernels._core.platforms import Unsupported
 from kernels._core.public import Prepared, module_class
 from kernels.ops.flash_attention import flash_attention
 from kernels.ops.flash_attention import op as flash
+
+Arrays = dict[str, jax.Array]
 
 
 def _differentiated_once(function: Callable) -> Callable:
@@ -49,18 +52,24 @@ def _differentiated_once(function: Callable) -> Callable:
     return once
 
 
-def _forward(static: Static, query, key, value, sinks, slopes, mask, seed) -> tuple[jax.Array, jax.Array]:
-    out, lse = static.scheme.forward(Local(static, query, key, value, slopes, mask, seed))
+def _local(static: Static, arrays: Arrays, mask: MaskInfo) -> Local:
+    own = {n: x for n, x in arrays.items() if n not in ("key", "value", "softmax_aux")}
+    return Local(static, own, arrays["key"], arrays["value"], mask)
+
+
+def _forward(static: Static, arrays: Arrays, mask: MaskInfo) -> tuple[jax.Array, jax.Array]:
+    out, lse = static.scheme.forward(_local(static, arrays, mask))
+    sinks = arrays.get("softmax_aux")
     if sinks is not None:
         # A sink is a key that every row sees and that has no value; it joins once, after all keys.
         joint = jnp.broadcast_to(jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None, None], lse.shape)
         out, lse = merge(out, lse, jnp.zeros_like(out), joint)
-    return out.astype(query.dtype), lse
+    return out.astype(arrays["query"].dtype), lse
 
 
 @_differentiated_once
-def _backward(static: Static, saved, query, key, value, sinks, slopes, mask, seed) -> dict[str, jax.Array]:
-    total = static.scheme.backward(Local(static, query, key, value, slopes, mask, seed), saved)
+def _backward(static: Static, saved: Arrays, arrays: Arrays, mask: MaskInfo) -> Arrays:
+    total, sinks = static.scheme.backward(_local(static, arrays, mask), saved), arrays.get("softmax_aux")
     if sinks is not None:
         # A sink has weight exp(sink - lse) and no value: ds = -weight * delta. With no key and sinks of -inf it has none.
         some, lse = (saved["lse"] > -jnp.inf)[..., None], saved["lse"][..., None]
@@ -70,29 +79,28 @@ def _backward(static: Static, saved, query, key, value, sinks, slopes, mask, see
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(static: Static, query, key, value, sinks, slopes, mask, seed):
-    return _forward(static, query, key, value, sinks, slopes, mask, seed)
+def _ring(static: Static, arrays: Arrays, mask: MaskInfo) -> tuple[jax.Array, jax.Array]:
+    return _forward(static, arrays, mask)
 
 
 _forward_of_a_gradient = _differentiated_once(_forward)
 
 
-def _ring_fwd(static, query, key, value, sinks, slopes, mask, seed):
-    out, lse = _forward_of_a_gradient(static, query, key, value, sinks, slopes, mask, seed)
+def _ring_fwd(static, arrays, mask):
+    out, lse = _forward_of_a_gradient(static, arrays, mask)
     # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded.
     out, lse = checkpoint_name(out, "flash_attention.out"), checkpoint_name(lse, "flash_attention.lse")
-    return (out, lse), (query, key, value, sinks, slopes, mask, seed, out, lse)
+    return (out, lse), (arrays, mask, out, lse)
 
 
 def _ring_bwd(static, kept, cotangents):
-    query, key, value, sinks, slopes, mask, seed, out, lse = kept
+    arrays, mask, out, lse = kept
     assert flash.backward_inputs is not None
     saved = flash.backward_inputs(
-        {"out": out, "lse": lse}, {"d_out": cotangents[0].astype(query.dtype), "d_lse": cotangents[1]}
+        {"out": out, "lse": lse}, {"d_out": cotangents[0].astype(out.dtype), "d_lse": cotangents[1]}
     )
-    grads = _backward(static, saved, query, key, value, sinks, slopes, mask, seed)
-    given = {"query": query, "key": key, "value": value, "softmax_aux": sinks, "alibi_slopes": slopes}
-    return (*(None if x is None else grads[n].astype(x.dtype) for n, x in given.items()), None, None)
+    grads = _backward(static, saved, arrays, mask)
+    return {n: grads[n].astype(x.dtype) if is_float_array(x) else None for n, x in arrays.items()}, None
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)
@@ -110,32 +118,27 @@ def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
 
 
 def _on_shard(
-    query,
-    key,
-    value,
-    mask=None,
-    softmax_aux=None,
-    alibi_slopes=None,
-    dropout_seed=None,
+    arguments: dict[str, Any],
+    mask: MaskInfo | None,
     *,
     axis: Axis,
     scheme: Scheme,
     order: str | Order,
     platform: str | None,
     cfg: KernelConfig | None,
-    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of this rank's queries; runs inside a shard_map over the axis."""
+    arrays = {n: x for n, x in arguments.items() if is_array(x)}
+    options = {n: x for n, x in arguments.items() if n not in arrays}
     n = jax.lax.axis_size(axis)
     order = order_of(order, n, f"axis_name = {axis!r}")
     mask = _resolved(MaskInfo() if mask is None else mask, order, axis)
     # Positions of the caller's own, and prefixes, are known at run time only: every hop is made.
     known = mask.q_positions is None and mask.prefix_lengths is None
-    hops = hops_of(order, query.shape[1] * n, mask, known=known)
+    hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg)
-    arrays = (query, key, value, softmax_aux, alibi_slopes, mask, dropout_seed)
     # An input that is alike on some ranks has cotangents that are not; the rank itself says whether that is checked here.
-    return _ring(static, *vary_alike(arrays, exchange.rank(axis)))
+    return _ring(static, *vary_alike((arrays, mask), exchange.rank(axis)))
 
 
 def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
@@ -197,9 +200,12 @@ class _OnShard:
     scheme: Scheme
     order: str | Order
 
-    def __call__(self, axes: Any = None, **arguments: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, axes: Any = None, *, mask: MaskInfo | None = None, platform: str | None, cfg: Any, **arguments: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        how = {"axis": self.axis, "scheme": self.scheme, "order": self.order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
-            return _on_shard(**arguments, axis=self.axis, scheme=self.scheme, order=self.order)
+            return _on_shard(arguments, mask, **how)
 
 
 def ring_attention(

@@ -46,15 +46,21 @@ class Static:
 
 @dataclass(frozen=True)
 class Local:
-    """A rank's part of a call. A scheme brings it keys from other ranks, and asks for the attention over those."""
+    """A rank's part of a call. A scheme brings it keys from other ranks, and asks for the attention over those.
+
+    Attributes:
+      own: argument -> array of what does not travel: the queries, and whatever else the operation was given.
+    """
 
     static: Static
-    query: jax.Array
+    own: dict[str, jax.Array]
     key: jax.Array
     value: jax.Array
-    slopes: jax.Array | None
     mask: MaskInfo
-    seed: jax.Array | None
+
+    @property
+    def query(self) -> jax.Array:
+        return self.own["query"]
 
     @property
     def axis(self) -> exchange.Axis:
@@ -91,9 +97,7 @@ class Local:
 
     def _over(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
         mask = self._mask_of(keys, holders)
-        arguments = {"query": self.query, "key": keys["key"], "value": keys["value"], "mask": mask}
-        given = {"alibi_slopes": self.slopes, "dropout_seed": self.seed}
-        arguments |= {n: x for n, x in given.items() if x is not None}
+        arguments = {**self.own, "key": keys["key"], "value": keys["value"], "mask": mask}
         with jax.named_scope("hop"):
             return function(
                 **arguments, **dict(self.static.options), platform=self.static.platform, cfg=self.static.cfg
@@ -104,7 +108,7 @@ class Local:
         return self._over(flash, keys, holders)
 
     def pull(self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], holders: Any) -> dict[str, jax.Array]:
-        """Returns the gradients by argument name, of this rank's queries over those keys.
+        """Returns the gradients by argument name, of key, value and `own`, of this rank's queries over those keys.
 
         `saved` has d_out, and the lse and delta of all keys, wherever they are.
         """

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejdist.sequence import exchange
 from ejdist.sequence.local import Local, merge
+from kernels._core.binding import is_float_array
 
 
 class Scheme:
@@ -25,7 +26,7 @@ class Scheme:
         raise NotImplementedError
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the gradients of query, key and value, and of alibi_slopes where there are any.
+        """Returns the gradients of key, value and the floats of `local.own`, by name.
 
         `saved` has d_out, and the lse and delta of the whole softmax, so a part of the keys gives its part of the gradient.
         """
@@ -81,8 +82,7 @@ class Ring(Scheme):
             grads = local.pull(saved, keys, _holder(local, hop))
             return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
 
-        own = {"query": local.full(local.query.shape)}
-        own |= {} if local.slopes is None else {"alibi_slopes": local.full(local.slopes.shape)}
+        own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
         # The sums stay beside the keys that they belong to.
         sums = {"key": local.full(local.key.shape), "value": local.full(local.value.shape)}
         own, sums = _over_hops(local, pull, own, sums)
