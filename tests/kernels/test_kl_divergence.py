@@ -54,7 +54,7 @@ OPTIONS = {
     "forward": {},
     "reverse": {"direction": "reverse"},
     "all": {"temperature": 2.5, "caps": (3.0, 5.0)},
-    "all, reverse": {"direction": "reverse", "temperature": 0.7, "caps": (4.0, None)},
+    "all, reverse": {"direction": "reverse", "temperature": 0.7, "caps": (None, 4.0)},
 }
 
 

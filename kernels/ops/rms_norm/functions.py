@@ -61,7 +61,7 @@ rms_norm_linear = public_as_declared(
       ValueError: shapes or dtypes disagree, or `zero_centered` without `weight`; naming the argument.
 
     >>> import jax.numpy as jnp
-    >>> print(rms_norm_linear(jnp.array([3.0, 4.0]), None, jnp.ones((2, 1))).round(3))
-    [1.98]
+    >>> print(rms_norm_linear(jnp.array([3.0, 4.0]), None, jnp.eye(2)).round(3))
+    [0.849 1.131]
     """,
 )
