@@ -15,7 +15,7 @@ from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
 from kernels._core.select import ConfigSelectorChain
 from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed
-from kernels.ops.rotary_embedding import RopeScaling
+from kernels.ops.rotary_embedding import RopeScaling, XPos
 
 if (
     TYPE_CHECKING
@@ -26,8 +26,8 @@ if (
 
 _FRAMEWORK = (
     "BwdParams", "ConfigCache", "ConfigSelectorChain", "Executor", "FlashAttentionConfig", "FwdParams", "MaskInfo", "Order",
-    "RopeScaling", "Unsupported", "bind_ops", "create_default_executor", "expand_dropout_seed", "make_mesh", "ring_attention",
-    "set_layout",
+    "RopeScaling", "Unsupported", "XPos", "bind_ops", "create_default_executor", "expand_dropout_seed", "make_mesh",
+    "ring_attention", "set_layout",
 )  # fmt: skip
 globals().update(FUNCTIONS | MODULES)
 __all__ = [*_FRAMEWORK, *FUNCTIONS, *MODULES]

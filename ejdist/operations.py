@@ -17,7 +17,11 @@ from ejdist.sequence.order import Order
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
-_COMMUNICATING = (vocabulary_parallel.fused_cross_entropy, vocabulary_parallel.fused_token_losses)
+_COMMUNICATING = (
+    vocabulary_parallel.fused_cross_entropy,
+    vocabulary_parallel.fused_token_losses,
+    vocabulary_parallel.fused_kl_divergence,
+)
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING

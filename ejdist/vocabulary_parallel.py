@@ -1,7 +1,8 @@
-"""Cross entropy with the vocabulary split over devices: each has a part of every sum over it, and they are joined.
+"""Cross entropy and KL divergence with the vocabulary split over devices: each has a part of every sum over it, and the parts
+are joined.
 
-Each device computes the log-sum-exp and the target's logit over its part of the vocabulary; two reductions of a number a
-token join them (Shoeybi et al., Megatron-LM, 2019).
+Each device computes the log-sum-exp and what it weighs over its part of the vocabulary; a few reductions of a number a token
+join them (Shoeybi et al., Megatron-LM, 2019).
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ import jax.numpy as jnp
 import kernels
 from ejdist.sharded import sharded
 from kernels.ops.cross_entropy.contract import logits_op, op
+from kernels.ops.kl_divergence import contract as kl
+
+
+def _joined_lse(lse: jax.Array, vocabulary: tuple[str, ...]) -> jax.Array:
+    largest = jax.lax.pmax(jax.lax.stop_gradient(lse), vocabulary)
+    return largest + jnp.log(jax.lax.psum(jnp.exp(lse - largest), vocabulary))
 
 
 def _joined(axes: dict[str, tuple[str, ...]], targets: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:
@@ -28,10 +35,22 @@ def _joined(axes: dict[str, tuple[str, ...]], targets: jax.Array, **arguments: A
     if not vocabulary:
         return outputs
     lse, at_target, mean = outputs
-    largest = jax.lax.pmax(jax.lax.stop_gradient(lse), vocabulary)
-    lse = largest + jnp.log(jax.lax.psum(jnp.exp(lse - largest), vocabulary))
-    return lse, jax.lax.psum(at_target, vocabulary), jax.lax.pmean(mean, vocabulary)
+    return _joined_lse(lse, vocabulary), jax.lax.psum(at_target, vocabulary), jax.lax.pmean(mean, vocabulary)
+
+
+def _joined_gap(axes: dict[str, tuple[str, ...]], reverse: bool, **arguments: Any) -> tuple[jax.Array, ...]:
+    """Returns (student's lse, teacher's lse, gap) of this device's tokens over the whole vocabulary."""
+    vocabulary = axes["V"]
+    outputs = (kl.logits_op if "logits" in arguments else kl.op)(reverse=reverse, **arguments)
+    if not vocabulary:
+        return outputs
+    *parts, gap = outputs
+    whole = [_joined_lse(lse, vocabulary) for lse in parts]
+    p = 0 if reverse else 1
+    # A part's gap is a mean under its own part of p, and counts as much as it has of p.
+    return *whole, jax.lax.psum(jnp.exp(parts[p] - whole[p]) * gap, vocabulary)
 
 
 fused_cross_entropy = sharded(kernels.fused_cross_entropy, local=_joined, handles=("V",))
 fused_token_losses = sharded(kernels.fused_token_losses, local=_joined, handles=("V",))
+fused_kl_divergence = sharded(kernels.fused_kl_divergence, local=_joined_gap, handles=("V",))

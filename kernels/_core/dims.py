@@ -16,6 +16,7 @@ VOCABULARY = {
     "H": "width of a head, of queries and keys",
     "Hv": "width of a head of values",
     "D": "width of the model",
+    "Dt": "width of a second model, a teacher that the first one learns from",
     "F": "width of a feed-forward layer",
     "V": "entries of the vocabulary",
     "E": "experts: groups with weights of their own",

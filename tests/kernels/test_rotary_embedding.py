@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.ops.rotary_embedding import RopeScaling, frequencies, rotary_embedding
+from kernels.ops.rotary_embedding import RopeScaling, XPos, frequencies, rotary_embedding
 
 B, T, N, H = 2, 5, 3, 16
 
@@ -48,7 +48,7 @@ def oracle_frequencies(width, base, scaling):
     return out, (0.1 * math.log(s) + 1 if factor is None else factor)
 
 
-def oracle(x, positions, base=10000.0, scaling=None, interleaved=False, rotary_dim=None):
+def oracle(x, positions, base=10000.0, scaling=None, interleaved=False, rotary_dim=None, xpos=None):
     width = rotary_dim or x.shape[-1]
     w, factor = oracle_frequencies(width, base, scaling)
     out = np.array(x, np.float64)
@@ -56,6 +56,10 @@ def oracle(x, positions, base=10000.0, scaling=None, interleaved=False, rotary_d
         for i in range(width // 2):
             one, two = (2 * i, 2 * i + 1) if interleaved else (i, i + width // 2)
             turn = factor * cmath.exp(1j * float(positions[b % len(positions), t]) * w[i])
+            if xpos is not None:
+                zeta = (2 * i + xpos.gamma * width) / ((1 + xpos.gamma) * width)
+                power = (float(positions[b % len(positions), t]) - xpos.center) / xpos.scale_base
+                turn *= zeta**-power if xpos.inverse else zeta**power
             z = (x[b, t, :, one] + 1j * x[b, t, :, two]) * turn
             out[b, t, :, one], out[b, t, :, two] = z.real, z.imag
     return out
@@ -71,6 +75,8 @@ OPTIONS = {
     "yarn": {"scaling": RopeScaling("yarn", 16.0, 4096)},
     "yarn_deepseek": {"scaling": RopeScaling("yarn", 40.0, 4096, 1.0, 32.0, 1.0), "interleaved": True},
     "llama3": {"scaling": RopeScaling("llama3", 8.0, 8192), "base": 5e5},
+    "xpos": {"xpos": XPos(center=1500), "rotary_dim": 10},
+    "xpos_key": {"xpos": XPos(True, 700.0, 0.3, 1000.0), "interleaved": True},
     "llama3_32": {"scaling": RopeScaling("llama3", 32.0, 8192, 1.0, 4.0), "base": 5e5},
 }
 
@@ -126,6 +132,25 @@ def test_only_relative_positions_matter():
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
 
 
+@pytest.mark.parametrize("center", [0.0, 900.0])
+def test_the_product_of_xpos_falls_with_the_distance_alone(center):
+    """As the paper states it: the product of each pair falls by zeta_i^(distance / scale_base), wherever the two are."""
+    rng = np.random.default_rng(2)
+    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, H)), jnp.float32) for _ in range(2))
+
+    def score(query_at, key_at, pair=slice(None), scaled=True):
+        options = ({"xpos": XPos(center=center)}, {"xpos": XPos(inverse=True, center=center)}) if scaled else ({}, {})
+        at = ((query_at, q), (key_at, k))
+        turned = [rotary_embedding(x, jnp.array([[p]]), **o) for (p, x), o in zip(at, options, strict=True)]
+        return float(jnp.sum((turned[0] * turned[1])[0, 0, 0, pair]))
+
+    assert score(700, 188) == pytest.approx(score(1700, 1188), abs=2e-3)
+    for i in range(H // 2):
+        pair = np.array([i, i + H // 2])
+        zeta = (i / (H / 2) + 0.4) / 1.4
+        assert score(700, 188, pair) == pytest.approx(zeta * score(700, 188, pair, False), rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -134,6 +159,8 @@ def test_only_relative_positions_matter():
         (lambda: RopeScaling("linear", 2.0, low=1.0), "belong to yarn and llama3"),
         (lambda: RopeScaling("llama3", 8.0, low=4.0, high=1.0), "below high"),
         (lambda: RopeScaling("yarn", 8.0, 0), "original_length"),
+        (lambda: XPos(scale_base=0), "xpos scale_base must be positive"),
+        (lambda: XPos(gamma=-0.4), "xpos gamma must be positive"),
         (lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), rotary_dim=3), "rotary_dim"),
         (
             lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), rotary_dim=10),

@@ -232,7 +232,13 @@ def scaled_dot_product_attention(
     cum_seqlens_k: jax.Array | None = None,
     mask_info: MaskInfo | None = None,
 ) -> Prepared:
-    """Returns attention [B, T, N, Hv] under the name and arguments of the field: `flash_attention` with fewer of them."""
+    """Returns attention [B, T, N, Hv] under the name and arguments of the field: `flash_attention` with fewer of them.
+
+    >>> import jax.numpy as jnp
+    >>> query, key, value = jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1, 4)), jnp.array([[[[1.0]], [[3.0]]]])
+    >>> print(scaled_dot_product_attention(query, key, value, causal=True)[0, :, 0, 0])
+    [1. 2.]
+    """
     return flash_attention.prepare(**locals())
 
 
@@ -257,6 +263,12 @@ def attention(
 
     The weights are the softmax over keys and sinks, before dropout. They are dense by nature: O(T * S) memory. The output is
     that of `flash_attention`; both have gradients.
+
+    >>> import jax.numpy as jnp
+    >>> query, key, value = jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1, 4)), jnp.array([[[[1.0]], [[3.0]]]])
+    >>> out, weights = attention(query, key, value, causal=True)
+    >>> print(out[0, :, 0, 0], *weights[0, 0])
+    [1. 2.] [1. 0.] [0.5 0.5]
     """
     call = flash_attention.prepare(**locals()).call
     return Prepared(attention_op.bind(**call.arguments), returns=("out", "weights"))

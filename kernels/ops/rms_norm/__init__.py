@@ -1,25 +1,6 @@
-"""Root mean square normalisation."""
+"""Root mean square normalisation, alone, with the residual stream before it, and with the projection after it."""
 
-from kernels._core.public import public_as_declared
 from kernels.ops.rms_norm.contract import RMSNormConfig, op
+from kernels.ops.rms_norm.functions import rms_norm, rms_norm_linear
 
-__all__ = ["RMSNormConfig", "op", "rms_norm"]
-
-rms_norm = public_as_declared(
-    op,
-    """Returns x / sqrt(mean(x², over D) + eps) * weight, computed in float32, in the dtype of x, [*lead, D].
-
-    Args:
-      x: [*lead, D].
-      weight: [D], one factor for each feature, of any float dtype; None for none.
-      eps: added to the mean square.
-      zero_centered: the factor is 1 + weight, as in Gemma.
-
-    Raises:
-      ValueError: shapes disagree, or `zero_centered` without `weight`. Unsupported: the platform asked for cannot do it.
-
-    >>> import jax.numpy as jnp
-    >>> print(rms_norm(jnp.array([3.0, 4.0])).round(3))
-    [0.849 1.131]
-    """,
-)
+__all__ = ["RMSNormConfig", "op", "rms_norm", "rms_norm_linear"]

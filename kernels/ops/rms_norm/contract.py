@@ -1,4 +1,4 @@
-"""The contract of rms_norm: what it means, and the cases that every backend is held to."""
+"""The contracts of rms_norm, alone and fused with what stands before and after it, and the cases they are held to."""
 
 from __future__ import annotations
 
@@ -60,11 +60,67 @@ def rms_norm(
     return out.astype(x.dtype), rstd
 
 
+def fused_add_rms_norm(
+    x: Float[Array, "*lead D"],
+    residual: Float[Array, "*lead D"],
+    weight: Float[Array, " D"] | None = None,
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"], Float[Array, "*lead"]]:
+    """Returns (out, stream, rstd): stream = x + residual, and out and rstd are those of `rms_norm` of it.
+
+    The sum is added in float32 and rounded once to the dtype of residual, and what is normalised is the rounded stream, so
+    out is to the bit a function of the stream that goes on; out has the dtype of x.
+
+    Raises:
+      ValueError: `zero_centered` without `weight`.
+    """
+    compute = jnp.promote_types(jnp.promote_types(x.dtype, residual.dtype), jnp.float32)
+    stream = (x.astype(compute) + residual.astype(compute)).astype(residual.dtype)
+    out, rstd = rms_norm(stream.astype(compute), weight, eps=eps, zero_centered=zero_centered)
+    return out.astype(x.dtype), stream, rstd
+
+
+def rms_norm_linear(
+    x: Float[Array, "*lead D"],
+    weight: Float[Array, " D"] | None,
+    projection: Float[Array, "D F"],
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> Float[Array, "*lead F"]:
+    """Returns rms_norm(x) times projection, the norm rounded to the dtype of x before the matmul.
+
+    Raises:
+      ValueError: `zero_centered` without `weight`.
+    """
+    normal, _ = rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dot(normal, projection, preferred_element_type=accumulate).astype(x.dtype)
+
+
 def work(call: Call) -> tuple[Work, Work]:
     """Returns the work of both directions: each reads and writes its arrays once, 2 of [M, D] forward and 3 backward."""
     size, rows = call.x.size, 4 * call.x.size // call.dims["D"]  # rstd is float32
     forward = Work(4 * size, 2 * nbytes(call.x) + nbytes(call.weight) + rows)
     return forward, Work(8 * size, 3 * nbytes(call.x) + 2 * nbytes(call.weight) + rows)
+
+
+def work_of_add(call: Call) -> tuple[Work, Work]:
+    """Returns the work of both directions. Forward: x and residual read, out and stream written. Backward: the stream and two
+    cotangents read, two gradients written."""
+    size, rows = call.x.size, 4 * call.x.size // call.dims["D"]
+    narrow, wide = nbytes(call.x), nbytes(call.residual)
+    forward = Work(5 * size, 2 * narrow + 2 * wide + nbytes(call.weight) + rows)
+    return forward, Work(9 * size, 2 * narrow + 3 * wide + 2 * nbytes(call.weight) + rows)
+
+
+def work_of_linear(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the matmuls, one forward and two backward; the norm, which is computed again, is not counted."""
+    matmul, out = 2 * call.x.size * call.dims["F"], nbytes(call.x) // call.dims["D"] * call.dims["F"]
+    weights = nbytes(call.weight, call.projection)
+    return Work(matmul, nbytes(call.x) + out + weights), Work(2 * matmul, 2 * nbytes(call.x) + out + 2 * weights)
 
 
 op = Op(
@@ -91,4 +147,33 @@ op = Op(
         Case("model_16k", {"lead": (8192,), "D": 16384}, arrays=("weight",), tags=frozenset({"bench"})),
     ),
     work=work,
+)
+
+add_op = Op(
+    fused_add_rms_norm,
+    outputs=("out", "stream", "rstd"),
+    residuals=("stream", "rstd"),
+    local_dims={"lead"},
+    cases=(
+        Case("small", {"lead": (2, 5), "D": 24}, arrays=("weight",), tags=frozenset({"smoke"})),
+        Case(
+            "odd", {"lead": (7,), "D": 33}, {"zero_centered": True, "eps": 1e-3}, ("weight",), tags=frozenset({"slow"})
+        ),
+        Case("no_weight", {"lead": (2, 3), "D": 16}, tags=frozenset({"slow"})),
+        Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=("weight",), tags=frozenset({"bench"})),
+    ),
+    work=work_of_add,
+)
+
+linear_op = Op(
+    rms_norm_linear,
+    local_dims={"lead", "F"},
+    weights=("projection",),
+    same_dtype=("x", "projection"),
+    cases=(
+        Case("small", {"lead": (2, 5), "D": 24, "F": 10}, tags=frozenset({"smoke"})),
+        Case("odd", {"lead": (7,), "D": 33, "F": 5}, {"zero_centered": True, "eps": 1e-3}, tags=frozenset({"slow"})),
+        Case("qkv_8b", {"lead": (16384,), "D": 4096, "F": 6144}, tags=frozenset({"bench"})),
+    ),
+    work=work_of_linear,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +64,46 @@ class RopeScaling:
         return (low if self.low is None else self.low), (high if self.high is None else self.high)
 
 
+@dataclass(frozen=True)
+class XPos:
+    """The factors by which XPos lets the product of a query and a key fall with their distance (Sun et al. 2022, eq. 10).
+
+    Pair i of a query at position p is multiplied by zeta_i^((p - center) / scale_base), with
+    zeta_i = (2i / rotary_dim + gamma) / (1 + gamma), and that of a key is divided by it, so that their product has
+    zeta_i^(distance / scale_base). Both take the same values, except `inverse`.
+
+    Attributes:
+      inverse: False for queries, which are multiplied; True for keys, which are divided.
+      scale_base: positions over which pair i falls by zeta_i once.
+      gamma: of zeta; 0.4 in the paper.
+      center: the position whose factor is 1. The product does not depend on it. A factor leaves the range of float32 about
+        70 scale_base from it (for float16 results 8), so it wants to be in the middle, or scale_base larger.
+
+    Raises:
+      ValueError: naming the field and what it may be.
+    """
+
+    inverse: bool = False
+    scale_base: float = 512.0
+    gamma: float = 0.4
+    center: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.scale_base > 0:
+            raise ValueError(f"xpos scale_base must be positive, in positions, got {self.scale_base}")
+        if not self.gamma > 0:
+            raise ValueError(f"xpos gamma must be positive, got {self.gamma}; at 0 the first pair would vanish")
+
+    def reversed(self) -> XPos:
+        """Returns the factors that give at -p what these give at p."""
+        return replace(self, inverse=not self.inverse, center=-self.center)
+
+    def exponent(self, width: int) -> np.ndarray:
+        """Returns, for each of width/2 pairs, the logarithm of the factor for each position, float64."""
+        zeta = (np.arange(0, width, 2, dtype=np.float64) / width + self.gamma) / (1 + self.gamma)
+        return np.log(zeta) / self.scale_base * (-1 if self.inverse else 1)
+
+
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
     """Returns (angle per position of each of width/2 pairs, float64; the factor of cos and sin)."""
     exponent = np.arange(0, width, 2, dtype=np.float64) / width
@@ -102,8 +142,9 @@ def rotary_embedding(
     scaling: RopeScaling | None = None,
     interleaved: bool = False,
     rotary_dim: int | None = None,
+    xpos: XPos | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Returns x with each pair of its first `rotary_dim` entries turned by position * frequency.
+    """Returns x with each pair of its first `rotary_dim` entries turned by position * frequency, and scaled as `xpos` says.
 
     A pair is (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Angles are float32: bfloat16 rounds 257 to 256.
 
@@ -120,6 +161,10 @@ def rotary_embedding(
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     angle = positions.astype(accumulate)[:, :, None, None] * jnp.asarray(angle_per_position, accumulate)
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    if xpos is not None:
+        distance = (positions.astype(accumulate) - xpos.center)[:, :, None, None]
+        scale = jnp.exp(distance * jnp.asarray(xpos.exponent(width), accumulate))
+        cos, sin = cos * scale, sin * scale
     turned, rest = x[..., :width].astype(accumulate), x[..., width:]
     if interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
@@ -168,6 +213,8 @@ op = Op(
             {"scaling": RopeScaling("yarn", 8.0, 256, 2.0, 16.0, 1.5), "rotary_dim": 12, "interleaved": True},
         ),
         _case("llama3", {"scaling": RopeScaling("llama3", 8.0, 8192), "base": 5e5}),
+        _case("xpos", {"xpos": XPos(center=2500.0), "rotary_dim": 8}),
+        _case("xpos_key", {"xpos": XPos(True, 1024.0, 0.5, 2000.0), "interleaved": True}, frozenset({"slow"})),
         Case("shared_positions", {"B": 3, "T": 5, "N": 2, "H": 8}, make={"positions": _one_row}),
         _case("llama_8b", B=1, T=131072, N=32, H=128, tags=frozenset({"bench"})),
     ),

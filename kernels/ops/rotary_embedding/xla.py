@@ -5,13 +5,11 @@ from __future__ import annotations
 from kernels.ops.rotary_embedding.contract import op, rotary_embedding
 
 
-def backward(saved, positions, base, scaling, interleaved, rotary_dim):
-    # The transpose of a rotation is the rotation back; a YaRN factor is a plain factor in both.
-    return {
-        "x": rotary_embedding(
-            saved.d_out, -positions, base=base, scaling=scaling, interleaved=interleaved, rotary_dim=rotary_dim
-        )
-    }
+def backward(saved, positions, base, scaling, interleaved, rotary_dim, xpos):
+    # The transpose of a rotation is the rotation back; the factors of YaRN and XPos are plain factors in both.
+    xpos = None if xpos is None else xpos.reversed()
+    options = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim, "xpos": xpos}
+    return {"x": rotary_embedding(saved.d_out, -positions, **options)}
 
 
 op.register(

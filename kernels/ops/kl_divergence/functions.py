@@ -1,0 +1,129 @@
+"""What users call: the KL divergence of teacher and student, for each token or reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.binding import is_array
+from kernels._core.dims import leading
+from kernels._core.public import Prepared, public
+from kernels.ops.kl_divergence.contract import logits_op, op
+
+NAME = "fused_kl_divergence"
+# What most data pipelines of the field mark tokens with that do not count.
+ALSO_IGNORED = -100
+
+
+@public(op, logits_op, module="FusedKLDivergence")
+def fused_kl_divergence(
+    hidden: jax.Array | None = None,
+    lm_head: jax.Array | None = None,
+    teacher_hidden: jax.Array | None = None,
+    teacher_lm_head: jax.Array | None = None,
+    *,
+    logits: jax.Array | None = None,
+    teacher_logits: jax.Array | None = None,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    targets: jax.Array | None = None,
+    ignore_index: int = -1,
+    weights: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    teacher_logits_soft_cap: float | None = None,
+    reduction: str = "mean",
+) -> Prepared:
+    """Returns the KL divergence of teacher and student, each softmax(cap(hidden lm_head) / temperature), in float32.
+
+    The student's arrays have gradients. The teacher's have none: they are data, as behind a `stop_gradient`.
+
+    Args:
+      hidden: [*lead, D]; lm_head: [D, V], of the student.
+      teacher_hidden: [*lead, Dt]; teacher_lm_head: [Dt, V], of a teacher of any width and dtype. The two logits exist only a
+        block of tokens at a time.
+      logits, teacher_logits: [*lead, V], instead of hidden states and heads, both.
+      direction: "forward", KL(teacher || student), by which the student covers all that the teacher does; or "reverse",
+        KL(student || teacher), by which it keeps to what the teacher does most.
+      temperature: divides the logits of both. The gradient falls with its square; times temperature² it does not (Hinton).
+      targets: int [*lead], where given only to say which tokens count: those of `ignore_index` and -100 do not.
+      weights: float [*lead], of each token; the mean is over their sum.
+      logits_soft_cap, teacher_logits_soft_cap: cap tanh(logits / cap) of each model; None for none.
+      reduction: "mean" over counted tokens (0 if there are none), "sum", or "none" for [*lead].
+      cfg: `KLDivergenceConfig(block_rows=...)`, tokens whose logits exist at one time.
+
+    Raises:
+      ValueError: naming the argument.
+
+    Source: Hinton, Vinyals and Dean 2015, arXiv:1503.02531; reverse: Gu et al., MiniLLM, 2023, arXiv:2306.08543.
+
+    >>> import jax.numpy as jnp
+    >>> student, teacher = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.75]]))
+    >>> forward = fused_kl_divergence(logits=student, teacher_logits=teacher)
+    >>> reverse = fused_kl_divergence(logits=student, teacher_logits=teacher, direction="reverse")
+    >>> print(forward.round(4), reverse.round(4))
+    0.1308 0.1438
+    """
+    if direction not in ("forward", "reverse"):
+        raise ValueError(
+            f"{NAME}: argument 'direction' = {direction!r}: use forward, KL(teacher || student), or reverse"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{NAME}: argument 'reduction' = {reduction!r}: use mean, sum or none")
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"{NAME}: argument 'temperature' must be positive and finite, got {temperature}; 1 for none")
+    for name, cap in (("logits_soft_cap", logits_soft_cap), ("teacher_logits_soft_cap", teacher_logits_soft_cap)):
+        if cap is not None and not cap > 0:
+            raise ValueError(f"{NAME}: argument {name!r} must be positive, got {cap}; None for no cap")
+    call, own = _bound(
+        {"hidden": hidden, "lm_head": lm_head, "teacher_hidden": teacher_hidden, "teacher_lm_head": teacher_lm_head},
+        {"logits": logits, "teacher_logits": teacher_logits},
+        reverse=direction == "reverse",
+        temperature=float(temperature),
+        **{} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)},
+        **{} if teacher_logits_soft_cap is None else {"teacher_logits_soft_cap": float(teacher_logits_soft_cap)},
+    )
+    lead = call.arguments["hidden" if own is op else "logits"].shape[:-1]
+    given = {"targets": targets, "weights": weights}
+    given = {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+    for name, x in given.items():
+        if x is not None and x.shape != lead:
+            raise ValueError(f"{NAME}: argument {name!r} must have shape {lead}, got {x.shape}")
+    marks, counts = given["targets"], jnp.ones(lead, jnp.float32)
+    if marks is not None:
+        if not jnp.issubdtype(marks.dtype, jnp.integer):
+            raise ValueError(
+                f"{NAME}: argument 'targets' must be integers, got {marks.dtype}; it says which tokens count"
+            )
+        counts = ((marks != ignore_index) & (marks != ALSO_IGNORED)).astype(jnp.float32)
+
+    def finish(student_lse: jax.Array, teacher_lse: jax.Array, gap: jax.Array) -> jax.Array:
+        lse_p, lse_q = (student_lse, teacher_lse) if direction == "reverse" else (teacher_lse, student_lse)
+        # Selected away, not multiplied by zero: a token that does not count may be infinitely far.
+        each = jnp.where(counts > 0, gap - lse_p + lse_q, 0.0)
+        share = counts
+        if given["weights"] is not None:
+            each, share = each * given["weights"], share * given["weights"]
+        if reduction == "none":
+            return each
+        total, count = jnp.sum(each), jnp.sum(share)
+        return total if reduction == "sum" else total / jnp.where(count == 0, 1, count)
+
+    return Prepared(call, finish=finish, dims=leading(len(lead)) if reduction == "none" else (), op=own)
+
+
+def _bound(fused: dict[str, Any], plain: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    """Returns (the call, its operation) of the arrays that are given."""
+    whole = [all(x is not None for x in arrays.values()) for arrays in (fused, plain)]
+    given = [any(x is not None for x in arrays.values()) for arrays in (fused, plain)]
+    if whole != given or sum(whole) != 1:
+        raise ValueError(
+            f"{NAME}: give either 'hidden', 'lm_head', 'teacher_hidden' and 'teacher_lm_head', or 'logits' and "
+            "'teacher_logits'; logits of one model are its hidden @ lm_head"
+        )
+    arrays, own = (fused, op) if whole[0] else (plain, logits_op)
+    for name, x in arrays.items():
+        if not is_array(x):
+            raise ValueError(f"{NAME}: argument {name!r} must be an array, got {type(x).__name__}")
+    return own.bind(**arrays, **options), own

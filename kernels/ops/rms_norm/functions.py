@@ -1,0 +1,67 @@
+"""What users call: rms_norm, and the norm with its projection."""
+
+from __future__ import annotations
+
+import jax
+
+from kernels._core.public import Prepared, public, public_as_declared
+from kernels.ops.rms_norm.contract import add_op, linear_op, op
+
+
+@public(op, add_op)
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+) -> Prepared:
+    """Returns x / sqrt(mean(x², over D) + eps) * weight, computed in float32, in the dtype of x, [*lead, D]; with `residual`
+    (that of x + residual, x + residual).
+
+    Args:
+      x: [*lead, D].
+      weight: [D], one factor for each feature, of any float dtype; None for none.
+      residual: [*lead, D], the residual stream that x is added to. The new stream is returned second, in the dtype of
+        `residual`; it is rounded before it is normalised. One pass reads and writes what two would.
+      eps: added to the mean square.
+      zero_centered: the factor is 1 + weight, as in Gemma.
+
+    Raises:
+      ValueError: shapes disagree, or `zero_centered` without `weight`. Unsupported: the platform asked for cannot do it.
+
+    >>> import jax.numpy as jnp
+    >>> print(rms_norm(jnp.array([3.0, 4.0])).round(3))
+    [0.849 1.131]
+    >>> out, stream = rms_norm(jnp.array([1.0, 3.0]), residual=jnp.array([2.0, 1.0]))
+    >>> print(out.round(3), stream)
+    [0.849 1.131] [3. 4.]
+    """
+    options = {"eps": eps, "zero_centered": zero_centered}
+    if residual is None:
+        return Prepared(op.bind(x, weight, **options))
+    return Prepared(add_op.bind(x, residual, weight, **options), returns=("out", "stream"), op=add_op)
+
+
+rms_norm_linear = public_as_declared(
+    linear_op,
+    """Returns rms_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the projection after it, as of queries,
+    keys and values in one.
+
+    For the backward x alone is kept; the normalised x, which the gradient of the projection needs, is computed again.
+
+    Args:
+      x: [*lead, D].
+      weight: [D], the norm's factors, of any float dtype; None for none.
+      projection: [D, F], of the dtype of x.
+      eps, zero_centered: as of `rms_norm`.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or `zero_centered` without `weight`; naming the argument.
+
+    >>> import jax.numpy as jnp
+    >>> print(rms_norm_linear(jnp.array([3.0, 4.0]), None, jnp.eye(2)).round(3))
+    [0.849 1.131]
+    """,
+)

@@ -1,0 +1,248 @@
+"""KL divergence of teacher and student: against NumPy float64 and optax, blocks, vocabulary shards, and memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ejdist
+from ejdist import make_mesh
+from kernels import fused_kl_divergence
+from kernels.ops.kl_divergence import KLDivergenceConfig
+
+T, D, DT, V = 23, 8, 6, 37
+RNG = np.random.default_rng(0)
+HIDDEN, HEAD = RNG.standard_normal((T, D)), RNG.standard_normal((D, V))
+TEACHER_HIDDEN, TEACHER_HEAD = RNG.standard_normal((T, DT)), RNG.standard_normal((DT, V))
+TARGETS, WEIGHTS = np.arange(T), RNG.random(T)
+TARGETS[[0, 7, 22]], TARGETS[4] = -1, -100
+ARRAYS = (HIDDEN, HEAD, TEACHER_HIDDEN, TEACHER_HEAD)
+narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+
+
+def distributions(raw, cap, temperature):
+    """Returns (logarithms of probabilities, derivative of the logits under the softmax), one token."""
+    z = (raw if cap is None else cap * np.tanh(raw / cap)) / temperature
+    slope = (1 if cap is None else 1 - np.tanh(raw / cap) ** 2) / temperature
+    return z - z.max() - np.log(np.sum(np.exp(z - z.max()))), slope
+
+
+def oracle(hidden, head, teacher_hidden, teacher_head, direction="forward", temperature=1.0, caps=(None, None)):
+    """Returns (each token's divergence, d hidden, d head of their weighted sum) in float64, from the definition, by tokens."""
+    each, d_hidden, d_head = np.zeros(len(hidden)), np.zeros_like(hidden), np.zeros_like(head)
+    for t in range(len(hidden)):
+        log_s, slope = distributions(hidden[t] @ head, caps[0], temperature)
+        log_t, _ = distributions(teacher_hidden[t] @ teacher_head, caps[1], temperature)
+        s, p = np.exp(log_s), np.exp(log_t)
+        if direction == "forward":
+            each[t] = np.sum(p * (log_t - log_s))
+            dz = s - p
+        else:
+            each[t] = np.sum(s * (log_s - log_t))
+            dz = (np.diag(s) - np.outer(s, s)) @ (log_s - log_t + 1)  # the Jacobian of the softmax, and the sum's own
+        dz = dz * slope * WEIGHTS[t] * (TARGETS[t] >= 0)
+        d_hidden[t], d_head = head @ dz, d_head + np.outer(hidden[t], dz)
+    return each, d_hidden, d_head
+
+
+OPTIONS = {
+    "forward": {},
+    "reverse": {"direction": "reverse"},
+    "all": {"temperature": 2.5, "caps": (3.0, 5.0)},
+    "all, reverse": {"direction": "reverse", "temperature": 0.7, "caps": (None, 4.0)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_against_float64(options):
+    each, *gradients = oracle(*ARRAYS, **options)
+    counted = WEIGHTS * (TARGETS >= 0)
+    caps = options.get("caps", (None, None))
+    how = {k: v for k, v in options.items() if k != "caps"}
+    how |= {"logits_soft_cap": caps[0], "teacher_logits_soft_cap": caps[1], "targets": TARGETS, "reduction": "sum"}
+    how["weights"] = jnp.asarray(WEIGHTS, jnp.float32)
+    hidden, head, *teacher = narrow(ARRAYS)
+
+    def fused(hidden, head):
+        return fused_kl_divergence(hidden, head, *teacher, **how, cfg=KLDivergenceConfig(7))
+
+    def of_logits(hidden, head):
+        z, zt = (jnp.dot(a, b, precision="highest") for a, b in ((hidden, head), teacher))
+        return fused_kl_divergence(logits=z, teacher_logits=zt, **how)
+
+    for function in (fused, of_logits):
+        value, got = jax.jit(jax.value_and_grad(function, (0, 1)))(hidden, head)
+        np.testing.assert_allclose(value, np.sum(each * counted), rtol=1e-5)
+        for g, w in zip(got, gradients, strict=True):
+            np.testing.assert_allclose(g, w, atol=2e-6, rtol=1e-4)
+
+
+def test_reductions_and_ignored_tokens():
+    each, *_ = oracle(*ARRAYS)
+    arrays, keep, fives = narrow(ARRAYS), TARGETS >= 0, (TARGETS != 5) & (TARGETS != -100)
+    of = functools.partial(fused_kl_divergence, *arrays)
+    np.testing.assert_allclose(of(reduction="none"), each, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(of(targets=TARGETS, reduction="none"), each * keep, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(of(targets=TARGETS), each[keep].mean(), rtol=1e-5)
+    np.testing.assert_allclose(of(targets=TARGETS, ignore_index=5), each[fives].mean(), rtol=1e-5)
+    weighted = np.sum((each * WEIGHTS)[keep]) / np.sum(WEIGHTS[keep])
+    np.testing.assert_allclose(of(targets=TARGETS, weights=WEIGHTS.astype(np.float32)), weighted, rtol=1e-5)
+    assert of(targets=np.full(T, -1)) == 0
+
+
+def test_against_optax():
+    z, zt = narrow((HIDDEN @ HEAD, TEACHER_HIDDEN @ TEACHER_HEAD))
+    got = fused_kl_divergence(logits=z, teacher_logits=zt, reduction="none")
+    wanted = optax.losses.kl_divergence(jax.nn.log_softmax(z), jax.nn.softmax(zt))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_masked_entries_and_infinite_divergences(direction):
+    """An entry that both mask out counts nothing; one that q alone masks out is infinitely far, and where the token is not
+    counted that reaches nothing."""
+    z, zt = (np.array(x, np.float32) for x in (HIDDEN @ HEAD, TEACHER_HIDDEN @ TEACHER_HEAD))
+    z[:, :5] = zt[:, :5] = -np.inf
+    first, second = (z, zt) if direction == "forward" else (zt, z)
+    first[0, 9] = -np.inf  # only q
+
+    def loss(z, targets=None):
+        return fused_kl_divergence(logits=z, teacher_logits=zt, direction=direction, targets=targets)
+
+    each = fused_kl_divergence(logits=z, teacher_logits=zt, direction=direction, reduction="none")
+    assert np.flatnonzero(~np.isfinite(each)).tolist() == [0] and each[0] == np.inf
+    clean = oracle(np.asarray(z)[1:, 5:], np.eye(V - 5), np.asarray(zt)[1:, 5:], np.eye(V - 5), direction)[0]
+    np.testing.assert_allclose(each[1:], clean, rtol=1e-4, atol=1e-5)
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(z), jnp.asarray(TARGETS))
+    counted = TARGETS[1:] >= 0
+    np.testing.assert_allclose(value, clean[counted].mean(), rtol=1e-4)
+    assert np.isfinite(gradient).all() and not np.any(gradient[0]) and not np.any(gradient[:, :5])
+
+
+def test_the_teacher_has_no_gradient():
+    gradients = jax.grad(lambda *a: fused_kl_divergence(*a, direction="reverse"), (0, 1, 2, 3))(*narrow(ARRAYS))
+    assert [bool(np.any(g)) for g in gradients] == [True, True, False, False]
+
+
+def test_a_teacher_of_another_dtype():
+    hidden, head, *teacher = narrow(ARRAYS)
+    got = fused_kl_divergence(hidden, head, *(x.astype("bfloat16") for x in teacher))
+    np.testing.assert_allclose(got, fused_kl_divergence(hidden, head, *teacher), rtol=0.05)
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary():
+    """Compiled scratch memory of forward and backward, beside what scales with tokens times D."""
+    width, vocabulary, rows = 8, 4096, 128
+
+    def scratch(tokens):
+        shapes = [(tokens, width), (width, vocabulary), (tokens, width), (width, vocabulary)]
+        f = functools.partial(fused_kl_divergence, direction="reverse", cfg=KLDivergenceConfig(rows))
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+        return jax.jit(jax.value_and_grad(f, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    small, large = scratch(512), scratch(8192)
+    assert large < 4 * 8192 * vocabulary / 4  # of one of the two logits
+    assert large - small < 4 * (8192 - 512) * 12 * width  # rows of hidden states and numbers of a token only
+
+
+MESHES = {"tp2": {"tp": 2}, "dp2_tp2": {"dp": 2, "tp": 2}}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param("tp2", marks=pytest.mark.slow), "dp2_tp2"])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_vocabulary_over_devices(direction, mesh):
+    hidden, head, *teacher = narrow(
+        (HIDDEN[:20].reshape(2, 10, D), HEAD[:, :36], TEACHER_HIDDEN[:20], TEACHER_HEAD[:, :36])
+    )
+    teacher[0] = teacher[0].reshape(2, 10, DT)
+    how = {"direction": direction, "targets": TARGETS[:20].reshape(2, 10), "temperature": 1.5}
+
+    def run(function, **where):
+        f = lambda h, w: function(h, w, *teacher, **how, **where)  # noqa: E731
+        return jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head)
+
+    got, want = run(ejdist.fused_kl_divergence, mesh=make_mesh(**MESHES[mesh])), run(fused_kl_divergence)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-4, atol=1e-6), got, want)
+
+
+def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
+    z, zt = (np.array(x[:, :36], np.float32) for x in (HIDDEN @ HEAD, TEACHER_HIDDEN @ TEACHER_HEAD))
+    z[:, 18:] = zt[:, 18:] = -np.inf
+    f = functools.partial(ejdist.fused_kl_divergence, teacher_logits=jnp.asarray(zt), mesh=make_mesh(tp=2))
+    value, gradient = jax.jit(jax.value_and_grad(lambda z: f(logits=z)))(jnp.asarray(z))
+    np.testing.assert_allclose(value, fused_kl_divergence(logits=z[:, :18], teacher_logits=zt[:, :18]), rtol=1e-5)
+    assert np.isfinite(gradient).all()
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.data())
+def test_random_calls(data):
+    random_call(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_many_random_calls(data):
+    random_call(data)
+
+
+def random_call(data):
+    tokens, width, teachers, vocabulary = (data.draw(st.integers(1, 9)) for _ in range(4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    shapes = [(tokens, width), (width, vocabulary), (tokens, teachers), (teachers, vocabulary)]
+    arrays = [rng.standard_normal(s) for s in shapes]
+    options = {
+        "direction": data.draw(st.sampled_from(["forward", "reverse"])),
+        "temperature": data.draw(st.sampled_from([0.5, 1.0, 4.0])),
+    }
+    cap = data.draw(st.sampled_from([None, 2.0]))
+    got = fused_kl_divergence(
+        *narrow(arrays),
+        **options,
+        logits_soft_cap=cap,
+        reduction="none",
+        cfg=KLDivergenceConfig(data.draw(st.integers(1, 10))),
+    )
+    wanted = divergences(*arrays, caps=(cap, None), **options)
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-5)
+
+
+def divergences(hidden, head, teacher_hidden, teacher_head, direction, temperature, caps):
+    student = [distributions(h @ head, caps[0], temperature)[0] for h in hidden]
+    teacher = [distributions(h @ teacher_head, caps[1], temperature)[0] for h in teacher_hidden]
+    p, q = (teacher, student) if direction == "forward" else (student, teacher)
+    return [np.sum(np.exp(a) * (a - b)) for a, b in zip(p, q, strict=True)]
+
+
+H, W, H2, W2 = (np.ones(s, np.float32) for s in ((4, 8), (8, 6), (4, 5), (5, 6)))
+MARKS = np.zeros(4, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fused_kl_divergence(H, W, H2), "give either 'hidden', 'lm_head', 'teacher_hidden'"),
+        (lambda: fused_kl_divergence(H, W, teacher_logits=H), "give either .* are its hidden @ lm_head"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, logits=H), "give either"),
+        (lambda: fused_kl_divergence(logits=[[1.0]], teacher_logits=H), "'logits' must be an array, got list"),
+        (lambda: fused_kl_divergence(H, W, H2, W2[:, 1:]), "'teacher_lm_head' of shape .* V = 5"),
+        (lambda: fused_kl_divergence(H, W, H2[1:], W2), "'teacher_hidden' of shape"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, direction="jsd"), "'direction' = 'jsd'"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, reduction="avg"), "mean, sum or none"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, temperature=0.0), "'temperature' must be positive"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, teacher_logits_soft_cap=-1.0), "'teacher_logits_soft_cap' must be"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, targets=MARKS[1:]), "'targets' must have shape"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, targets=H[:, 0]), "'targets' must be integers"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, weights=H), "'weights' must have shape"),
+        (lambda: fused_kl_divergence(H.astype("bfloat16"), W, H2, W2), "'lm_head' is float32"),
+    ],
+)
+def test_errors_name_the_argument(call, words):
+    with pytest.raises(ValueError, match=f"(fused_)?kl_divergence(_of_logits)?: .*{words}"):
+        call()

@@ -1,0 +1,99 @@
+"""The documentation builds without a warning, has a page of every operation, and its examples run."""
+
+import doctest
+import re
+
+import numpy as np
+import pytest
+
+import ejdist
+import kernels
+from docs.pages import all_pages, sharding_in_words
+from docs.text import escaped, first_sentence, markdown
+
+sphinx = pytest.importorskip("sphinx", reason="the documentation is built with Sphinx: pip install -e '.[docs]'")
+PUBLIC = kernels.public_functions()
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return all_pages()
+
+
+def test_it_builds_and_no_link_leads_nowhere(pages, tmp_path):
+    from docs.__main__ import build
+
+    assert build(tmp_path, pages) == []
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.html")} >= {
+        name.replace(".md", ".html") for name in pages
+    }
+    text = (tmp_path / "kernels" / "ops" / "mean_pooling" / "README.html").read_text()
+    assert 'id="mean_pooling"' in text and "B, T, D" in text and "triton_gpu" in text
+
+
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
+    from docs.__main__ import build
+
+    contents = "```{toctree}\nb.md\n```\n"
+    warnings = build(
+        tmp_path, {"index.md": f"# a\n\n[one](nowhere.md), [two](b.md#no-such)\n\n{contents}", "b.md": "# b\n"}
+    )
+    assert len(warnings) == 2 and "nowhere.md" in warnings[0] and "no-such" in warnings[1]
+
+
+def test_every_public_name_is_on_a_page(pages):
+    for name in ejdist.operations.FUNCTIONS:
+        assert sum(f"\n### {escaped(name)}\n" in text for text in pages.values()) == 1, name
+        assert f"[`{name}`](" in pages["index.md"]
+    for op in kernels.operations().values():
+        assert sum(f"\n### Operation {escaped(op.name)}\n" in text for text in pages.values()) == 1, op.name
+    for name in {*kernels.__all__, *ejdist.__all__, *ejdist.ops.__all__, *ejdist.types.__all__}:
+        thing = getattr(ejdist, name, None) or getattr(kernels, name, None) or getattr(ejdist.ops, name)
+        if callable(thing) and name not in ejdist.operations.FUNCTIONS and name not in ejdist.operations.MODULES:
+            assert f"\n### {escaped(thing.__name__)}\n" in pages["api.md"] or name in pages["api.md"], name
+
+
+def test_facts_of_sharding_are_all_said():
+    said = sharding_in_words(kernels.operations()["gated_mlp"])
+    assert "`lead` may be split: each device computes its part" in said and "every output is a sum over it" in said
+    assert "`down`, `gate`, `up` may be stored split" in said and "`D` must be whole" in said
+    attention = sharding_in_words(kernels.operations()["flash_attention"])
+    assert "`N` and `K` are split alike or not at all" in attention and "by `ejdist.ring_attention`" in attention
+
+
+def test_docstrings_as_markdown():
+    doc = """Returns a [*lead] of `x_y`. And more.
+
+    Args:
+      x: a_b,
+        goes on.
+      left, right: both.
+
+    >>> 1 + 1
+    2
+    """
+    assert markdown(doc) == (
+        "Returns a \\[\\*lead\\] of `x_y`. And more.\n\n**Args**\n\n- **x**: a\\_b, goes on.\n- **left, right**: both.\n\n"
+        "```pycon\n>>> 1 + 1\n2\n```"
+    )
+    assert first_sentence(doc) == "Returns a [*lead] of `x_y`."
+
+
+class Numbers(doctest.OutputChecker):
+    """Compares numbers as numbers: their last digit is the compiler's."""
+
+    def check_output(self, want, got, optionflags):
+        number = r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?"
+        texts = [re.sub(rf"{number}|\s", "", text) for text in (want, got)]
+        wanted, found = (np.array(re.findall(number, text), float) for text in (want, got))
+        return texts[0] == texts[1] and wanted.shape == found.shape and np.allclose(wanted, found, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_example_of_a_public_function_runs(name):
+    function = PUBLIC[name]
+    example = doctest.DocTestParser().get_doctest(function.__doc__, {name: function}, name, None, None)
+    assert example.examples, "an example, `>>>`, is what a reader looks for first"
+    said: list[str] = []
+    doctest.DocTestRunner(Numbers()).run(example, out=said.append)
+    assert not said, "".join(said)
