@@ -15,6 +15,8 @@ VOCABULARY = {
     "K": "heads of keys and values",
     "H": "width of a head, of queries and keys",
     "Hv": "width of a head of values",
+    "Hr": "width of the part of a head that carries its position, where that is apart",
+    "R": "rank of the latent that keys and values are made of",
     "D": "width of the model",
     "F": "width of a feed-forward layer",
     "V": "entries of the vocabulary",
