@@ -28,13 +28,15 @@ def _in_a_ring(axes: dict[str, tuple[str, ...]], **arguments: Any) -> tuple[jax.
             f"{axes['S'] or 'nothing'}; split them alike"
         )
     names = ("query", "key_value", "w_kc", "w_vc", "query_rope", "key_rope")
-    parts = {n: arguments.get(n) for n in names}
+    parts: Any = {n: arguments.get(n) for n in names}
     options = {n: arguments[n] for n in ("logits_soft_cap", "platform", "cfg") if arguments.get(n) is not None}
     for theirs, ours in (("mask_info", "mask"), ("softmax_aux", "softmax_aux")):
         if arguments.get(ours) is not None:
             options[theirs] = arguments[ours]
     scale = scale_of(arguments.get("softmax_scale"), arguments["query"], arguments.get("query_rope"))
-    return ring_attention(*joined_heads(**parts), axis_name=axes["T"], softmax_scale=scale, return_lse=True, **options)
+    heads = joined_heads(**parts)
+    found: Any = ring_attention(*heads, axis_name=axes["T"], softmax_scale=scale, return_lse=True, **options)
+    return found
 
 
 def _joined(axes: dict[str, tuple[str, ...]], *, kv_lens: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:

@@ -25,6 +25,7 @@ VOCABULARY = {
     "C": "entries of a chunk or page",
     "M": "rows: tokens of all sequences, one after the other",
     "L": "layers",
+    "P": "rows of a projection: positions or features that others are projected to",
     "lead": "any number of leading dims: B, then T, then N",
     "pages": "pages of a cache",
     "requests": "requests that are served together",
