@@ -15,12 +15,20 @@ from kernels._core.public import public_functions
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
 from kernels._core.select import ConfigSelectorChain, config_overlay
+from kernels.ops.attention_variants import (
+    differential_attention,
+    linformer_attention,
+    mixture_of_attention_heads,
+    performer_attention,
+    quantized_attention,
+)
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.kl_divergence import fused_kl_divergence
 from kernels.ops.layer_norm import layer_norm, layer_norm_linear
 from kernels.ops.mean_pooling import mean_pooling
+from kernels.ops.multi_latent_attention import flash_mla, mla_decode, multi_latent_ragged_page_attention
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
 
