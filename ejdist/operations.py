@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import kernels
-from ejdist import vocabulary_parallel
+from ejdist import grouped_matmul, vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence.attention import RingAttention, ring_attention
@@ -17,7 +17,11 @@ from ejdist.sequence.order import Order
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
-_COMMUNICATING = (vocabulary_parallel.fused_cross_entropy, vocabulary_parallel.fused_token_losses)
+_COMMUNICATING = (
+    vocabulary_parallel.fused_cross_entropy,
+    vocabulary_parallel.fused_token_losses,
+    grouped_matmul.grouped_matmul,
+)
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING

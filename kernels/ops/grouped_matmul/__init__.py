@@ -179,4 +179,4 @@ def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[
 
 def _taken(x: jax.Array, order: jax.Array) -> jax.Array:
     """Returns rows of x in an order that has each of them once, so that the gradient is no sum."""
-    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
+    return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
