@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import kernels
-from ejdist import latent_attention, vocabulary_parallel
+from ejdist import grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence.attention import RingAttention, ring_attention
@@ -23,6 +23,7 @@ _COMMUNICATING = (
     vocabulary_parallel.fused_kl_divergence,
     latent_attention.flash_mla,
     latent_attention.mla_decode,
+    grouped_matmul.grouped_matmul,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

@@ -86,7 +86,13 @@ def named(dims: Iterable[Dim], ndim: int) -> tuple[str, ...]:
     """Returns the name of each dim of an array of `ndim` dims; `*lead` by its length, see `leading`, and `_` for none."""
     dims = tuple(dims)
     lead = ndim - len(dims) + 1
-    return tuple(name for d in dims for name in (leading(lead) if d.variadic else (d.name or "_",)))
+
+    def names(d: Dim) -> tuple[str, ...]:
+        if d.variadic:
+            return leading(lead) if d.name else ("_",) * lead
+        return (d.name or "_",)
+
+    return tuple(name for d in dims for name in names(d))
 
 
 def check_vocabulary(owner: str, names: Iterable[str]) -> None:
