@@ -19,6 +19,17 @@ from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.mean_pooling import mean_pooling
+from kernels.ops.paged_attention import (
+    append_to_cache,
+    chunked_prefill_paged_decode,
+    decode_attention,
+    page_attention,
+    prefill_page_attention,
+    ragged_decode_attention,
+    ragged_page_attention_v2,
+    ragged_page_attention_v3,
+    unified_attention,
+)
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_embedding import rotary_embedding
 
