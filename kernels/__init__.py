@@ -31,6 +31,18 @@ from kernels.ops.layer_norm import layer_norm, layer_norm_linear
 from kernels.ops.mean_pooling import mean_pooling
 from kernels.ops.multi_latent_attention import flash_mla, mla_decode, multi_latent_ragged_page_attention
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
+from kernels.ops.paged_attention import (
+    append_to_cache,
+    chunked_prefill_paged_decode,
+    decode_attention,
+    page_attention,
+    prefill_page_attention,
+    ragged_decode_attention,
+    ragged_page_attention_v2,
+    ragged_page_attention_v3,
+    unified_attention,
+)
+from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_embedding import rotary_embedding
 
 kernel_registry = KernelRegistry(public_functions)
