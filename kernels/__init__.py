@@ -30,7 +30,6 @@ from kernels.ops.kl_divergence import fused_kl_divergence
 from kernels.ops.layer_norm import layer_norm, layer_norm_linear
 from kernels.ops.mean_pooling import mean_pooling
 from kernels.ops.multi_latent_attention import flash_mla, mla_decode, multi_latent_ragged_page_attention
-from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.paged_attention import (
     append_to_cache,
     chunked_prefill_paged_decode,
@@ -42,7 +41,7 @@ from kernels.ops.paged_attention import (
     ragged_page_attention_v3,
     unified_attention,
 )
-from kernels.ops.rms_norm import rms_norm
+from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
 
 kernel_registry = KernelRegistry(public_functions)
