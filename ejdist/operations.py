@@ -12,6 +12,7 @@ import kernels
 from ejdist import grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
+from ejdist.sequence import delta_rule
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.order import Order
 from ejdist.sharded import ShardedFunction, sharded
@@ -24,6 +25,7 @@ _COMMUNICATING = (
     latent_attention.flash_mla,
     latent_attention.mla_decode,
     grouped_matmul.grouped_matmul,
+    *delta_rule.FUNCTIONS,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

@@ -23,6 +23,13 @@ from kernels.ops.attention_variants import (
     quantized_attention,
 )
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
+from kernels.ops.delta_rule import (
+    delta_rule,
+    gated_delta_rule,
+    kernel_delta_attention,
+    ragged_gated_delta_rule,
+    rwkv7,
+)
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.grouped_matmul import grouped_matmul

@@ -30,6 +30,7 @@ VOCABULARY = {
     "lead": "any number of leading dims: B, then T, then N",
     "pages": "pages of a cache",
     "requests": "requests that are served together",
+    "slots": "states of a pool",
     "sinks": "attention sinks of a head",
 }
 
