@@ -21,6 +21,7 @@ from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.mean_pooling import mean_pooling
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_embedding import rotary_embedding
+from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2
 
 kernel_registry = KernelRegistry(public_functions)
 
