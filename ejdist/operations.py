@@ -14,10 +14,20 @@ from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.order import Order
+from ejdist.sequence.recurrent import recurrent, rwkv4
+from ejdist.sequence.state_space import causal_conv1d, state_space_v1, state_space_v2
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
-_COMMUNICATING = (vocabulary_parallel.fused_cross_entropy, vocabulary_parallel.fused_token_losses)
+_COMMUNICATING = (
+    vocabulary_parallel.fused_cross_entropy,
+    vocabulary_parallel.fused_token_losses,
+    state_space_v1,
+    state_space_v2,
+    causal_conv1d,
+    recurrent,
+    rwkv4,
+)
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING

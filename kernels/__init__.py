@@ -19,6 +19,7 @@ from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.mean_pooling import mean_pooling
+from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_embedding import rotary_embedding
 from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.sequence import exchange
+from kernels._core.binding import is_traced_argument
 from kernels._core.contract import Op
 from kernels._core.dispatch import vary_alike
 from kernels._core.recurrence import last_run, last_valid_before
@@ -98,10 +99,14 @@ class StatePassing:
             return self.op(**arguments, platform=platform, cfg=cfg)
         ids, initial = arguments.pop("segment_ids", None), arguments.pop("initial_state", None)
         num_states = arguments.pop("num_states", 1)
-        B, T = next(iter(arguments.values())).shape[:2]
+        of_tokens = [n for n, p in self.op.parameters.items() if [d.name for d in p.dims[:2]] == ["B", "T"]]
+        B, T = next(arguments[n].shape[:2] for n in of_tokens if n in arguments)
         if ids is None:
             ids = jnp.zeros((B, T), jnp.int32)
-        arguments, ids, _ = vary_alike((arguments, ids, exchange.rank(axis)))
+        options = {n: v for n, v in arguments.items() if not is_traced_argument(v)}
+        arrays = {n: v for n, v in arguments.items() if n not in options}
+        arrays, ids, _ = vary_alike((arrays, ids, exchange.rank(axis)))
+        arguments = arrays | options
         start = self.passing.start(arguments)
         if initial is None:
             initial = jnp.repeat(start[:, None], num_states, axis=1)
@@ -203,7 +208,7 @@ def _last_id_before(ids: jax.Array, axis: Any) -> jax.Array:
 
 
 def _ends(ids: jax.Array, final: jax.Array, axis: Any) -> jax.Array:
-    """Returns the final states [B, G, ...] of the whole sequence, the same on all ranks. Of a segment it is that of the last rank
+    """Returns the final states [B, G, ...] of the whole sequence, the same on all ranks: of a segment, that of the last rank
     that has a token of it; of one without tokens, that of the first rank."""
     rank, G = exchange.rank(axis), final.shape[1]
     if G == 1:

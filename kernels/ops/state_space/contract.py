@@ -22,10 +22,10 @@ def _wide(dtype: jnp.dtype) -> jnp.dtype:
 def state_space_v2(
     x: Float[Array, "B T N Hv"],
     dt: Float[Array, "B T N"],
-    A: Float[Array, "N"],
+    A: Float[Array, " N"],
     B: Float[Array, "B T K H"],
     C: Float[Array, "B T K H"],
-    D: Float[Array, "N"] | None = None,
+    D: Float[Array, " N"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     initial_state: Float[Array, "B G N H Hv"] | None = None,
     *,
@@ -59,7 +59,7 @@ def state_space_v1(
     A: Float[Array, "F H"],
     B: Float[Array, "B T H"],
     C: Float[Array, "B T H"],
-    D: Float[Array, "F"] | None = None,
+    D: Float[Array, " F"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     initial_state: Float[Array, "B G F H"] | None = None,
     *,
@@ -86,7 +86,7 @@ def state_space_v1(
 def causal_conv1d(
     x: Float[Array, "B T F"],
     weight: Float[Array, "F W"],
-    bias: Float[Array, "F"] | None = None,
+    bias: Float[Array, " F"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     initial_state: Float[Array, "B G F W-1"] | None = None,
     *,
@@ -136,8 +136,8 @@ def _state_bytes(call: Call, *dims: int) -> int:
 
 
 def _of_state_space(call: Call, elements: int, state: int) -> tuple[Work, Work]:
-    """Returns the work of a state space: a token multiplies, adds and reads its state, 6 flops an element, and the backward does
-    that again beside two such adjoints. Its arrays are read once, and in the backward their gradients written."""
+    """Returns the work of a state space: a token multiplies, adds and reads its state, 6 flops an element, and the backward
+    does that again beside two such adjoints. Its arrays are read once, and in the backward their gradients written."""
     arrays = nbytes(call.x, call.dt, call.A, call.B, call.C, call.D)
     out = nbytes(call.x)
     ids = nbytes(call.segment_ids)
@@ -159,8 +159,8 @@ def work_v1(call: Call) -> tuple[Work, Work]:
 
 
 def work_conv(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the convolution: a multiply-add a tap; the backward has two convolutions of that size, and where there
-    is an activation the first one again."""
+    """Returns the work of the convolution: a multiply-add a tap; the backward has two convolutions of that size, and where
+    there is an activation the first one again."""
     taps = 2 * call.x.size * call.dims["W"]
     weights, state = nbytes(call.weight, call.bias), _state_bytes(call, call.dims["F"], call.dims["W"] - 1)
     forward = Work(taps, 2 * nbytes(call.x) + weights + state + nbytes(call.segment_ids))
@@ -171,7 +171,7 @@ def work_conv(call: Call) -> tuple[Work, Work]:
 v2_op = Op(
     state_space_v2,
     outputs=("out", "final_state"),
-    local_dims={"B", "N"},
+    local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
     elsewhere={"T": "state_space_v2"},
     weights=("A", "D"),

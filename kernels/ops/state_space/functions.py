@@ -27,7 +27,7 @@ def _check(op: Op, name: str, value: Any, dims: str) -> None:
 def _prepared(
     op: Op, arguments: dict[str, Any], of: Sequences, dims: str, state_dims: str, return_state: bool, gate: Any = None
 ) -> Prepared:
-    """Returns the call, whose output has the dims of the first argument."""
+    """Returns the call, with what is done to its output, and to its final state where that is asked for."""
     call = op.bind(**{n: v for n, v in arguments.items() if v is not None}, **of.arguments)
     if not return_state and gate is None:
         return Prepared(call)
@@ -36,7 +36,10 @@ def _prepared(
         out = out if gate is None else gate(out)
         return (out, of.state(final_state)) if return_state else out
 
-    return Prepared(call, finish=finish, dims=tuple(dims.split()))
+    where = tuple(dims.split())
+    return Prepared(
+        call, finish=finish, dims=(where, of.state_dims(tuple(state_dims.split()))) if return_state else where
+    )
 
 
 def _gate(x: Any, z: Any, norm_weight: Any, norm_eps: float, norm_groups: int) -> Any:
@@ -131,7 +134,7 @@ def state_space_v2(
         )
     of = sequences(
         v2_op.name,
-        x.shape[:2],
+        (x.shape[0], x.shape[1]),
         (x.shape[2], B.shape[3], x.shape[3]),
         segment_ids=segment_ids,
         cum_seqlens=cum_seqlens,
@@ -194,7 +197,7 @@ def state_space_v1(
         raise ValueError(f"{v1_op.name}: argument 'z' must be a float array of x's shape {x.shape}, got {got}")
     of = sequences(
         v1_op.name,
-        x.shape[:2],
+        (x.shape[0], x.shape[1]),
         A.shape,
         segment_ids=segment_ids,
         cum_seqlens=cum_seqlens,
@@ -232,8 +235,8 @@ def causal_conv1d(
       initial_state: float32 [B, D, W - 1], or with cuts [sequences, D, W - 1]: the inputs before the first token, the oldest
         first; default: zeros. `state` is another name.
       return_state: whether to return (out, the last W - 1 inputs): the state for the tokens that follow.
-      segment_ids: int [B, T]: a window holds tokens of one segment. A token of a negative id is padding: its output is 0, and no
-        window holds it.
+      segment_ids: int [B, T]: a window holds tokens of one segment. A token of a negative id is padding: its output is 0, and
+        no window holds it.
       cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...], cuts one packed row (B = 1); `cu_seqlens` is another name.
 
     Raises:
@@ -250,7 +253,7 @@ def causal_conv1d(
     check_activation(activation)
     of = sequences(
         conv_op.name,
-        x.shape[:2],
+        (x.shape[0], x.shape[1]),
         (x.shape[2], weight.shape[1] - 1),
         segment_ids=segment_ids,
         cum_seqlens=cum_seqlens,
@@ -259,4 +262,4 @@ def causal_conv1d(
         return_state=return_state,
     )
     arguments = {"x": x, "weight": weight, "bias": bias, "activation": activation}
-    return _prepared(conv_op, arguments, of, "B T F", "F W", return_state)
+    return _prepared(conv_op, arguments, of, "B T F", "F _", return_state)

@@ -159,7 +159,7 @@ def _arrange(segment_ids, num_states):
 
 
 def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
-    """Each tap is a shift of the tokens. Padding is moved to the end for that, so that nothing lies between two of a segment."""
+    """Each tap is a shift of the tokens. For that padding is moved to the end: nothing lies between two of a segment then."""
     check_activation(activation)
     (rows, length, width), taps = x.shape, weight.shape[1]
     weight = weight.astype(jnp.float32)
@@ -193,9 +193,9 @@ def _of_state(state, weight, begin, count, length):
     """Returns [B, T, F]: what the first W - 1 tokens after a state [B, G, W - 1, F] see of it."""
     rows, states, kept, width = state.shape
     padded = jnp.pad(state, ((0, 0), (0, 0), (0, kept), (0, 0)))
-    seen = sum(
-        padded[:, :, j : j + kept] * weight[:, j] for j in range(kept)
-    )  # token i sees state[i:], tap j is state[i + j]
+    seen = jnp.zeros_like(state)
+    for j in range(kept):  # token i sees state[i:], so its tap j is state[i + j]
+        seen += padded[:, :, j : j + kept] * weight[:, j]
     at = jnp.arange(kept)
     where = jnp.where(at < count[..., None], begin[..., None] + at, length)
     where = jnp.broadcast_to(where, (rows, states, kept)).reshape(rows, -1)
@@ -205,7 +205,7 @@ def _of_state(state, weight, begin, count, length):
 
 
 def _last_inputs(x, state, key, begin, count, num_states):
-    """Returns [B, G, W - 1, F]: the last inputs of each sequence, and before them, if they are fewer, of the state it began from."""
+    """Returns [B, G, W - 1, F]: the last inputs of each sequence, and before them, where they are fewer, those of its state."""
     rows, length = x.shape[:2]
     kept = state.shape[2]
     continues = jnp.ones((1, 1, 1, 1), bool)
