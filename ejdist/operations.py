@@ -15,6 +15,8 @@ from ejdist.models.ops import Ops
 from ejdist.sequence import delta_rule
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.order import Order
+from ejdist.sequence.recurrent import recurrent, rwkv4
+from ejdist.sequence.state_space import causal_conv1d, state_space_v1, state_space_v2
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
@@ -26,6 +28,11 @@ _COMMUNICATING = (
     latent_attention.mla_decode,
     grouped_matmul.grouped_matmul,
     *delta_rule.FUNCTIONS,
+    state_space_v1,
+    state_space_v2,
+    causal_conv1d,
+    recurrent,
+    rwkv4,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

@@ -48,8 +48,10 @@ from kernels.ops.paged_attention import (
     ragged_page_attention_v3,
     unified_attention,
 )
+from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
+from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2
 
 kernel_registry = KernelRegistry(public_functions)
 

@@ -99,12 +99,20 @@ class StatePassing:
             return self.op(**arguments, platform=platform, cfg=cfg)
         ids, initial = arguments.pop("segment_ids", None), arguments.pop("initial_state", None)
         num_states = arguments.pop("num_states", 1)
-        B, T = next(iter(arguments.values())).shape[:2]
+        of_tokens = [n for n, p in self.op.parameters.items() if [d.name for d in p.dims[:2]] == ["B", "T"]]
+        B, T = next(arguments[n].shape[:2] for n in of_tokens if n in arguments)
         if ids is None:
             ids = jnp.zeros((B, T), jnp.int32)
+<<<<<<< HEAD
         arrays = {n: x for n, x in arguments.items() if is_traced_argument(x)}  # the others are options
         arrays, ids, _ = vary_alike((arrays, ids, exchange.rank(axis)))
         arguments |= arrays
+=======
+        options = {n: v for n, v in arguments.items() if not is_traced_argument(v)}
+        arrays = {n: v for n, v in arguments.items() if n not in options}
+        arrays, ids, _ = vary_alike((arrays, ids, exchange.rank(axis)))
+        arguments = arrays | options
+>>>>>>> i7-ssm
         start = self.passing.start(arguments)
         if initial is None:
             initial = jnp.repeat(start[:, None], num_states, axis=1)

@@ -23,6 +23,7 @@ import numpy as np
 
 from kernels._core import segments
 from kernels._core.binding import is_array, is_float_array
+from kernels._core.dispatch import vary_alike
 
 
 def either(op_name: str, **given: Any) -> Any:
@@ -206,6 +207,7 @@ def loop(
     ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
     own = jnp.repeat(start[:, None], num_states, axis=1) if initial_state is None else initial_state
     own = own.astype(start.dtype)
+    xs, own, start, ids = vary_alike((xs, own, start, ids))
     new = resets(ids) if num_states == 1 else jnp.zeros(ids.shape, bool)
 
     def at(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
