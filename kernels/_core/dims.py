@@ -19,7 +19,6 @@ VOCABULARY = {
     "R": "rank of the latent that keys and values are made of",
     "D": "width of the model",
     "Dt": "width of a second model, a teacher that the first one learns from",
-    "F": "width of a feed-forward layer",
     "F": "inner width of a layer: feed-forward, or the channels of a recurrence",
     "V": "entries of the vocabulary",
     "E": "experts: groups with weights of their own",
