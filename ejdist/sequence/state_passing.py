@@ -203,7 +203,7 @@ def _last_id_before(ids: jax.Array, axis: Any) -> jax.Array:
 
 
 def _ends(ids: jax.Array, final: jax.Array, axis: Any) -> jax.Array:
-    """Returns the final states [B, G, ...] of the whole sequence, the same on all ranks. Of a segment it is that of the last rank
+    """Returns the final states [B, G, ...] of the whole sequence, the same on all ranks: of a segment, that of the last rank
     that has a token of it; of one without tokens, that of the first rank."""
     rank, G = exchange.rank(axis), final.shape[1]
     if G == 1:
