@@ -300,6 +300,62 @@ FAULTS = (
         "        outputs, gradients = programs.outputs(inputs), {}\n        programs.outputs_and_gradients(",
         "tests/test_benchmarks.py",
     ),
+    Fault(
+        "linear attention: a padded token fades the state",
+        "kernels/ops/linear_attention/xla.py",
+        "constant = jnp.where(tokens.valid[:, None, :, None], constant, 0)",
+        "pass",
+        "tests/test_ops.py -k linear_attention-every_decay-float32",
+    ),
+    Fault(
+        "linear attention: a query does not see that a document began",
+        "kernels/ops/linear_attention/xla.py",
+        "passing * reads_after + new",
+        "passing * reads_after",
+        "tests/test_ops.py -k linear_attention-rwkv6-float32",
+    ),
+    Fault(
+        "linear attention: rwkv6 reads after its decay",
+        "kernels/ops/linear_attention/xla.py",
+        "reads_after=bonus is None",
+        "reads_after=True",
+        "tests/test_ops.py -k linear_attention-rwkv6-float32",
+    ),
+    Fault(
+        "linear attention: differences of sums",
+        "kernels/ops/linear_attention/xla.py",
+        'return _sums("sj,...jh->...sh", jnp.triu(jnp.ones((C, C)), 1), self.passing)',
+        "return self.whole()[..., None, :] - jnp.cumsum(self.passing, axis=-2)",
+        "tests/kernels/test_linear_attention.py -k decays_of_every_size",
+    ),
+    Fault(
+        "chunks: a packed sequence begins from the state of the one before",
+        "kernels/_core/chunks.py",
+        "state = _where(own.begins, initial[rows, jnp.minimum(own.of, chunks.num_states - 1)], state)",
+        "",
+        "tests/test_recurrence.py -k loop_and_the_chunks",
+    ),
+    Fault(
+        "chunks: gradients of one packed sequence reach the next",
+        "kernels/_core/chunks.py",
+        "d_state = _where(own.ends, d_final[rows, jnp.minimum(own.of, G - 1)], d_state)",
+        "",
+        "tests/test_recurrence.py -k loop_and_the_chunks",
+    ),
+    Fault(
+        "state passing: a document that begins on a rank hears of the one before",
+        "ejdist/sequence/state_passing.py",
+        "over = _select(whole & goes_on, over,",
+        "over = _select(whole | goes_on, over,",
+        "tests/test_recurrence.py -k states_pass",
+    ),
+    Fault(
+        "state passing: one hop less",
+        "ejdist/sequence/state_passing.py",
+        "while by < n - 1:",
+        "while by < n // 2:",
+        "tests/test_recurrence.py -k states_pass",
+    ),
 )
 
 

@@ -1,12 +1,12 @@
-"""linear_attention as matmuls inside of chunks. Where no log decay is positive no exponent is, and nothing is divided by a decay.
+"""linear_attention as matmuls inside of chunks. No exponent is positive where no log decay is, nothing is divided by a decay.
 
 The decay from token s to token t is exp of a sum of log decays, and never of a difference of two sums: a small decay next to a
 large one keeps its digits. Sums are matmuls with triangles of ones, in full float32.
 
 - One decay for all channels of a head: the sums of all pairs are a matrix [C, C], as the scores are.
 - A decay for each channel: a chunk is halved again and again. What the first half of a block gives to the second passes the
-  boundary between them, so the decay is exp(after_s) · exp(before_t), from s to the boundary and from there to t. Each is at most
-  1, and all pairs across a boundary are one matmul.
+  boundary between them, so the decay is exp(after_s) · exp(before_t), from s to the boundary and from there to t. Each is
+  at most 1, and all pairs across a boundary are one matmul.
 """
 
 from __future__ import annotations
