@@ -12,7 +12,7 @@ import kernels
 from ejdist import grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
-from ejdist.sequence import delta_rule
+from ejdist.sequence import delta_rule, linear_attention
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.order import Order
 from ejdist.sequence.recurrent import recurrent, rwkv4
@@ -33,6 +33,11 @@ _COMMUNICATING = (
     causal_conv1d,
     recurrent,
     rwkv4,
+    linear_attention.gla_attention,
+    linear_attention.lightning_attention,
+    linear_attention.recurrent_attention,
+    linear_attention.retention,
+    linear_attention.rwkv6,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

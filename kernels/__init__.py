@@ -35,6 +35,13 @@ from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.grouped_matmul import grouped_matmul
 from kernels.ops.kl_divergence import fused_kl_divergence
 from kernels.ops.layer_norm import layer_norm, layer_norm_linear
+from kernels.ops.linear_attention import (
+    gla_attention,
+    lightning_attention,
+    recurrent_attention,
+    retention,
+    rwkv6,
+)
 from kernels.ops.mean_pooling import mean_pooling
 from kernels.ops.multi_latent_attention import flash_mla, mla_decode, multi_latent_ragged_page_attention
 from kernels.ops.paged_attention import (

@@ -103,9 +103,10 @@ class StatePassing:
         B, T = next(arguments[n].shape[:2] for n in of_tokens if n in arguments)
         if ids is None:
             ids = jnp.zeros((B, T), jnp.int32)
-        arrays = {n: x for n, x in arguments.items() if is_traced_argument(x)}  # the others are options
+        options = {n: v for n, v in arguments.items() if not is_traced_argument(v)}
+        arrays = {n: v for n, v in arguments.items() if n not in options}
         arrays, ids, _ = vary_alike((arrays, ids, exchange.rank(axis)))
-        arguments |= arrays
+        arguments = arrays | options
         start = self.passing.start(arguments)
         if initial is None:
             initial = jnp.repeat(start[:, None], num_states, axis=1)
