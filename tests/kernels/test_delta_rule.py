@@ -184,7 +184,7 @@ SLOTS = np.array([5, 2, -1, 0])
 @pytest.mark.parametrize("longest", [None, 14])
 def test_requests_in_a_pool_of_states(longest):
     a = {n: x[0] for n, x in arrays("gated_delta_rule", T=22).items()}
-    begun = np.array([True, True, True, False])
+    begun = np.array([True, False, True, False])
     given = (*a.values(), jnp.asarray(POOL), CUTS, SLOTS)
     out, pool = kernels.ragged_gated_delta_rule(*given, begun, max_query_len=longest)
     for i, (begin, end) in enumerate(itertools.pairwise(CUTS)):
