@@ -23,6 +23,8 @@ MORE: dict[str, tuple[float, str]] = {
         "26 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",
     ),
     "multi_latent_attention": (70, "three operations, two of them differentiated"),
+    "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),
+    "recurrent": (100, "two operations, one of them with three cells and two directions"),
 }
 FOLDERS = Path(__file__).resolve().parent.parent / "kernels" / "ops"
 

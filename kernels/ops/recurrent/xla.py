@@ -112,13 +112,14 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
             d_old = _where(now.valid, d_old, d_state)
         if several:
             d_initial = d_initial.at[rows, jnp.where(now.begins, now.owner, G)].set(d_old, mode="drop")
-        return (_where(now.begins, 0.0, d_old), d_initial), (d_x, None if one_gate else d_gates)
+        # A sum has the same gradient in both of its terms.
+        return (_where(now.begins, 0.0, d_old), d_initial), (d_x,) if one_gate else (d_x, d_gates)
 
     # A sequence without tokens ends as it began, and so does its gradient.
     last = (jnp.zeros_like(d_final[:, 0]), d_final) if several else (d_final[:, 0], None)
     at = (of_inputs, of_hidden, before, jnp.moveaxis(d_out, 0, 1), tokens)
-    (d_state, d_initial), (d_x, d_gates) = jax.lax.scan(step, last, at, reverse=True)
-    d_gates = d_x if one_gate else d_gates  # a sum has the same gradient in both of its terms
+    (d_state, d_initial), gates = jax.lax.scan(step, last, at, reverse=True)
+    d_x, d_gates = gates[0], gates[-1]
     d = {
         "weight_ih": _dot("tbg,btd->gd", d_x, inputs),
         "weight_hh": _dot("tbg,tbf->gf", d_gates, before[:, :, 0].astype(inputs.dtype)),
@@ -139,7 +140,7 @@ def _directions(inputs, weights, segment_ids, initial_state, cell_type, activati
         own = jnp.zeros((inputs.shape[0], num_states, n, F)) if initial_state is None else initial_state[:, :, rows]
         tokens = _tokens(ids, num_states)
         x = inputs[:, ::way]
-        x = x if segment_ids is None else jnp.where((ids >= 0)[..., None], x, 0)
+        x = x if ids is None else jnp.where((ids >= 0)[..., None], x, 0)
         yield end, way, (x, of_direction(weights, end), tokens, own.astype(jnp.float32), cell)
 
 
