@@ -25,6 +25,8 @@ SHARDED, PLACEMENT = "ejdist/sharded.py", "ejdist/placement.py"
 DISPATCH, EDGES = "kernels/_core/dispatch.py", "tests/test_edges.py"
 LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
 
+PAGED, PAGED_TESTS = "kernels/ops/paged_attention/xla.py", "tests/kernels/test_paged_attention.py"
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -299,6 +301,48 @@ FAULTS = (
         "        outputs, gradients = programs.outputs_and_gradients(",
         "        outputs, gradients = programs.outputs(inputs), {}\n        programs.outputs_and_gradients(",
         "tests/test_benchmarks.py",
+    ),
+    Fault(
+        "a page of another position",
+        PAGED,
+        "page = jnp.clip(j // C, 0",
+        "page = jnp.clip(j // C - 1, 0",
+        f"{PAGED_TESTS} -k loop",
+    ),
+    Fault(
+        "unwritten slots reach the output",
+        PAGED,
+        "jnp.where(there[..., None, None], dequantised(x, scale, dtype), 0)",
+        "dequantised(x, scale, dtype)",
+        f"{PAGED_TESTS} -k no_output",
+    ),
+    Fault(
+        "parts of a split request not rescaled",
+        PAGED,
+        "jnp.exp(m - _finite(largest)[local])",
+        "jnp.ones_like(m)",
+        f"{PAGED_TESTS} -k loop",
+    ),
+    Fault(
+        "every block of the table is computed",
+        PAGED,
+        "        end = jnp.minimum(end, high + 1)\n",
+        "        end = jnp.full_like(end, 64)\n",
+        f"{PAGED_TESTS} -k in_the_list",
+    ),
+    Fault(
+        "a token without a slot is written to the last one",
+        "kernels/ops/paged_attention/cache.py",
+        "slots = jnp.where(slots < 0, pages * C, slots)",
+        "slots = slots",
+        f"{PAGED_TESTS} -k bit_for_bit",
+    ),
+    Fault(
+        "queries at the beginning of the keys",
+        PAGED,
+        "i = (kv_len - count)[:, None] + row",
+        "i = row",
+        f"{PAGED_TESTS} -k loop",
     ),
 )
 
