@@ -18,6 +18,10 @@ SECONDS = 40.0
 STRAIN = 2.5
 # Operations that have more than `SECONDS`, and why.
 MORE: dict[str, tuple[float, str]] = {
+    "paged_attention": (
+        80,
+        "five operations: ragged, of rows, of a dense cache, the writing of a cache, and both at once",
+    ),
     "flash_attention": (
         150,
         "26 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",

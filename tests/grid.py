@@ -102,11 +102,13 @@ def truth_of(op, case_name, dtype, seed):
     stand side by side and it is computed once."""
     case = next(c for c in op.cases if c.name == case_name)
     arguments = op.case_inputs(case, dtype=dtype, seed=seed)
+    # What no backend differentiates need not be differentiated here.
+    constant = op.no_gradient if differentiable(op) else tuple(arguments)
     with jax.default_matmul_precision("highest"):
-        *exact, d = value_and_gradients(op.function, widened(arguments), no_gradient=op.no_gradient)
+        *exact, d = value_and_gradients(op.function, widened(arguments), no_gradient=constant)
         rounded = exact
         if dtype != "float32":
-            *rounded, _ = value_and_gradients(op.function, arguments, d, op.no_gradient)
+            *rounded, _ = value_and_gradients(op.function, arguments, d, constant)
     return Truth(arguments, named(op, *exact), named(op, *rounded), d)
 
 

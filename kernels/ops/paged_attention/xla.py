@@ -148,6 +148,13 @@ def _taken(slots, there, caches, scales, width, dtype) -> list[jax.Array]:
     return [meant(keys[..., :width], scales[0]), meant(values, scales[1])]
 
 
+def _spread(scale: jax.Array | None, cache: jax.Array) -> jax.Array | None:
+    """Returns the scale of every slot [pages, C, K|1], or of all alike [1, 1, K|1]."""
+    if scale is None or scale.shape[:2] == (1, 1):
+        return scale
+    return jnp.broadcast_to(scale, (*cache.shape[:2], scale.shape[2]))
+
+
 def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o: _Options):
     """Returns float32 [M, N, Hv]. query is [M, N, H]; caches are (keys, values or None) [pages, C, K, width]."""
     M, N, H = query.shape
