@@ -22,6 +22,7 @@ MORE: dict[str, tuple[float, str]] = {
         150,
         "26 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",
     ),
+    "attention_variants": (150, "five operations, all of them differentiated"),
     "multi_latent_attention": (70, "three operations, two of them differentiated"),
 }
 FOLDERS = Path(__file__).resolve().parent.parent / "kernels" / "ops"
