@@ -15,6 +15,7 @@ from kernels._core.public import public_functions
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
 from kernels._core.select import ConfigSelectorChain, config_overlay
+from kernels._core.trees import tree_attention_mask, tree_depths, verify_tree
 from kernels.ops.attention_variants import (
     differential_attention,
     linformer_attention,
@@ -71,6 +72,6 @@ def operations() -> dict[str, Op]:
 _FRAMEWORK = (
     "Backend", "BwdParams", "Case", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams", "KernelRegistry",
     "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay", "create_default_executor",
-    "kernel_registry", "operations", "public_functions",
+    "kernel_registry", "operations", "public_functions", "tree_attention_mask", "tree_depths", "verify_tree",
 )  # fmt: skip
 __all__ = [*_FRAMEWORK, *public_functions()]
