@@ -15,6 +15,7 @@ from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
 from kernels._core.select import ConfigSelectorChain
 from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed
+from kernels.ops.quantized_matmul import dequantize, quantize
 from kernels.ops.rotary_embedding import RopeScaling
 
 if (
@@ -26,8 +27,8 @@ if (
 
 _FRAMEWORK = (
     "BwdParams", "ConfigCache", "ConfigSelectorChain", "Executor", "FlashAttentionConfig", "FwdParams", "MaskInfo", "Order",
-    "RopeScaling", "Unsupported", "bind_ops", "create_default_executor", "expand_dropout_seed", "make_mesh", "ring_attention",
-    "set_layout",
+    "RopeScaling", "Unsupported", "bind_ops", "create_default_executor", "dequantize", "expand_dropout_seed", "make_mesh",
+    "quantize", "ring_attention", "set_layout",
 )  # fmt: skip
 globals().update(FUNCTIONS | MODULES)
 __all__ = [*_FRAMEWORK, *FUNCTIONS, *MODULES]

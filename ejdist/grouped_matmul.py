@@ -2,8 +2,8 @@
 
 Where rows are split, each device finds the sizes of the groups in its own rows from those of all, without communication. Where
 the contracted dim is split (the second matmul of an expert, whose columns the first one split), each device has a part of
-every product, and they are added up (Shoeybi et al., Megatron-LM, 2019). Over split experts the operation itself is a sum. Rows do not
-move: they are those that a device has already.
+every product, and they are added up (Shoeybi et al., Megatron-LM, 2019). Over split experts the operation itself is a sum.
+Rows do not move: they are those that a device has already.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_p
 from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.grouped_matmul import grouped_matmul
 from kernels.ops.mean_pooling import mean_pooling
+from kernels.ops.quantized_matmul import dequantize, quantize, quantized_matmul
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_embedding import rotary_embedding
 
@@ -34,6 +35,6 @@ def operations() -> dict[str, Op]:
 _FRAMEWORK = (
     "Backend", "BwdParams", "Case", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams", "KernelRegistry",
     "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay", "create_default_executor",
-    "kernel_registry", "operations", "public_functions",
+    "dequantize", "kernel_registry", "operations", "public_functions", "quantize",
 )  # fmt: skip
 __all__ = [*_FRAMEWORK, *public_functions()]

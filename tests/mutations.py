@@ -23,6 +23,7 @@ FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 SEQUENCE = "tests/test_sequence.py"
 SHARDED, PLACEMENT = "ejdist/sharded.py", "ejdist/placement.py"
 DISPATCH, EDGES = "kernels/_core/dispatch.py", "tests/test_edges.py"
+GROUPED, QUANTIZED = "tests/kernels/test_grouped_matmul.py", "tests/kernels/test_quantized_matmul.py"
 LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
 
 
@@ -299,6 +300,69 @@ FAULTS = (
         "        outputs, gradients = programs.outputs_and_gradients(",
         "        outputs, gradients = programs.outputs(inputs), {}\n        programs.outputs_and_gradients(",
         "tests/test_benchmarks.py",
+    ),
+    Fault(
+        "grouped matmul: rows of the next group in the gradient of a matrix",
+        "kernels/ops/grouped_matmul/xla.py",
+        "x, d = _rows(padded, first, size, end), _rows(d_padded, first, size, end)",
+        "x, d = _rows(padded, first, size), _rows(d_padded, first, size)",
+        GROUPED,
+    ),
+    Fault(
+        "grouped matmul: rows past the last group are not zero",
+        "kernels/ops/grouped_matmul/xla.py",
+        "    out = _each_group(groups, group, jnp.zeros((padded.shape[0], features), lhs.dtype))\n    return _inside(groups, out, rows)",
+        "    out = _each_group(groups, group, jnp.zeros((padded.shape[0], features), lhs.dtype))\n    return out[:rows]",
+        GROUPED,
+    ),
+    Fault(
+        "grouped matmul: the last rows of a group left out",
+        "kernels/ops/grouped_matmul/xla.py",
+        "(size - 1 if size == TILES[-1] else 0)",
+        "0",
+        GROUPED,
+    ),
+    Fault(
+        "grouped matmul: rows of a device take the sizes of all",
+        "ejdist/grouped_matmul.py",
+        "jnp.pad(jnp.cumsum(group_sizes), (1, 0)) - first",
+        "jnp.pad(jnp.cumsum(group_sizes), (1, 0)) - 0 * first",
+        f"{GROUPED} -k mesh",
+    ),
+    Fault(
+        "grouped matmul: every device adds the bias",
+        "ejdist/grouped_matmul.py",
+        "jnp.where(jax.lax.axis_index(features) == 0, bias, 0)",
+        "bias",
+        f"{GROUPED} -k mesh",
+    ),
+    Fault(
+        "quantized matmul: the end of a code in the next word is lost",
+        "kernels/ops/quantized_matmul/formats.py",
+        "codes = jnp.where(crosses, codes | rest, codes)",
+        "pass",
+        QUANTIZED,
+    ),
+    Fault(
+        "quantized matmul: ties are rounded up",
+        "kernels/ops/quantized_matmul/formats.py",
+        "tuple(code % 2 == 1 for code in range(7))",
+        "(True,) * 7",
+        f"{QUANTIZED} -k ties",
+    ),
+    Fault(
+        "quantized matmul: the codes are chosen for another scale than is kept",
+        "kernels/ops/quantized_matmul/formats.py",
+        "power = jnp.frexp(largest)[1] - 1 -",
+        "power = jnp.frexp(largest)[1] -",
+        QUANTIZED,
+    ),
+    Fault(
+        "quantized matmul: all of the weights in one tile",
+        "kernels/ops/quantized_matmul/xla.py",
+        "TILE = 1 << 20",
+        "TILE = 1 << 30",
+        QUANTIZED,
     ),
 )
 
