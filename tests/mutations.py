@@ -23,6 +23,7 @@ FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 SEQUENCE = "tests/test_sequence.py"
 SHARDED, PLACEMENT = "ejdist/sharded.py", "ejdist/placement.py"
 DISPATCH, EDGES = "kernels/_core/dispatch.py", "tests/test_edges.py"
+COLLECTIVE = "ejdist/collective_matmul.py"
 GROUPED, QUANTIZED = "tests/kernels/test_grouped_matmul.py", "tests/kernels/test_quantized_matmul.py"
 LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
 
@@ -311,8 +312,8 @@ FAULTS = (
     Fault(
         "grouped matmul: rows past the last group are not zero",
         "kernels/ops/grouped_matmul/xla.py",
-        "    out = _each_group(groups, group, jnp.zeros((padded.shape[0], features), lhs.dtype))\n    return _inside(groups, out, rows)",
-        "    out = _each_group(groups, group, jnp.zeros((padded.shape[0], features), lhs.dtype))\n    return out[:rows]",
+        "return _inside(groups, out, rows)",
+        "return out[:rows]",
         GROUPED,
     ),
     Fault(
@@ -335,6 +336,27 @@ FAULTS = (
         "jnp.where(jax.lax.axis_index(features) == 0, bias, 0)",
         "bias",
         f"{GROUPED} -k mesh",
+    ),
+    Fault(
+        "collective matmul: blocks are put where the rank before them belongs",
+        COLLECTIVE,
+        "(me - by * hop) % n * block",
+        "(me - by * hop - 1) % n * block",
+        "tests/test_collective_matmul.py -k numbers",
+    ),
+    Fault(
+        "collective matmul: a sum comes home a rank late",
+        COLLECTIVE,
+        "(me - by * (hop + 1)) % n * block",
+        "(me - by * hop) % n * block",
+        "tests/test_collective_matmul.py -k numbers",
+    ),
+    Fault(
+        "collective matmul: all rows are gathered first",
+        COLLECTIVE,
+        "    n, me, block = lax.axis_size(axis), lax.axis_index(axis), x.shape[-2]\n",
+        "    if True:\n        return use(lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True), 0, carry)\n",
+        "tests/test_collective_matmul.py -k travel",
     ),
     Fault(
         "quantized matmul: the end of a code in the next word is lost",

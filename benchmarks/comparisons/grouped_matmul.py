@@ -1,5 +1,5 @@
-"""`python -m benchmarks.comparisons.grouped_matmul [ROWS] [--ragged-dot]`: grouped_matmul, dense products of as many FLOPs with one
-matrix and with one for each of equal groups, and `lax.ragged_dot`, which takes minutes.
+"""`python -m benchmarks.comparisons.grouped_matmul [ROWS] [--ragged-dot]`: grouped_matmul, dense products of as many FLOPs
+with one matrix and with one for each of equal groups, and `lax.ragged_dot`, which takes minutes.
 
 Seconds are of the process's CPU, the best of several; on one core (`taskset -c 0`) they are those of the program."""
 

@@ -63,8 +63,8 @@ def quantize(
     Raises:
       ValueError: naming the argument.
 
-    Sources: Dettmers et al., QLoRA, 2023 (nf4); OCP Microscaling Formats (MX) Specification 1.0, 2023; Frantar et al., GPTQ, 2022
-    (packing of rows of D).
+    Sources: Dettmers et al., QLoRA, 2023 (nf4); OCP Microscaling Formats (MX) Specification 1.0, 2023; Frantar et al., GPTQ,
+    2022 (packing of rows of D).
 
     >>> import jax.numpy as jnp
     >>> words, scales, biases = quantize(jnp.linspace(0, 15, 32)[:, None], bits=4, group_size=32)
