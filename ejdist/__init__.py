@@ -18,6 +18,7 @@ from kernels._core.select import ConfigSelectorChain
 from kernels._core.trees import tree_attention_mask, tree_depths, verify_tree
 from kernels.ops.attention_variants import orthogonal_features
 from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed
+from kernels.ops.quantized_matmul import dequantize, quantize
 from kernels.ops.rotary_embedding import RopeScaling, XPos
 
 if (
@@ -33,6 +34,8 @@ _FRAMEWORK = (
     "ring_attention", "set_layout",
     "RopeScaling", "Unsupported", "bind_ops", "compressed_checkpoint", "create_default_executor", "expand_dropout_seed",
     "make_mesh", "orthogonal_features", "ring_attention", "set_layout", "tree_attention_mask", "tree_depths", "verify_tree",
+    "RopeScaling", "Unsupported", "bind_ops", "create_default_executor", "dequantize", "expand_dropout_seed", "make_mesh",
+    "quantize", "ring_attention", "set_layout",
 )  # fmt: skip
 globals().update(FUNCTIONS | MODULES)
 __all__ = [*_FRAMEWORK, *FUNCTIONS, *MODULES]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import kernels
-from ejdist import grouped_matmul, latent_attention, vocabulary_parallel
+from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence import delta_rule, linear_attention
@@ -43,8 +43,11 @@ _COMMUNICATING = (
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING
 }
-FUNCTIONS: dict[str, Callable] = {**SHARDED, "ring_attention": ring_attention}
-MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values()} | {"RingAttention": RingAttention}
+FUNCTIONS: dict[str, Callable] = {**SHARDED, **collective_matmul.FUNCTIONS, "ring_attention": ring_attention}
+MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values()} | {
+    **collective_matmul.MODULES,
+    "RingAttention": RingAttention,
+}
 
 
 def bind_ops(

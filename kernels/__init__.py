@@ -56,6 +56,7 @@ from kernels.ops.paged_attention import (
     ragged_page_attention_v3,
     unified_attention,
 )
+from kernels.ops.quantized_matmul import dequantize, quantize, quantized_matmul
 from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
@@ -73,5 +74,6 @@ _FRAMEWORK = (
     "Backend", "BwdParams", "Case", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams", "KernelRegistry",
     "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay", "create_default_executor",
     "kernel_registry", "operations", "public_functions", "tree_attention_mask", "tree_depths", "verify_tree",
+    "dequantize", "kernel_registry", "operations", "public_functions", "quantize",
 )  # fmt: skip
 __all__ = [*_FRAMEWORK, *public_functions()]

@@ -23,6 +23,8 @@ FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 SEQUENCE = "tests/test_sequence.py"
 SHARDED, PLACEMENT = "ejdist/sharded.py", "ejdist/placement.py"
 DISPATCH, EDGES = "kernels/_core/dispatch.py", "tests/test_edges.py"
+COLLECTIVE = "ejdist/collective_matmul.py"
+GROUPED, QUANTIZED = "tests/kernels/test_grouped_matmul.py", "tests/kernels/test_quantized_matmul.py"
 LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
 DELTA = "tests/kernels/test_delta_rule.py"
 
@@ -619,6 +621,88 @@ FAULTS = (
         "jnp.max(jnp.abs(wide), axis=-1, keepdims=True)",
         "jnp.max(jnp.abs(wide), axis=-2, keepdims=True).swapaxes(-1, -2)[..., : wide.shape[-2], :]",
         "tests/test_compression.py -k error",
+        "grouped matmul: rows of the next group in the gradient of a matrix",
+        "kernels/ops/grouped_matmul/xla.py",
+        "x, d = _rows(padded, first, size, end), _rows(d_padded, first, size, end)",
+        "x, d = _rows(padded, first, size), _rows(d_padded, first, size)",
+        GROUPED,
+    ),
+    Fault(
+        "grouped matmul: rows past the last group are not zero",
+        "kernels/ops/grouped_matmul/xla.py",
+        "return _inside(groups, out, rows)",
+        "return out[:rows]",
+        GROUPED,
+    ),
+    Fault(
+        "grouped matmul: the last rows of a group left out",
+        "kernels/ops/grouped_matmul/xla.py",
+        "(size - 1 if size == TILES[-1] else 0)",
+        "0",
+        GROUPED,
+    ),
+    Fault(
+        "grouped matmul: rows of a device take the sizes of all",
+        "ejdist/grouped_matmul.py",
+        "jnp.pad(jnp.cumsum(group_sizes), (1, 0)) - first",
+        "jnp.pad(jnp.cumsum(group_sizes), (1, 0)) - 0 * first",
+        f"{GROUPED} -k mesh",
+    ),
+    Fault(
+        "grouped matmul: every device adds the bias",
+        "ejdist/grouped_matmul.py",
+        "jnp.where(jax.lax.axis_index(features) == 0, bias, 0)",
+        "bias",
+        f"{GROUPED} -k mesh",
+    ),
+    Fault(
+        "collective matmul: blocks are put where the rank before them belongs",
+        COLLECTIVE,
+        "(me - by * hop) % n * block",
+        "(me - by * hop - 1) % n * block",
+        "tests/test_collective_matmul.py -k numbers",
+    ),
+    Fault(
+        "collective matmul: a sum comes home a rank late",
+        COLLECTIVE,
+        "(me - by * (hop + 1)) % n * block",
+        "(me - by * hop) % n * block",
+        "tests/test_collective_matmul.py -k numbers",
+    ),
+    Fault(
+        "collective matmul: all rows are gathered first",
+        COLLECTIVE,
+        "    n, me, block = lax.axis_size(axis), lax.axis_index(axis), x.shape[-2]\n",
+        "    if True:\n        return use(lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True), 0, carry)\n",
+        "tests/test_collective_matmul.py -k travel",
+    ),
+    Fault(
+        "quantized matmul: the end of a code in the next word is lost",
+        "kernels/ops/quantized_matmul/formats.py",
+        "codes = jnp.where(crosses, codes | rest, codes)",
+        "pass",
+        QUANTIZED,
+    ),
+    Fault(
+        "quantized matmul: ties are rounded up",
+        "kernels/ops/quantized_matmul/formats.py",
+        "tuple(code % 2 == 1 for code in range(7))",
+        "(True,) * 7",
+        f"{QUANTIZED} -k ties",
+    ),
+    Fault(
+        "quantized matmul: the codes are chosen for another scale than is kept",
+        "kernels/ops/quantized_matmul/formats.py",
+        "power = jnp.frexp(largest)[1] - 1 -",
+        "power = jnp.frexp(largest)[1] -",
+        QUANTIZED,
+    ),
+    Fault(
+        "quantized matmul: all of the weights in one tile",
+        "kernels/ops/quantized_matmul/xla.py",
+        "TILE = 1 << 20",
+        "TILE = 1 << 30",
+        QUANTIZED,
     ),
 )
 

@@ -25,6 +25,11 @@ each_differentiable = pytest.mark.parametrize(("op", "backend"), [r for r in ROW
 FIRST = ("B", "lead")
 
 
+def batch_of(dims):
+    """Returns which dims of arguments are a batch; none where all rows M are one, as of groups of any sizes."""
+    return {d[0].name for d in dims.values() if d} & {*FIRST}
+
+
 def case_of(op: Op):
     return next(c for c in op.cases if "bench" not in c.tags)
 
@@ -175,11 +180,12 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
     arrays = merged(floats, others)
     (symbol,) = jax.export.symbolic_shape("b")
     dims = {n: op.parameters[n].dims for n in arrays}
-    if not any(d and d[0].name in FIRST for d in dims.values()):
-        pytest.fail("an operation has a batch, B or *lead")
+    first = batch_of(dims) or {"M"}
+    if not any(d and d[0].name in first for d in dims.values()):
+        pytest.fail("an operation has a batch, B or *lead, or rows M")
 
     def symbolic(name, x):
-        if is_array(x) and dims[name] and dims[name][0].name in FIRST and x.shape[0] > 1:
+        if is_array(x) and dims[name] and dims[name][0].name in first and x.shape[0] > 1:
             return jax.ShapeDtypeStruct((symbol, *x.shape[1:]), x.dtype)
         return jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
 
@@ -199,12 +205,14 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
 
 @each_differentiable
 def test_inside_a_shard_map_of_the_callers_own(op, backend):
-    """With JAX's own defaults: what varies over the mesh is tracked. The batch lies on two devices, the rest on both."""
+    """With JAX's own defaults: what varies over the mesh is tracked. The batch lies on two devices, the rest on both; where
+    there is no batch both have all, typed as if it were their own, and half of the result."""
     floats, others, rest = parts(op)
     dims = {n: op.parameters[n].dims for n in others}
     rows = {n: x.shape[0] for n, x in merged(floats, others).items() if is_array(x)}
     first = {n for n, d in dims.items() if d and d[0].name in FIRST and rows.get(n, 1) > 1}
-    assert first and all(rows[n] % 2 == 0 for n in first), "the first case of an operation has an even batch"
+    alone = not batch_of({n: op.parameters[n].dims for n in merged(floats, others)})
+    assert alone or (first and all(rows[n] % 2 == 0 for n in first)), "the first case of an operation has an even batch"
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def spec(name, x):
@@ -213,7 +221,9 @@ def test_inside_a_shard_map_of_the_callers_own(op, backend):
     specs = ({n: spec(n, x) for n, x in floats.items()}, {n: spec(n, x) for n, x in others.items()})
 
     def local(floats, others):
-        return jax.lax.psum(scalar(op, backend.name, others, rest)(floats), "x")
+        if alone:
+            floats = jax.tree.map(lambda x: jax.lax.pcast(x, "x", to="varying"), floats)
+        return jax.lax.psum(scalar(op, backend.name, others, rest)(floats), "x") / (2 if alone else 1)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
     run = jax.jit(jax.value_and_grad(lambda f, o: mapped(f, o)))
