@@ -40,7 +40,8 @@ def signature(name: str, function: Callable) -> str:
         if p.annotation is not p.empty:
             text += f": {p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)}"
         if p.default is not p.empty:
-            text += f" = {p.default.__name__ if inspect.isclass(p.default) else repr(p.default)}"
+            default = p.default.__name__ if inspect.isclass(p.default) else repr(p.default)
+            text += " = " + re.sub(r"<function (\S+) at \w+>", r"\1", default)  # where it lies changes with every run
         parameters.append(text)
     line = f"{name}({', '.join(parameters)})"
     if len(line) > WIDTH:

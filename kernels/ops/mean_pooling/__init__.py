@@ -47,7 +47,9 @@ def _cuts(cum_seqlens: Any, batch: Any) -> jax.Array:
 
 
 @public(op)
-def mean_pooling(x: jax.Array, attention_mask: Any = None, *, cum_seqlens: Any = None) -> Prepared:
+def mean_pooling(
+    x: jax.Array, attention_mask: Any = None, *, cum_seqlens: Any = None, cu_seqlens: Any = None
+) -> Prepared:
     """Returns the mean of the valid tokens of each sequence, accumulated in float32, in the dtype of x: [B, D], or with
     `cum_seqlens` [sequences, D]. A sequence without a valid token has the mean 0.
 
@@ -56,7 +58,7 @@ def mean_pooling(x: jax.Array, attention_mask: Any = None, *, cum_seqlens: Any =
       attention_mask: bool, or integers 0 and 1, [B, T], true where a token is valid; None: all are. What is in a token that is
         not, NaN too, is in no mean.
       cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...]: x is one row (B = 1) of packed sequences, cut there. Tokens past
-        the last cut belong to none.
+        the last cut belong to none. `cu_seqlens` is another name for it.
       cfg: `MeanPoolingConfig`.
 
     Raises:
@@ -70,6 +72,10 @@ def mean_pooling(x: jax.Array, attention_mask: Any = None, *, cum_seqlens: Any =
     [[2. 4.]
      [9. 9.]]
     """
+    if cu_seqlens is not None:
+        if cum_seqlens is not None:
+            raise ValueError("mean_pooling: argument 'cu_seqlens' is 'cum_seqlens' by another name; give one of them")
+        cum_seqlens = cu_seqlens
     if not is_array(x) or not is_float_array(x) or x.ndim != 3:
         got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
         hint = "; one sequence is x[None]" if is_array(x) and x.ndim == 2 else ""
