@@ -30,12 +30,9 @@ if (
 
 _FRAMEWORK = (
     "BwdParams", "ConfigCache", "ConfigSelectorChain", "Executor", "FlashAttentionConfig", "FwdParams", "MaskInfo", "Order",
-    "RopeScaling", "Unsupported", "XPos", "bind_ops", "create_default_executor", "expand_dropout_seed", "make_mesh",
-    "ring_attention", "set_layout",
-    "RopeScaling", "Unsupported", "bind_ops", "compressed_checkpoint", "create_default_executor", "expand_dropout_seed",
-    "make_mesh", "orthogonal_features", "ring_attention", "set_layout", "tree_attention_mask", "tree_depths", "verify_tree",
-    "RopeScaling", "Unsupported", "bind_ops", "create_default_executor", "dequantize", "expand_dropout_seed", "make_mesh",
-    "quantize", "ring_attention", "set_layout",
+    "RopeScaling", "Unsupported", "XPos", "bind_ops", "compressed_checkpoint", "create_default_executor", "dequantize",
+    "expand_dropout_seed", "make_mesh", "orthogonal_features", "quantize", "ring_attention", "set_layout",
+    "tree_attention_mask", "tree_depths", "verify_tree",
 )  # fmt: skip
 globals().update(FUNCTIONS | MODULES)
 __all__ = [*_FRAMEWORK, *FUNCTIONS, *MODULES]
