@@ -140,8 +140,9 @@ def run(
     if out_specs is not None:
         by_name = dict(zip(op.outputs, results, strict=True))
         returned = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
-        wanted = tuple(by_name[n] for n in returned)
-        if prepared.finish is not None:
+        if prepared.finish is None:
+            wanted = tuple(by_name[n] for n in returned)
+        else:
             dims: Any = prepared.dims
             several = dims if any(isinstance(d, tuple) for d in dims) else (dims,)
             wanted = tuple(spec(d, lies) for d in several)
