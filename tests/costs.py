@@ -134,7 +134,7 @@ def benchmark(s: Sources) -> Cost:
 ROWS: tuple[tuple[str, str, Callable[[Sources], Cost]], ...] = (
     ("an operation", "`gated_mlp`, on XLA", operation),
     ("a backend of it", "`rms_norm` on Pallas", backend),
-    ("an option", "`zero_centered` of `rms_norm`", lambda s: naming(s, "zero_centered", "", "^benchmarks/")),
+    ("an option", "`interleaved` of `rotary_embedding`", lambda s: naming(s, "interleaved", "", "^benchmarks/")),
     (
         "an option of attention, on a ring too",
         "`alibi_slopes`",
