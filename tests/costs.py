@@ -138,7 +138,7 @@ ROWS: tuple[tuple[str, str, Callable[[Sources], Cost]], ...] = (
     (
         "an option of attention, on a ring too",
         "`alibi_slopes`",
-        lambda s: naming(s, "alibi_slopes", "", "^benchmarks/"),
+        lambda s: naming(s, "alibi_slopes", r"/flash_attention/|^ejdist/"),  # paged attention has one too
     ),
     ("its form on a mesh", "`gated_mlp`, with a sum over devices", sharded),
     ("a scheme of sequence parallelism", "`all_gather`", scheme),
