@@ -13,11 +13,18 @@ from ejdist import vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence.attention import RingAttention, ring_attention
+from ejdist.sequence.blocksparse import blocksparse_attention
+from ejdist.sequence.native_sparse import native_sparse_attention
 from ejdist.sequence.order import Order
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
-_COMMUNICATING = (vocabulary_parallel.fused_cross_entropy, vocabulary_parallel.fused_token_losses)
+_COMMUNICATING = (
+    blocksparse_attention,
+    native_sparse_attention,
+    vocabulary_parallel.fused_cross_entropy,
+    vocabulary_parallel.fused_token_losses,
+)
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING

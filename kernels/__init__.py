@@ -15,10 +15,12 @@ from kernels._core.public import public_functions
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
 from kernels._core.select import ConfigSelectorChain, config_overlay
+from kernels.ops.blocksparse_attention import blocksparse_attention
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
 from kernels.ops.mean_pooling import mean_pooling
+from kernels.ops.native_sparse_attention import native_sparse_attention
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_embedding import rotary_embedding
 
