@@ -14,6 +14,8 @@ from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence import delta_rule, linear_attention
 from ejdist.sequence.attention import RingAttention, ring_attention
+from ejdist.sequence.blocksparse import blocksparse_attention
+from ejdist.sequence.native_sparse import native_sparse_attention
 from ejdist.sequence.order import Order
 from ejdist.sequence.recurrent import recurrent, rwkv4
 from ejdist.sequence.state_space import causal_conv1d, state_space_v1, state_space_v2
@@ -38,6 +40,8 @@ _COMMUNICATING = (
     linear_attention.recurrent_attention,
     linear_attention.retention,
     linear_attention.rwkv6,
+    blocksparse_attention,
+    native_sparse_attention,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

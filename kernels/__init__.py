@@ -23,6 +23,7 @@ from kernels.ops.attention_variants import (
     performer_attention,
     quantized_attention,
 )
+from kernels.ops.blocksparse_attention import blocksparse_attention
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
 from kernels.ops.delta_rule import (
     delta_rule,
@@ -45,6 +46,7 @@ from kernels.ops.linear_attention import (
 )
 from kernels.ops.mean_pooling import mean_pooling
 from kernels.ops.multi_latent_attention import flash_mla, mla_decode, multi_latent_ragged_page_attention
+from kernels.ops.native_sparse_attention import native_sparse_attention
 from kernels.ops.paged_attention import (
     append_to_cache,
     chunked_prefill_paged_decode,
