@@ -127,14 +127,18 @@ def _branches(text: str) -> int:
 def benchmark(s: Sources) -> Cost:
     # With the operation's cases and work declared there is nothing to write; peers to compare with are a choice.
     return whole(s, r"^benchmarks/rms_norm\.py$") + naming(
-        s, r"\brms_norm", r"^benchmarks/", r"benchmarks/(rms_norm|peers)"
+        s, r"\brms_norm", r"^benchmarks/", r"benchmarks/(rms_norm|peers|comparisons)"
     )
 
 
 ROWS: tuple[tuple[str, str, Callable[[Sources], Cost]], ...] = (
     ("an operation", "`gated_mlp`, on XLA", operation),
     ("a backend of it", "`rms_norm` on Pallas", backend),
-    ("an option", "`zero_centered` of `rms_norm`", lambda s: naming(s, "zero_centered", "", "^benchmarks/")),
+    (
+        "an option",
+        "`zero_centered` of `rms_norm` and its fused forms",
+        lambda s: naming(s, "zero_centered", "", "^benchmarks/"),
+    ),
     (
         "an option of attention, on a ring too",
         "`alibi_slopes`",
