@@ -704,6 +704,27 @@ FAULTS = (
         "TILE = 1 << 30",
         QUANTIZED,
     ),
+    Fault(
+        "docs: links to headings are not followed",
+        "docs/__main__.py",
+        '"myst_heading_anchors": 4,',
+        '"myst_heading_anchors": 0,',
+        "tests/test_docs.py -k nowhere",
+    ),
+    Fault(
+        "docs: the functions of a page are forgotten",
+        "docs/pages.py",
+        "*map(function_section, functions), ",
+        "",
+        "tests/test_docs.py -k on_a_page",
+    ),
+    Fault(
+        "docs: a sum over a split dim is not said",
+        "docs/pages.py",
+        "    if op.sum_dims:\n",
+        "    if op.sum_dims and not op.weights:\n",
+        "tests/test_docs.py -k facts",
+    ),
 )
 
 

@@ -11,7 +11,6 @@ import kernels
 from docs.pages import all_pages, sharding_in_words
 from docs.text import escaped, first_sentence, markdown
 
-sphinx = pytest.importorskip("sphinx", reason="the documentation is built with Sphinx: pip install -e '.[docs]'")
 PUBLIC = kernels.public_functions()
 
 
@@ -20,9 +19,15 @@ def pages():
     return all_pages()
 
 
-def test_it_builds_and_no_link_leads_nowhere(pages, tmp_path):
+@pytest.fixture
+def build():
+    pytest.importorskip("myst_parser", reason="the documentation is built with Sphinx: pip install -e '.[docs]'")
     from docs.__main__ import build
 
+    return build
+
+
+def test_it_builds_and_no_link_leads_nowhere(build, pages, tmp_path):
     assert build(tmp_path, pages) == []
     assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.html")} >= {
         name.replace(".md", ".html") for name in pages
@@ -31,9 +36,7 @@ def test_it_builds_and_no_link_leads_nowhere(pages, tmp_path):
     assert 'id="mean_pooling"' in text and "B, T, D" in text and "triton_gpu" in text
 
 
-def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
-    from docs.__main__ import build
-
+def test_a_link_that_leads_nowhere_fails_the_build(build, tmp_path):
     contents = "```{toctree}\nb.md\n```\n"
     warnings = build(
         tmp_path, {"index.md": f"# a\n\n[one](nowhere.md), [two](b.md#no-such)\n\n{contents}", "b.md": "# b\n"}
@@ -89,9 +92,9 @@ class Numbers(doctest.OutputChecker):
         return texts[0] == texts[1] and wanted.shape == found.shape and np.allclose(wanted, found, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_example_of_a_public_function_runs(name):
-    function = PUBLIC[name]
+@pytest.mark.parametrize("function", PUBLIC.values(), ids=PUBLIC)
+def test_the_example_of_a_public_function_runs(function):
+    name = function.__name__
     example = doctest.DocTestParser().get_doctest(function.__doc__, {name: function}, name, None, None)
     assert example.examples, "an example, `>>>`, is what a reader looks for first"
     said: list[str] = []
