@@ -12,7 +12,7 @@ import kernels
 from ejdist import vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
-from ejdist.sequence import delta_rule
+from ejdist.sequence import delta_rule, linear_attention
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.order import Order
 from ejdist.sharded import ShardedFunction, sharded
@@ -22,6 +22,11 @@ _COMMUNICATING = (
     vocabulary_parallel.fused_cross_entropy,
     vocabulary_parallel.fused_token_losses,
     *delta_rule.FUNCTIONS,
+    linear_attention.gla_attention,
+    linear_attention.lightning_attention,
+    linear_attention.recurrent_attention,
+    linear_attention.retention,
+    linear_attention.rwkv6,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

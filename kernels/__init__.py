@@ -25,6 +25,13 @@ from kernels.ops.delta_rule import (
 )
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
+from kernels.ops.linear_attention import (
+    gla_attention,
+    lightning_attention,
+    recurrent_attention,
+    retention,
+    rwkv6,
+)
 from kernels.ops.mean_pooling import mean_pooling
 from kernels.ops.rms_norm import rms_norm
 from kernels.ops.rotary_embedding import rotary_embedding

@@ -35,7 +35,7 @@ class Passing(Protocol):
         """Returns the map of this rank's valid tokens (bool [B, T]), one sequence without a beginning; of none: the identity.
 
         Args:
-          arguments: of the contract but segment_ids, initial_state and num_states.
+          arguments: the arrays that the call gives of the contract's, but segment_ids and initial_state.
         """
         ...
 
@@ -99,7 +99,10 @@ class StatePassing:
             return self.op(**arguments, platform=platform, cfg=cfg)
         ids, initial = arguments.pop("segment_ids", None), arguments.pop("initial_state", None)
         num_states = arguments.pop("num_states", 1)
-        B, T = next(iter(arguments.values())).shape[:2]
+        options = {n: x for n, x in arguments.items() if not is_traced_argument(x)}
+        arguments = {n: x for n, x in arguments.items() if n not in options}
+        first = next(p.name for p in self.op.parameters.values() if [d.name for d in p.dims[:2]] == ["B", "T"])
+        B, T = arguments[first].shape[:2]
         if ids is None:
             ids = jnp.zeros((B, T), jnp.int32)
         arrays = {n: x for n, x in arguments.items() if is_traced_argument(x)}  # the others are options
@@ -110,9 +113,8 @@ class StatePassing:
             initial = jnp.repeat(start[:, None], num_states, axis=1)
         initial, start = vary_alike((initial.astype(start.dtype), start), ids)
         enters = entering(self.passing, arguments, ids, initial, start, axis)
-        out, final = self.op(
-            **arguments, segment_ids=ids, initial_state=enters, num_states=num_states, platform=platform, cfg=cfg
-        )
+        arguments |= {"segment_ids": ids, "initial_state": enters, "num_states": num_states}
+        out, final = self.op(**arguments, **options, platform=platform, cfg=cfg)
         return out, _ends(ids, final, axis)
 
 
