@@ -132,7 +132,9 @@ def _scan(body: Callable, carry: Any, xs: Any, length: int, reverse: bool = Fals
     """Returns `lax.scan`, without its loop where there is one step: a token that is decoded is not worth one."""
     if length > 1:
         return jax.lax.scan(body, carry, xs, reverse=reverse)
-    carry, y = body(carry, jax.tree.map(lambda x: x[0], xs))
+    # jaxlib 0.10.2 to 0.11 fuse a matmul with a constant, as a state of zeros is here, and a sum beside it into one call of
+    # YNNPACK on CPUs, and the result is garbage (see jax issues 39103 and 39257 for others of its kind).
+    carry, y = body(jax.lax.optimization_barrier(carry), jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], y)
 
 
