@@ -337,6 +337,13 @@ FAULTS = (
         f"{DELTA} -k pool_of_states",
     ),
     Fault(
+        "the map of a rank of a delta rule forgets the options",
+        "ejdist/sequence/state_passing.py",
+        "{**arguments, **said}",
+        "arguments",
+        f"{DELTA} -k sequence_split",
+    ),
+    Fault(
         "ranks of a delta rule hand on their own state alone",
         "ejdist/sequence/delta_rule.py",
         "jnp.pad(jnp.eye(H),",

@@ -35,7 +35,7 @@ class Passing(Protocol):
         """Returns the map of this rank's valid tokens (bool [B, T]), one sequence without a beginning; of none: the identity.
 
         Args:
-          arguments: the arrays that the call gives of the contract's, but segment_ids and initial_state.
+          arguments: what the call gives of the contract's, arrays and options, but segment_ids, initial_state and num_states.
         """
         ...
 
@@ -105,14 +105,13 @@ class StatePassing:
         B, T = arguments[first].shape[:2]
         if ids is None:
             ids = jnp.zeros((B, T), jnp.int32)
-        arrays = {n: x for n, x in arguments.items() if is_traced_argument(x)}  # the others are options
-        arrays, ids, _ = vary_alike((arrays, ids, exchange.rank(axis)))
-        arguments |= arrays
+        arguments, ids, _ = vary_alike((arguments, ids, exchange.rank(axis)))
         start = self.passing.start(arguments)
         if initial is None:
             initial = jnp.repeat(start[:, None], num_states, axis=1)
         initial, start = vary_alike((initial.astype(start.dtype), start), ids)
-        enters = entering(self.passing, arguments, ids, initial, start, axis)
+        said = {n: x for n, x in options.items() if x is not None}
+        enters = entering(self.passing, {**arguments, **said}, ids, initial, start, axis)
         arguments |= {"segment_ids": ids, "initial_state": enters, "num_states": num_states}
         out, final = self.op(**arguments, **options, platform=platform, cfg=cfg)
         return out, _ends(ids, final, axis)
