@@ -22,6 +22,10 @@ MORE: dict[str, tuple[float, str]] = {
         150,
         "26 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",
     ),
+    "delta_rule": (
+        100,
+        "two operations, five functions: no decay, that of a head and of each channel, packed, in a pool and split over ranks",
+    ),
 }
 FOLDERS = Path(__file__).resolve().parent.parent / "kernels" / "ops"
 

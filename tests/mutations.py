@@ -349,6 +349,8 @@ FAULTS = (
         "jnp.pad(jnp.eye(H),",
         "jnp.pad(0 * jnp.eye(H),",
         f"{DELTA} -k sequence_split",
+    ),
+    Fault(
         "linear attention: a padded token fades the state",
         "kernels/ops/linear_attention/xla.py",
         "constant = jnp.where(tokens.valid[:, None, :, None], constant, 0)",
