@@ -332,6 +332,15 @@ def test_with_the_sequence_split_over_any_number(name, ranks, packed):
     on_a_mesh(name, {"sp": ranks}, packed)
 
 
+@pytest.mark.slow
+def test_a_pool_on_a_mesh():
+    a = {n: x[0] for n, x in arrays("gated_delta_rule", T=22).items()}
+    given = (*a.values(), jnp.asarray(POOL), CUTS, SLOTS)
+    got = ejdist.ragged_gated_delta_rule(*given, mesh=make_mesh(sp=2, tp=2))
+    for g, w in zip(got, kernels.ragged_gated_delta_rule(*given), strict=True):
+        assert error(g, w) < 2e-6
+
+
 def test_traffic_does_not_depend_on_the_length():
     def traffic(T):
         shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays("gated_delta_rule", T=T).items()}
@@ -405,3 +414,5 @@ def test_states_and_their_number_go_together():
         op(**a, initial_state=jnp.zeros((2, 1, 2, 4, 3)), segment_ids=IDS, num_states=3)
     with pytest.raises(ValueError, match="'segment_ids' must say"):
         rwkv7_op(**R, num_states=2)
+    with pytest.raises(ValueError, match="'cfg' must have a power of two as block_t, got 12"):
+        call("delta_rule", a, cfg=DeltaRuleConfig(12))
