@@ -1,7 +1,8 @@
-"""`python benchmarks/comparisons/delta_rule.py [WORDS]`: the delta rules beside the functions of Hugging Face transformers, on a CPU.
+"""`python benchmarks/comparisons/delta_rule.py [WORDS]`: the delta rules beside those of transformers, on a CPU.
 
-Qwen3-Next's and Kimi Linear's models have their recurrences in plain torch, as a loop over time and in chunks. Outputs, last
-states and all gradients, for the same float32 inputs; WORDS choose rows. Needs torch and transformers, which the project does not install.
+Its models Qwen3-Next and Kimi Linear have their recurrences in plain torch, as a loop over time and in chunks. Outputs, last
+states and all gradients, for the same float32 inputs; WORDS choose rows. Needs torch and transformers, which the project does
+not install.
 """
 
 from __future__ import annotations
