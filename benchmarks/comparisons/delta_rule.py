@@ -1,11 +1,13 @@
-"""`python benchmarks/comparisons/delta_rule.py`: the delta rules beside the functions of Hugging Face transformers, on a CPU.
+"""`python benchmarks/comparisons/delta_rule.py [WORDS]`: the delta rules beside those of transformers, on a CPU.
 
-Qwen3-Next's and Kimi Linear's models have their recurrences in plain torch, as a loop over time and in chunks. Outputs, last
-states and all gradients, for the same float32 inputs. Needs torch and transformers, which the project does not install.
+Its models Qwen3-Next and Kimi Linear have their recurrences in plain torch, as a loop over time and in chunks. Outputs, last
+states and all gradients, for the same float32 inputs; WORDS choose rows. Needs torch and transformers, which the project does
+not install.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
@@ -67,6 +69,8 @@ def main() -> None:
         (kernels.kernel_delta_attention, "Kimi Linear, loop", kimi.recurrent_kimi_delta_attention),
         (kernels.kernel_delta_attention, "Kimi Linear, chunks", kimi.chunk_kimi_delta_attention),
     ):
+        if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+            continue
         a = inputs(function is kernels.kernel_delta_attention)
         rng = np.random.default_rng(1)
         d = tuple(rng.standard_normal(s).astype(np.float32) for s in ((B, T, N, Hv), (B, N, H, Hv)))

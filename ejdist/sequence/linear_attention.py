@@ -23,7 +23,6 @@ class _Fading(Linear):
         return jnp.zeros((B, N, H, arguments["value"].shape[-1]), jnp.float32)
 
     def summary(self, arguments: dict[str, Any], valid: jax.Array) -> Any:
-        arguments = {n: x for n, x in arguments.items() if x is not None}
         N = arguments["query"].shape[2]
         precision = jax.lax.Precision.HIGHEST if arguments["query"].dtype == jnp.float32 else None
 

@@ -17,9 +17,9 @@ from kernels.ops.delta_rule.contract import DeltaRuleConfig, check_states, norma
 MOST_TOKENS = 64  # of a chunk
 
 
-def block_of(length: int, most: int = MOST_TOKENS) -> int:
+def block_of(length: int) -> int:
     """Returns the tokens of a chunk for sequences of that length: a power of two, no larger than they need."""
-    return min(most, 1 << max(0, length - 1).bit_length())
+    return min(MOST_TOKENS, 1 << max(0, length - 1).bit_length())
 
 
 def _precision(dtype: Any) -> Any:
@@ -74,7 +74,9 @@ def _states(
     B, T, N, Hv = value.shape
     if initial_state is None:
         initial_state = jnp.zeros((B, num_states, N, width, Hv))
-    return Chunks(B, T, cfg.block_t or MOST_TOKENS, segment_ids, num_states), initial_state.astype(jnp.float32)
+    if cfg.block_t < 1 or cfg.block_t & (cfg.block_t - 1):
+        raise ValueError(f"{name}: argument 'cfg' must have a power of two as block_t, got {cfg.block_t}")
+    return Chunks(B, T, cfg.block_t, segment_ids, num_states), initial_state.astype(jnp.float32)
 
 
 def _gradients(
@@ -116,7 +118,8 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
 
 
 def heuristic(call, platform):
-    return DeltaRuleConfig(block_of(call.dims["T"]))
+    # Packed sequences with states begin chunks of their own: of their mean length, no more than half of the tokens are empty.
+    return DeltaRuleConfig(block_of(-(-call.dims["T"] // call.num_states)))
 
 
 def candidates(call):
