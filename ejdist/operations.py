@@ -12,21 +12,25 @@ import kernels
 from ejdist import vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
+from ejdist.sequence import linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.order import Order
-from ejdist.sequence.recurrent import recurrent, rwkv4
-from ejdist.sequence.state_space import causal_conv1d, state_space_v1, state_space_v2
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
 _COMMUNICATING = (
     vocabulary_parallel.fused_cross_entropy,
     vocabulary_parallel.fused_token_losses,
-    state_space_v1,
-    state_space_v2,
-    causal_conv1d,
-    recurrent,
-    rwkv4,
+    linear_attention.gla_attention,
+    linear_attention.lightning_attention,
+    linear_attention.recurrent_attention,
+    linear_attention.retention,
+    linear_attention.rwkv6,
+    recurrent.recurrent,
+    recurrent.rwkv4,
+    state_space.causal_conv1d,
+    state_space.state_space_v1,
+    state_space.state_space_v2,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

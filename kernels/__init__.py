@@ -18,6 +18,13 @@ from kernels._core.select import ConfigSelectorChain, config_overlay
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
+from kernels.ops.linear_attention import (
+    gla_attention,
+    lightning_attention,
+    recurrent_attention,
+    retention,
+    rwkv6,
+)
 from kernels.ops.mean_pooling import mean_pooling
 from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm

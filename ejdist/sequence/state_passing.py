@@ -35,7 +35,7 @@ class Passing(Protocol):
         """Returns the map of this rank's valid tokens (bool [B, T]), one sequence without a beginning; of none: the identity.
 
         Args:
-          arguments: of the contract but segment_ids, initial_state and num_states.
+          arguments: the arrays that the call gives of the contract's, but segment_ids and initial_state.
         """
         ...
 
@@ -99,22 +99,20 @@ class StatePassing:
             return self.op(**arguments, platform=platform, cfg=cfg)
         ids, initial = arguments.pop("segment_ids", None), arguments.pop("initial_state", None)
         num_states = arguments.pop("num_states", 1)
-        of_tokens = [n for n, p in self.op.parameters.items() if [d.name for d in p.dims[:2]] == ["B", "T"]]
-        B, T = next(arguments[n].shape[:2] for n in of_tokens if n in arguments)
+        options = {n: x for n, x in arguments.items() if not is_traced_argument(x)}
+        arguments = {n: x for n, x in arguments.items() if n not in options}
+        first = next(p.name for p in self.op.parameters.values() if [d.name for d in p.dims[:2]] == ["B", "T"])
+        B, T = arguments[first].shape[:2]
         if ids is None:
             ids = jnp.zeros((B, T), jnp.int32)
-        options = {n: v for n, v in arguments.items() if not is_traced_argument(v)}
-        arrays = {n: v for n, v in arguments.items() if n not in options}
-        arrays, ids, _ = vary_alike((arrays, ids, exchange.rank(axis)))
-        arguments = arrays | options
+        arguments, ids, _ = vary_alike((arguments, ids, exchange.rank(axis)))
         start = self.passing.start(arguments)
         if initial is None:
             initial = jnp.repeat(start[:, None], num_states, axis=1)
         initial, start = vary_alike((initial.astype(start.dtype), start), ids)
         enters = entering(self.passing, arguments, ids, initial, start, axis)
-        out, final = self.op(
-            **arguments, segment_ids=ids, initial_state=enters, num_states=num_states, platform=platform, cfg=cfg
-        )
+        arguments |= {"segment_ids": ids, "initial_state": enters, "num_states": num_states}
+        out, final = self.op(**arguments, **options, platform=platform, cfg=cfg)
         return out, _ends(ids, final, axis)
 
 
