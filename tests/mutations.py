@@ -371,6 +371,8 @@ FAULTS = (
         "    p = p + decay\n    top = jnp.maximum(p, q)",
         "    p = p + decay\n    top = q",
         f"{CELLS} -k no_float",
+    ),
+    Fault(
         "linear attention: a padded token fades the state",
         "kernels/ops/linear_attention/xla.py",
         "constant = jnp.where(tokens.valid[:, None, :, None], constant, 0)",
