@@ -12,13 +12,11 @@ import kernels
 from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
-from ejdist.sequence import delta_rule, linear_attention
+from ejdist.sequence import delta_rule, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
 from ejdist.sequence.native_sparse import native_sparse_attention
 from ejdist.sequence.order import Order
-from ejdist.sequence.recurrent import recurrent, rwkv4
-from ejdist.sequence.state_space import causal_conv1d, state_space_v1, state_space_v2
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
@@ -42,6 +40,11 @@ _COMMUNICATING = (
     linear_attention.rwkv6,
     blocksparse_attention,
     native_sparse_attention,
+    recurrent.recurrent,
+    recurrent.rwkv4,
+    state_space.causal_conv1d,
+    state_space.state_space_v1,
+    state_space.state_space_v2,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {

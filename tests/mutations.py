@@ -29,6 +29,8 @@ LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
 DELTA = "tests/kernels/test_delta_rule.py"
 
 PAGED, PAGED_TESTS = "kernels/ops/paged_attention/xla.py", "tests/kernels/test_paged_attention.py"
+STATE_SPACE, STATE_SPACES = "kernels/ops/state_space/xla.py", "tests/kernels/test_state_space.py"
+CELLS = "tests/kernels/test_recurrent.py"
 
 
 @dataclass(frozen=True)
@@ -450,6 +452,74 @@ FAULTS = (
         "jnp.pad(jnp.eye(H),",
         "jnp.pad(0 * jnp.eye(H),",
         f"{DELTA} -k sequence_split",
+        "an old segment is seen in its chunk",
+        STATE_SPACE,
+        "sees = sees & (run[:, :, None] == run[:, None])",
+        "sees = sees & (run[:, :, None] >= run[:, None])",
+        f"{STATE_SPACES} -k numpy[v2-documents]",
+    ),
+    Fault(
+        "decays by a difference of running sums",
+        STATE_SPACE,
+        'between = jnp.einsum("tu,bkrus->bkrts", until, after, precision=jax.lax.Precision.HIGHEST)',
+        "between = (total := jnp.cumsum(a, axis=-1))[..., :, None] - total[..., None, :]",
+        f"{STATE_SPACES} -k near_1",
+    ),
+    Fault(
+        "a decay too few from a token to the state",
+        STATE_SPACE,
+        "wide * leaving[..., None]",
+        "wide",
+        f"{STATE_SPACES} -k numpy[v2-documents]",
+    ),
+    Fault(
+        "doubling forgets the decay",
+        STATE_SPACE,
+        "states += decay * jnp.pad(",
+        "states += jnp.pad(",
+        f"{STATE_SPACES} -k numpy[v1-documents]",
+    ),
+    Fault(
+        "a window holds another segment",
+        STATE_SPACE,
+        "before = jnp.where(same[..., None], before, 0)",
+        "pass",
+        f"{STATE_SPACES} -k numpy[conv-documents]",
+    ),
+    Fault(
+        "a window's map keeps the old inputs",
+        "ejdist/sequence/state_space.py",
+        "return jnp.full_like(like[0], state.shape[2]), state",
+        "return like[0], state",
+        f"{STATE_SPACES} -k mesh[conv-documents-sp8]",
+    ),
+    Fault(
+        "cells hand their state on across documents",
+        "ejdist/sequence/recurrent.py",
+        "return none | (before < 0) | (before == first)",
+        "return none | (before == before)",
+        f"{CELLS} -k mesh[lstm2-documents-sp2]",
+    ),
+    Fault(
+        "the reset gate before the matmul's bias",
+        "kernels/ops/recurrent/contract.py",
+        "z, n = sigmoid(xz + hz), act(xn + sigmoid(xr + hr) * hn)",
+        "z, n = sigmoid(xz + hz), act(sigmoid(xr + hr) * (xn + hn))",
+        f"{CELLS} -k numpy[gru2-packed]",
+    ),
+    Fault(
+        "padding's state has a gradient of its own",
+        "kernels/ops/recurrent/xla.py",
+        "d_old = _where(now.valid, d_old, d_state)",
+        "d_old = d_old",
+        f"{CELLS} -k numpy[lstm2-documents]",
+    ),
+    Fault(
+        "sums joined without their exponents",
+        "kernels/ops/recurrent/xla.py",
+        "    p = p + decay\n    top = jnp.maximum(p, q)",
+        "    p = p + decay\n    top = q",
+        f"{CELLS} -k no_float",
     ),
     Fault(
         "linear attention: a padded token fades the state",

@@ -20,7 +20,7 @@ from kernels import causal_conv1d, state_space_v1, state_space_v2
 RNG = np.random.default_rng(0)
 T = 16
 _ = -1
-IDS = np.array([[5, 5, 5, 2, 2, _, 2, 9, 9, 9, _, 9, 9, 9, 9, 9], [_, _, 1, 1, 1, 1, 1, 1, 1, 1, 1, 4, 4, 4, _, _]])
+IDS = np.array([[5, 5, 5, 5, 2, _, 2, 2, 9, 9, _, 9, 9, 9, 9, 9], [_, _, 1, 1, 1, 1, 1, 1, 1, 1, 1, 4, 4, 4, _, _]])
 CUTS = np.array([0, 3, 3, 11, 14])
 
 
