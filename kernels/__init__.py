@@ -15,6 +15,7 @@ from kernels._core.public import public_functions
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
 from kernels._core.select import ConfigSelectorChain, config_overlay
+from kernels._core.trees import tree_mask
 from kernels.ops.blocksparse_attention import blocksparse_attention
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
@@ -35,6 +36,6 @@ def operations() -> dict[str, Op]:
 _FRAMEWORK = (
     "Backend", "BwdParams", "Case", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams", "KernelRegistry",
     "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay", "create_default_executor",
-    "kernel_registry", "operations", "public_functions",
+    "kernel_registry", "operations", "public_functions", "tree_mask",
 )  # fmt: skip
 __all__ = [*_FRAMEWORK, *public_functions()]
