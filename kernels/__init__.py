@@ -75,7 +75,7 @@ def operations() -> dict[str, Op]:
 _FRAMEWORK = (
     "Backend", "BwdParams", "Case", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams", "KernelRegistry",
     "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay", "create_default_executor",
-    "kernel_registry", "operations", "public_functions", "tree_attention_mask", "tree_depths", "verify_tree",
-    "dequantize", "kernel_registry", "operations", "public_functions", "quantize",
+    "dequantize", "kernel_registry", "operations", "public_functions", "quantize", "tree_attention_mask", "tree_depths",
+    "verify_tree",
 )  # fmt: skip
 __all__ = [*_FRAMEWORK, *public_functions()]

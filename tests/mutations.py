@@ -31,6 +31,8 @@ DELTA = "tests/kernels/test_delta_rule.py"
 PAGED, PAGED_TESTS = "kernels/ops/paged_attention/xla.py", "tests/kernels/test_paged_attention.py"
 STATE_SPACE, STATE_SPACES = "kernels/ops/state_space/xla.py", "tests/kernels/test_state_space.py"
 CELLS = "tests/kernels/test_recurrent.py"
+BLOCKS, SELECTED = (f"kernels/ops/{name}_attention/xla.py" for name in ("blocksparse", "native_sparse"))
+OF_BLOCKS, OF_SELECTED = (f"tests/kernels/test_{name}_attention.py" for name in ("blocksparse", "native_sparse"))
 
 
 @dataclass(frozen=True)
@@ -808,6 +810,95 @@ FAULTS = (
         "    if op.sum_dims:\n",
         "    if op.sum_dims and not op.weights:\n",
         "tests/test_docs.py -k facts",
+        "the last set block is left out",
+        BLOCKS,
+        "jax.lax.fori_loop(0, jnp.max(count), nth, (largest",
+        "jax.lax.fori_loop(0, jnp.max(count) - 1, nth, (largest",
+        OF_BLOCKS + " -k may_be_traced",
+    ),
+    Fault(
+        "a lane without blocks goes on beside others",
+        BLOCKS,
+        "jnp.where(live & _seen(plan, lane, j)",
+        "jnp.where(_seen(plan, lane, j)",
+        OF_BLOCKS + " -k may_be_traced",
+    ),
+    Fault(
+        "a head's blocks read another key head",
+        BLOCKS,
+        "of % heads * tables // heads",
+        "of % heads % tables",
+        OF_BLOCKS + " -k against_a_loop",
+    ),
+    Fault(
+        "block-sparse cap without its slope",
+        BLOCKS,
+        "(ds if slope is None else ds * slope)",
+        "ds",
+        OF_BLOCKS + " -k against_a_loop",
+    ),
+    Fault(
+        "a rank takes the blocks of another's keys",
+        LOCAL,
+        "[..., holders, :]",
+        "[..., self.ranks - 1 - holders, :]",
+        OF_BLOCKS + " -k on_a_mesh",
+    ),
+    Fault(
+        "a rank takes the blocks of the first's queries",
+        "ejdist/sequence/blocksparse.py",
+        "exchange.rank(axis) * rows",
+        "exchange.rank(axis) * 0",
+        OF_BLOCKS + " -k on_a_mesh",
+    ),
+    Fault(
+        "the mean of a block before its end",
+        SELECTED,
+        "(keys.ends[:, None] <= at[:, None])",
+        "(keys.ends[:, None] <= at[:, None] + 1)",
+        OF_SELECTED + " -k against_a_loop",
+    ),
+    Fault(
+        "the means of another document",
+        SELECTED,
+        "(keys.of_slot[:, None] == start[..., None])",
+        "(keys.of_slot[:, None] >= 0)",
+        OF_SELECTED + " -k packed",
+    ),
+    Fault(
+        "the query's own block is not always selected",
+        "kernels/ops/native_sparse_attention/contract.py",
+        "jnp.where(block == own, 4.0,",
+        "jnp.where(block == own + 1, 4.0,",
+        OF_SELECTED + " -k against_a_loop",
+    ),
+    Fault(
+        "a block that is named twice counts twice",
+        SELECTED,
+        "again = found[..., 1:] == found[..., :-1]",
+        "again = found[..., 1:] < found[..., :-1]",
+        OF_SELECTED + " -k documented",
+    ),
+    Fault(
+        "the sliding branch sees a token more",
+        SELECTED,
+        "(j > at[:, None] - static.window)",
+        "(j >= at[:, None] - static.window)",
+        OF_SELECTED + " -k against_a_loop",
+    ),
+    Fault(
+        "the gradient of a mean is not shared out",
+        SELECTED,
+        "_scattered(of_means, rows, keys.ends < S, S) / block_size",
+        "_scattered(of_means, rows, keys.ends < S, S)",
+        OF_SELECTED + " -k against_a_loop",
+    ),
+    Fault(
+        "a rank's queries are the first's",
+        "ejdist/sequence/native_sparse.py",
+        "q_start = first + jax.lax.axis_index(ranks_of) * own",
+        "q_start = first + jax.lax.axis_index(ranks_of) * 0",
+        OF_SELECTED + " -k on_a_mesh",
     ),
 )
 
