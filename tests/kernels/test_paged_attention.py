@@ -99,7 +99,13 @@ CASES = [(o, c) for o in (op, page_op, decode_op) for c in o.cases if "bench" no
 
 @pytest.mark.parametrize(
     ("which", "case"),
-    [pytest.param(o, c, marks=[pytest.mark.slow] * ("slow" in c.tags), id=f"{o.name}-{c.name}") for o, c in CASES],
+    [
+        # A decode step alone is in "together" and in the grid of every operation.
+        pytest.param(
+            o, c, marks=[pytest.mark.slow] * (bool({"slow"} & c.tags) or c.name == "decode"), id=f"{o.name}-{c.name}"
+        )
+        for o, c in CASES
+    ],
 )
 def test_contract_and_engine_against_a_loop_over_pages(which, case):
     a = which.case_inputs(case)
@@ -220,7 +226,8 @@ def test_only_pairs_that_a_query_sees_are_in_the_list(causal, window):
     counts, lens, q, k = np.int32([9, 1, 0, 1, 4]), np.int32([9, 40, 12, 0, 23]), 4, 8
     begin = np.cumsum(counts) - counts
     requests = engine._Requests(begin, counts, 0 * lens, lens, lens, None)
-    found = engine._tiles(requests, 9, engine._Options(1.0, None, MaskInfo(causal=causal, window=window), q, k, 1))
+    o = engine._Options(1.0, None, MaskInfo(causal=causal, window=window), q, k, 1)
+    found = jax.jit(lambda requests: engine._tiles(requests, 9, o))(requests)
     want = []
     for count, n in zip(counts, lens):
         for first in range(0, count, q):
