@@ -19,14 +19,13 @@ B, N, K, H, C, LONGEST = 8, 8, 2, 64, 16, 512
 
 
 def seconds(function, *arguments) -> float:
-    """Returns the shortest time of a call, of several that take a second together."""
+    """Returns the CPU time of a call, the mean of a second of them: other load on the machine changes it little."""
     jax.block_until_ready(function(*arguments))
-    best, begun = np.inf, time.perf_counter()
-    while time.perf_counter() < begun + 1:
-        start = time.perf_counter()
+    begun, calls = time.process_time(), 0
+    while calls < 10 or time.process_time() < begun + 1:
         jax.block_until_ready(function(*arguments))
-        best = min(best, time.perf_counter() - start)
-    return best
+        calls += 1
+    return (time.process_time() - begun) / calls
 
 
 def dense(query, key_cache, value_cache, lens, tables):
