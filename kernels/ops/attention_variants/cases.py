@@ -22,9 +22,9 @@ def _packed(rng, dims):
 
 
 def _some(rng, dims):
-    """Padding on the right; the last row is nothing else."""
+    """Padding on the right: of one token in the first row, and the last row is nothing else."""
     lengths = rng.integers(1, dims["S"], dims["B"])
-    lengths[-1] = 0
+    lengths[0], lengths[-1] = dims["S"] - 1, 0
     return jnp.asarray(np.arange(dims["S"]) < lengths[:, None])
 
 

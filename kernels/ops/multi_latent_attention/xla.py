@@ -60,8 +60,11 @@ def decode_forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_
     R = query.shape[-1]
     mask = decode_mask(kv_lens, query.shape[1], kv_cache.shape[1], sliding_window)
     entries = kv_cache[:, :, None]
-    heads = jnp.concatenate([query, query_rope], -1), entries, entries[..., :R]
-    return flash_attention.op.run(_attention(heads, mask, None, softmax_scale, logits_soft_cap), platform="xla")
+    # The entries are keys and values at once. Their rotary part is summed too and dropped, which is cheaper than a copy of the
+    # latents without it.
+    heads = jnp.concatenate([query, query_rope], -1), entries, entries
+    out, lse = flash_attention.op.run(_attention(heads, mask, None, softmax_scale, logits_soft_cap), platform="xla")
+    return out[..., :R], lse
 
 
 def paged_forward(
