@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from ejdist.layout import axes_of_specs, check_out_specs, check_specs, current_layout, on_mesh, spec
 from ejdist.mesh import TP, axis_is_bound, check_axis
@@ -145,7 +144,7 @@ def _check(name: str, x: Any, w: Any, platform: Any, cfg: Any) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(local: Callable, axis: str, mesh: Any, in_specs: Any, out_spec: PartitionSpec) -> Callable:
+def _compiled(local: Callable, axis: str, mesh: Any, in_specs: Any, out_spec: Any) -> Callable:
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
         return local(*vary_alike((x, w), lax.axis_index(axis)), axis)
 
@@ -183,7 +182,7 @@ def _check_rows(name: str, x: jax.Array, ranks: int, gathers: bool) -> None:
         )
 
 
-def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, given: Any) -> tuple[Any, PartitionSpec]:
+def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, given: Any) -> tuple[Any, Any]:
     """Returns the specs of x and w, and of the result.
 
     Raises:
@@ -200,7 +199,7 @@ def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, given
     if given is not None:
         specs = check_specs("in_specs", given, mesh, 2, f"array arguments of {name}")
         shown = [(d, s, a.shape) for d, s, a in zip(dims, specs, (x, w), strict=False) if s is not None]
-        axes |= axes_of_specs(*([part[i] for part in shown] for i in range(3))) if shown else {}
+        axes |= axes_of_specs([d for d, _, _ in shown], [s for _, s, _ in shown], [shape for *_, shape in shown])
     # An axis that splits the columns splits no batch.
     axes |= {"F": axes.get("F", (axis,)), "D": axes.get("D", ()), "B": tuple(a for a in axes["B"] if a != axis)}
     for dim, must in (("F", (axis,)), ("D", ())):

@@ -402,6 +402,8 @@ FAULTS = (
         "jnp.exp(parts[p] - whole[p]) * gap",
         "gap / 2",
         "tests/kernels/test_kl_divergence.py -k devices",
+    ),
+    Fault(
         "the scale of latent attention forgets the rotary part",
         "kernels/ops/multi_latent_attention/contract.py",
         "(0 if query_rope is None else query_rope.shape[-1])",
@@ -442,6 +444,8 @@ FAULTS = (
         "kv_lens - jax.lax.axis_index(over) * own",
         "kv_lens",
         "tests/kernels/test_multi_latent_attention.py -k cache_that_is_split",
+    ),
+    Fault(
         "the map of a rank of a delta rule forgets the options",
         "ejdist/sequence/state_passing.py",
         "{**arguments, **said}",
@@ -454,6 +458,8 @@ FAULTS = (
         "jnp.pad(jnp.eye(H),",
         "jnp.pad(0 * jnp.eye(H),",
         f"{DELTA} -k sequence_split",
+    ),
+    Fault(
         "an old segment is seen in its chunk",
         STATE_SPACE,
         "sees = sees & (run[:, :, None] == run[:, None])",
@@ -578,6 +584,8 @@ FAULTS = (
         "while by < n - 1:",
         "while by < n // 2:",
         "tests/test_recurrence.py -k states_pass",
+    ),
+    Fault(
         "a token of a delta rule reads itself",
         "kernels/ops/delta_rule/chunk.py",
         "strictly, until, enters, leaves, passes = t[:, None] > t, t[:, None] >= t, True, True, True",
@@ -613,11 +621,6 @@ FAULTS = (
         f"{DELTA} -k pool_of_states",
     ),
     Fault(
-        "ranks of a delta rule hand on their own state alone",
-        "ejdist/sequence/delta_rule.py",
-        "jnp.pad(jnp.eye(H),",
-        "jnp.pad(0 * jnp.eye(H),",
-        f"{DELTA} -k sequence_split",
         "a page of another position",
         PAGED,
         "page = jnp.clip(j // C, 0",
@@ -707,6 +710,8 @@ FAULTS = (
         "jnp.max(jnp.abs(wide), axis=-1, keepdims=True)",
         "jnp.max(jnp.abs(wide), axis=-2, keepdims=True).swapaxes(-1, -2)[..., : wide.shape[-2], :]",
         "tests/test_compression.py -k error",
+    ),
+    Fault(
         "grouped matmul: rows of the next group in the gradient of a matrix",
         "kernels/ops/grouped_matmul/xla.py",
         "x, d = _rows(padded, first, size, end), _rows(d_padded, first, size, end)",
@@ -810,6 +815,8 @@ FAULTS = (
         "    if op.sum_dims:\n",
         "    if op.sum_dims and not op.weights:\n",
         "tests/test_docs.py -k facts",
+    ),
+    Fault(
         "the last set block is left out",
         BLOCKS,
         "jax.lax.fori_loop(0, jnp.max(count), nth, (largest",

@@ -131,10 +131,11 @@ ONLY = {
     r"\bjax\.shard_map\b|import shard_map": {"ejdist/sharded.py"},
     r"\b(PartitionSpec|PartitionSpec as P)\b": {"ejdist/layout.py", "ejdist/placement.py", "ejdist/sharded.py"},
     r"\bcustom_vjp\b": {
-        "kernels/_core/execute.py",
+        "ejdist/collective_matmul.py",
         "ejdist/compression.py",
         "ejdist/layout.py",
         "ejdist/sequence/attention.py",
+        "kernels/_core/execute.py",
     },
     r"[\"'](dp|fsdp|ep)[\"']": {"ejdist/mesh.py", "ejdist/layout.py", "recipes/schema.py"},
     # What JAX does not make public, which any release may move.

@@ -166,9 +166,9 @@ def compiled(names, activation, transpose):
 
 @st.composite
 def calls(draw):
-    M, D, E, F = (draw(st.sampled_from(s)) for s in ((1, 9, 140), (1, 8), (1, 3), (1, 5)))
-    activation = draw(st.sampled_from([None, "silu", "relu"]))
-    gated = activation is not None and draw(st.booleans())
+    # Few shapes, so that many calls are of one program.
+    M, (D, E, F) = draw(st.sampled_from([0, 9, 140])), draw(st.sampled_from([(8, 3, 5), (1, 1, 1)]))
+    activation, gated = draw(st.sampled_from([(None, False), ("relu", False), ("silu", True)]))
     G = E + draw(st.sampled_from([0, 2]))
     cuts = sorted(draw(st.lists(st.integers(0, M), min_size=G, max_size=G)))
     floats = inputs(M, D, E, F, gated=gated, bias=draw(st.booleans()), seed=draw(st.integers(0, 9)))
@@ -182,7 +182,11 @@ def _random_call(call):
         floats["rhs"] = np.moveaxis(floats["rhs"], 1, -1)
         want[1]["rhs"] = np.moveaxis(want[1]["rhs"], 1, -1)
     run = compiled(tuple(floats), activation, transpose)
-    check(run(floats, jnp.asarray(sizes), jnp.int32(offset)), want, 5e-6)
+    out, grads = run(floats, jnp.asarray(sizes), jnp.int32(offset))
+    for got, wanted in ((out, want[0]), *((grads[n], want[1][n]) for n in grads)):
+        # A gradient may be one number, a sum over all rows that nearly cancels: it is exact to the size of such a sum.
+        size = np.sqrt(wanted.size * max(1, len(floats["lhs"])))
+        assert np.linalg.norm(got - wanted) <= 5e-6 * max(np.linalg.norm(wanted), size)
 
 
 @settings(max_examples=2, deadline=None, derandomize=True)

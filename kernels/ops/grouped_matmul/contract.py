@@ -145,11 +145,11 @@ def _even(rng: np.random.Generator, dims: Any) -> jax.Array:
     return jnp.asarray(rng.multinomial(dims["M"], shares), jnp.int32)
 
 
-def _codes(*names: str) -> Callable:
+def _codes(*names: str | int) -> Callable:
     """Returns a maker of int8 weights of those dims; a number is a size."""
 
     def make(rng: np.random.Generator, dims: Any) -> jax.Array:
-        return jnp.asarray(rng.integers(-127, 128, [dims.get(n, n) for n in names]), jnp.int8)
+        return jnp.asarray(rng.integers(-127, 128, [dims[n] if isinstance(n, str) else n for n in names]), jnp.int8)
 
     return make
 

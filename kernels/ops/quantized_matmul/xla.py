@@ -29,11 +29,13 @@ def _over_tiles(body, start, D, w, scales, biases, dtype, **how):
     """Returns the carry after body(first entry of D, weights of the tile, carry) of each tile."""
     tile = tile_of(D, w.shape[-1], how["group_size"])
     tiles = D // tile
-    parts = [x if x is None else x.reshape(tiles, -1, x.shape[-1]) for x in (w, scales, biases)]
+
+    def part(x, i):
+        return x.reshape(tiles, -1, x.shape[-1])[i]
 
     def step(i, carry):
-        own = [x if x is None else x[i] for x in parts]
-        return body(i * tile, dequantized(*own, **how).astype(dtype), carry)
+        bias = None if biases is None else part(biases, i)
+        return body(i * tile, dequantized(part(w, i), part(scales, i), bias, **how).astype(dtype), carry)
 
     return lax.fori_loop(0, tiles, step, start)
 
