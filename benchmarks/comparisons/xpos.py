@@ -1,4 +1,4 @@
-"""`python -m benchmarks.comparisons.xpos FILE`: rotary_embedding with XPos beside torchscale's `XPOS`, of which FILE is the module
+"""`python -m benchmarks.comparisons.xpos FILE`: rotary_embedding with XPos beside torchscale's `XPOS`, whose module FILE is
 (torchscale/component/xpos_relative_position.py). Needs `pip install torch`.
 
 torchscale turns by positions from 0, and counts those of the factors from the middle of the sequence: `center`. Prints the
