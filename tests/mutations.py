@@ -49,9 +49,19 @@ FAULTS = (
     Fault("sink counted twice", XLA, "        l0 = 1.0", "        l0 = 2.0", FLASH),
     Fault("delta with the wrong sign", XLA, "- delta)", "+ delta)", FLASH),
     Fault(
-        "slope of the soft cap dropped", XLA, "raw = ds if s.cap_slope is None else ds * s.cap_slope", "raw = ds", FLASH
+        "slope of the soft cap dropped",
+        XLA,
+        "raw = ds if s.cap_slope is None else ds * s.cap_slope",
+        "raw = ds",
+        "tests/test_ops.py -k soft_cap",
     ),
-    Fault("dropout missing in the backward", XLA, "(dp if keep is None else dp * keep)", "dp", FLASH),
+    Fault(
+        "dropout missing in the backward",
+        XLA,
+        "(dp if keep is None else dp * keep)",
+        "dp",
+        "tests/test_ops.py -k dropout",
+    ),
     Fault("wrong hop", SCHEMES, "- hop) %", "+ hop) %", SEQUENCE),
     Fault("merge without rescale", LOCAL, "return out * a[..., None] + ", "return out + ", SEQUENCE),
     Fault(

@@ -52,7 +52,7 @@ class Op:
       offset_of: integer argument -> dim: the argument counts from the first entry of that dim that a device has.
       weights: arguments that are parameters of a model. They may be stored split over any dim, and are gathered.
       same_dtype: float arguments that must agree in dtype.
-      order: backend names, fastest first; `prefer`, a function of the call, may rank them otherwise.
+      order: names of backend files that may exist, fastest first; `prefer`, a function of the call, may rank them otherwise.
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
@@ -78,7 +78,7 @@ class Op:
         offset_of: Mapping[str, str] | None = None,
         weights: tuple[str, ...] = (),
         same_dtype: tuple[str, ...] = (),
-        order: tuple[str, ...] = ("xla",),
+        order: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
         prefer: Callable[[Call], tuple[str, ...]] | None = None,
         backward_inputs: Callable[[dict, dict], dict] | None = None,
         config: type | None = None,

@@ -95,7 +95,6 @@ op = Op(
     elsewhere=ELSEWHERE,
     weights=("lm_head",),
     same_dtype=("hidden", "lm_head"),
-    order=("triton_gpu", "pallas_tpu", "xla"),
     config=CrossEntropyConfig,
     cases=(
         _case("small", 12, D=8, V=20, tags=("smoke",)),

@@ -189,7 +189,6 @@ op = Op(
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
     features=FEATURES,
-    order=("triton_gpu", "pallas_tpu", "xla"),
     config=FlashAttentionConfig,
     cases=CASES,
     work=work,

@@ -119,7 +119,6 @@ op = Op(
     outputs=("total",),
     local_dims={"B", "D"},
     sum_dims={"T"},
-    order=("triton_gpu", "pallas_tpu", "xla"),
     config=MeanPoolingConfig,
     cases=(
         _case("small", _padded, "smoke", B=2, T=12, D=32),

@@ -128,7 +128,6 @@ op = Op(
     outputs=("out", "rstd"),
     residuals=("rstd",),
     local_dims={"lead"},
-    order=("triton_gpu", "pallas_tpu", "xla"),
     config=RMSNormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 64}, arrays=("weight",), tags=frozenset({"smoke"})),

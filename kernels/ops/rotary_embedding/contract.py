@@ -200,7 +200,6 @@ def work(call: Call) -> tuple[Work, Work]:
 op = Op(
     rotary_embedding,
     local_dims={"B", "T", "N"},
-    order=("triton_gpu", "pallas_tpu", "xla"),
     cases=(
         _case("plain", tags=frozenset({"smoke"})),
         _case("base", {"base": 5e5}),
