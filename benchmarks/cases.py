@@ -58,10 +58,12 @@ def abstract(op: Op, case: Case, dtype: str) -> dict[str, Any]:
     return arguments
 
 
-def _shape(p: Any, dims: Any) -> tuple[int, ...]:
-    shape: list[int] = []
+def _shape(p: Any, dims: Any, unnamed: tuple = ()) -> tuple:
+    """Returns the shape of a parameter; `unnamed` stands where its dims say `...`."""
+    shape: list = []
     for d in p.dims:
-        shape += dims.get(d.name, ()) if d.variadic else (d.size if d.size is not None else dims[d.name] + d.offset,)
+        some = dims.get(d.name, unnamed) if d.variadic else (d.size if d.size is not None else dims[d.name] + d.offset,)
+        shape += some
     return tuple(shape)
 
 
@@ -93,7 +95,8 @@ def _with_dims(op: Op, case: Case, changes: dict[str, Any]) -> Case:
     dims = {**case.dims, **changes}
     shapes = {}
     for name, shape in case.shapes.items():  # sizes that follow a dim follow it still; broadcast dims stay 1
-        before, after = _shape(op.parameters[name], case.dims), _shape(op.parameters[name], dims)
+        extra = len(shape) + 1 - len(op.parameters[name].dims)  # what `...` stands for in this case stays as it is
+        before, after = (_shape(op.parameters[name], d, ("?",) * extra) for d in (case.dims, dims))
         shapes[name] = tuple(n if s == b else s for s, b, n in zip(shape, before, after, strict=True))
     return dataclasses.replace(case, dims=dims, shapes=shapes)
 

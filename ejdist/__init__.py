@@ -5,6 +5,7 @@ Each operation is a function (`flash_attention`) and a module class (`FlashAtten
 
 from typing import TYPE_CHECKING, Any
 
+from ejdist.compression import compressed_checkpoint
 from ejdist.layout import set_layout
 from ejdist.mesh import make_mesh
 from ejdist.operations import FUNCTIONS, MODULES, bind_ops
@@ -14,7 +15,10 @@ from kernels._core.executor import Executor, create_default_executor
 from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
 from kernels._core.select import ConfigSelectorChain
+from kernels._core.trees import tree_attention_mask, tree_depths, verify_tree
+from kernels.ops.attention_variants import orthogonal_features
 from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed
+from kernels.ops.quantized_matmul import dequantize, quantize
 from kernels.ops.rotary_embedding import RopeScaling, XPos
 
 if (
@@ -26,8 +30,9 @@ if (
 
 _FRAMEWORK = (
     "BwdParams", "ConfigCache", "ConfigSelectorChain", "Executor", "FlashAttentionConfig", "FwdParams", "MaskInfo", "Order",
-    "RopeScaling", "Unsupported", "XPos", "bind_ops", "create_default_executor", "expand_dropout_seed", "make_mesh",
-    "ring_attention", "set_layout",
+    "RopeScaling", "Unsupported", "XPos", "bind_ops", "compressed_checkpoint", "create_default_executor", "dequantize",
+    "expand_dropout_seed", "make_mesh", "orthogonal_features", "quantize", "ring_attention", "set_layout",
+    "tree_attention_mask", "tree_depths", "verify_tree",
 )  # fmt: skip
 globals().update(FUNCTIONS | MODULES)
 __all__ = [*_FRAMEWORK, *FUNCTIONS, *MODULES]

@@ -9,11 +9,16 @@ from typing import Any
 import jax
 
 import kernels
-from ejdist import vocabulary_parallel
+from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
+from ejdist.sequence import delta_rule, linear_attention
 from ejdist.sequence.attention import RingAttention, ring_attention
+from ejdist.sequence.blocksparse import blocksparse_attention
+from ejdist.sequence.native_sparse import native_sparse_attention
 from ejdist.sequence.order import Order
+from ejdist.sequence.recurrent import recurrent, rwkv4
+from ejdist.sequence.state_space import causal_conv1d, state_space_v1, state_space_v2
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
@@ -21,13 +26,32 @@ _COMMUNICATING = (
     vocabulary_parallel.fused_cross_entropy,
     vocabulary_parallel.fused_token_losses,
     vocabulary_parallel.fused_kl_divergence,
+    latent_attention.flash_mla,
+    latent_attention.mla_decode,
+    grouped_matmul.grouped_matmul,
+    *delta_rule.FUNCTIONS,
+    state_space_v1,
+    state_space_v2,
+    causal_conv1d,
+    recurrent,
+    rwkv4,
+    linear_attention.gla_attention,
+    linear_attention.lightning_attention,
+    linear_attention.recurrent_attention,
+    linear_attention.retention,
+    linear_attention.rwkv6,
+    blocksparse_attention,
+    native_sparse_attention,
 )
 
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING
 }
-FUNCTIONS: dict[str, Callable] = {**SHARDED, "ring_attention": ring_attention}
-MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values()} | {"RingAttention": RingAttention}
+FUNCTIONS: dict[str, Callable] = {**SHARDED, **collective_matmul.FUNCTIONS, "ring_attention": ring_attention}
+MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values()} | {
+    **collective_matmul.MODULES,
+    "RingAttention": RingAttention,
+}
 
 
 def bind_ops(

@@ -184,9 +184,16 @@ def _check_tied(
 ) -> None:
     """Raises ValueError unless two dims of which the second serves groups of the first are split alike."""
     first, second = dims
-    if sizes[second] == 1:  # read by every one of the first, so whole on every device
-        return
     a, b = split(first), split(second)
+    if sizes[second] == 1:  # read by every one of the first, so whole on every device
+        alone = [n for n, o in zip(op.outputs, op.output_dims) if {first, second} & {d.name for d in o} == {second}]
+        if a and alone:
+            parts = math.prod(mesh.shape[x] for x in a)
+            raise ValueError(
+                f"{op.name}: dim {second} = 1 of output {alone[0]!r} would be made by each of the {parts} devices that {first} "
+                f"is split over ({', '.join(a)}): repeat that dim of {' and '.join(holders[second])} {parts} times (jnp.repeat)"
+            )
+        return
     if a != b:
         raise ValueError(
             f"{op.name}: dim {first} = {sizes[first]} of {holders[first][0]} is split over {a or 'nothing'} and {second} = "

@@ -140,7 +140,12 @@ def run(
     if out_specs is not None:
         by_name = dict(zip(op.outputs, results, strict=True))
         returned = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
-        wanted = (spec(prepared.dims, lies),) if prepared.finish is not None else tuple(by_name[n] for n in returned)
+        if prepared.finish is None:
+            wanted = tuple(by_name[n] for n in returned)
+        else:
+            dims: Any = prepared.dims
+            several = dims if any(isinstance(d, tuple) for d in dims) else (dims,)
+            wanted = tuple(spec(d, lies) for d in several)
         check_out_specs(out_specs, wanted, mesh)
     sums = tuple(a for d in sorted(op.sum_dims & split.keys()) for a in axes.get(d, ()))
     offsets = {

@@ -15,14 +15,54 @@ from kernels._core.public import public_functions
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
 from kernels._core.select import ConfigSelectorChain, config_overlay
+from kernels._core.trees import tree_attention_mask, tree_depths, verify_tree
+from kernels.ops.attention_variants import (
+    differential_attention,
+    linformer_attention,
+    mixture_of_attention_heads,
+    performer_attention,
+    quantized_attention,
+)
+from kernels.ops.blocksparse_attention import blocksparse_attention
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_token_losses
+from kernels.ops.delta_rule import (
+    delta_rule,
+    gated_delta_rule,
+    kernel_delta_attention,
+    ragged_gated_delta_rule,
+    rwkv7,
+)
 from kernels.ops.flash_attention import attention, flash_attention, scaled_dot_product_attention
 from kernels.ops.gated_mlp import gated_mlp
+from kernels.ops.grouped_matmul import grouped_matmul
 from kernels.ops.kl_divergence import fused_kl_divergence
 from kernels.ops.layer_norm import layer_norm, layer_norm_linear
+from kernels.ops.linear_attention import (
+    gla_attention,
+    lightning_attention,
+    recurrent_attention,
+    retention,
+    rwkv6,
+)
 from kernels.ops.mean_pooling import mean_pooling
+from kernels.ops.multi_latent_attention import flash_mla, mla_decode, multi_latent_ragged_page_attention
+from kernels.ops.native_sparse_attention import native_sparse_attention
+from kernels.ops.paged_attention import (
+    append_to_cache,
+    chunked_prefill_paged_decode,
+    decode_attention,
+    page_attention,
+    prefill_page_attention,
+    ragged_decode_attention,
+    ragged_page_attention_v2,
+    ragged_page_attention_v3,
+    unified_attention,
+)
+from kernels.ops.quantized_matmul import dequantize, quantize, quantized_matmul
+from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
+from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2
 
 kernel_registry = KernelRegistry(public_functions)
 
@@ -35,6 +75,7 @@ def operations() -> dict[str, Op]:
 _FRAMEWORK = (
     "Backend", "BwdParams", "Case", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams", "KernelRegistry",
     "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay", "create_default_executor",
-    "kernel_registry", "operations", "public_functions",
+    "kernel_registry", "operations", "public_functions", "tree_attention_mask", "tree_depths", "verify_tree",
+    "dequantize", "kernel_registry", "operations", "public_functions", "quantize",
 )  # fmt: skip
 __all__ = [*_FRAMEWORK, *public_functions()]

@@ -134,15 +134,11 @@ def benchmark(s: Sources) -> Cost:
 ROWS: tuple[tuple[str, str, Callable[[Sources], Cost]], ...] = (
     ("an operation", "`gated_mlp`, on XLA", operation),
     ("a backend of it", "`rms_norm` on Pallas", backend),
-    (
-        "an option",
-        "`zero_centered` of `rms_norm` and its fused forms",
-        lambda s: naming(s, "zero_centered", "", "^benchmarks/"),
-    ),
+    ("an option", "`interleaved` of `rotary_embedding`", lambda s: naming(s, "interleaved", "", "^benchmarks/")),
     (
         "an option of attention, on a ring too",
         "`alibi_slopes`",
-        lambda s: naming(s, "alibi_slopes", "", "^benchmarks/"),
+        lambda s: naming(s, "alibi_slopes", r"/flash_attention/|^ejdist/"),  # paged attention has one too
     ),
     ("its form on a mesh", "`gated_mlp`, with a sum over devices", sharded),
     ("a scheme of sequence parallelism", "`all_gather`", scheme),

@@ -130,7 +130,12 @@ def test_a_circle_is_found():
 ONLY = {
     r"\bjax\.shard_map\b|import shard_map": {"ejdist/sharded.py"},
     r"\b(PartitionSpec|PartitionSpec as P)\b": {"ejdist/layout.py", "ejdist/placement.py", "ejdist/sharded.py"},
-    r"\bcustom_vjp\b": {"kernels/_core/execute.py", "ejdist/layout.py", "ejdist/sequence/attention.py"},
+    r"\bcustom_vjp\b": {
+        "kernels/_core/execute.py",
+        "ejdist/compression.py",
+        "ejdist/layout.py",
+        "ejdist/sequence/attention.py",
+    },
     r"[\"'](dp|fsdp|ep)[\"']": {"ejdist/mesh.py", "ejdist/layout.py", "recipes/schema.py"},
     # What JAX does not make public, which any release may move.
     r"\bjax\._src\b": {

@@ -7,7 +7,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
-from grid import as_tuple, error, on_this_machine
+from grid import as_tuple, differentiable, error, on_this_machine
 from jax.sharding import PartitionSpec as P
 
 import kernels
@@ -19,8 +19,15 @@ from kernels._core.platforms import PLATFORMS
 OPS = kernels.operations()
 ROWS = [pytest.param(op, b, id=f"{op.name}-{b.name}") for op in OPS.values() for b in op.backends.values()]
 each = pytest.mark.parametrize(("op", "backend"), ROWS)
+DIFFERENTIABLE = {name: op for name, op in OPS.items() if differentiable(op)}
+each_differentiable = pytest.mark.parametrize(("op", "backend"), [r for r in ROWS if differentiable(r.values[0])])
 # A device has a row of the batch; `lead` is the batch where there is one dim of it.
 FIRST = ("B", "lead")
+
+
+def batch_of(dims):
+    """Returns which dims of arguments are a batch; none where all rows M are one, as of groups of any sizes."""
+    return {d[0].name for d in dims.values() if d} & {*FIRST}
 
 
 def case_of(op: Op):
@@ -70,7 +77,7 @@ def test_vmap_of_all_arrays_and_of_one(op, backend):
             close([y[:, i] for y in mixed], run({**floats, one: f[one]}), 1e-6)
 
 
-@each
+@each_differentiable
 def test_gradients_under_vmap_and_of_vmap(op, backend):
     floats, others, rest = parts(op)
     again = parts(op, seed=1)[0]
@@ -85,7 +92,14 @@ def test_gradients_under_vmap_and_of_vmap(op, backend):
             close(jax.tree.map(lambda g, i=i: g[i], total), want)
 
 
-@each
+def test_a_gradient_through_what_is_forward_only_is_refused_by_name():
+    for op in (op for op in OPS.values() if not differentiable(op)):
+        floats, others, rest = parts(op)
+        with pytest.raises(Unsupported, match="it has no backward"):
+            jax.grad(scalar(op, None, others, rest))(floats)
+
+
+@each_differentiable
 def test_scan_and_remat_around_it(op, backend):
     floats, others, rest = parts(op)
     loss = scalar(op, backend.name, others, rest)
@@ -103,7 +117,7 @@ def test_scan_and_remat_around_it(op, backend):
             close(jax.jit(jax.grad(scanned(jax.checkpoint)))(floats), want)
 
 
-@each
+@each_differentiable
 def test_second_derivatives_are_those_of_the_contract(op, backend):
     floats, others, rest = parts(op)
     way = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), floats)
@@ -122,7 +136,7 @@ def test_second_derivatives_are_those_of_the_contract(op, backend):
         close(product(scalar(op, backend.name, others, rest)), want, 5e-4)
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
 def test_forward_mode_and_foreign_residuals_are_refused_by_name(op):
     floats, others, rest = parts(op)
     with pytest.raises(TypeError, match="forward-mode"):
@@ -144,7 +158,8 @@ def test_forward_mode_and_foreign_residuals_are_refused_by_name(op):
 def test_one_export_for_every_platform_gives_the_numbers_here(op):
     """Also on a machine without the accelerator, and differentiated."""
     floats, others, rest = parts(op)
-    loss = jax.value_and_grad(scalar(op, None, others, rest))
+    loss = scalar(op, None, others, rest)
+    loss = jax.value_and_grad(loss) if differentiable(op) else loss
     checks, target = [], None
     if "triton_gpu" in op.backends:
         from kernels._core import triton
@@ -158,18 +173,19 @@ def test_one_export_for_every_platform_gives_the_numbers_here(op):
     close(exported.call(floats), jax.jit(loss)(floats), 1e-6)
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
 def test_the_size_of_the_batch_may_be_a_symbol(op):
     """In an export for any size of it; a backend that needs the size is refused by name."""
     floats, others, rest = parts(op)
     arrays = merged(floats, others)
     (symbol,) = jax.export.symbolic_shape("b")
     dims = {n: op.parameters[n].dims for n in arrays}
-    if not any(d and d[0].name in FIRST for d in dims.values()):
-        pytest.fail("an operation has a batch, B or *lead")
+    first = batch_of(dims) or {"M"}
+    if not any(d and d[0].name in first for d in dims.values()):
+        pytest.fail("an operation has a batch, B or *lead, or rows M")
 
     def symbolic(name, x):
-        if is_array(x) and dims[name] and dims[name][0].name in FIRST and x.shape[0] > 1:
+        if is_array(x) and dims[name] and dims[name][0].name in first and x.shape[0] > 1:
             return jax.ShapeDtypeStruct((symbol, *x.shape[1:]), x.dtype)
         return jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
 
@@ -187,14 +203,16 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
                 )
 
 
-@each
+@each_differentiable
 def test_inside_a_shard_map_of_the_callers_own(op, backend):
-    """With JAX's own defaults: what varies over the mesh is tracked. The batch lies on two devices, the rest on both."""
+    """With JAX's own defaults: what varies over the mesh is tracked. The batch lies on two devices, the rest on both; where
+    there is no batch both have all, typed as if it were their own, and half of the result."""
     floats, others, rest = parts(op)
     dims = {n: op.parameters[n].dims for n in others}
     rows = {n: x.shape[0] for n, x in merged(floats, others).items() if is_array(x)}
     first = {n for n, d in dims.items() if d and d[0].name in FIRST and rows.get(n, 1) > 1}
-    assert first and all(rows[n] % 2 == 0 for n in first), "the first case of an operation has an even batch"
+    alone = not batch_of({n: op.parameters[n].dims for n in merged(floats, others)})
+    assert alone or (first and all(rows[n] % 2 == 0 for n in first)), "the first case of an operation has an even batch"
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def spec(name, x):
@@ -203,7 +221,9 @@ def test_inside_a_shard_map_of_the_callers_own(op, backend):
     specs = ({n: spec(n, x) for n, x in floats.items()}, {n: spec(n, x) for n, x in others.items()})
 
     def local(floats, others):
-        return jax.lax.psum(scalar(op, backend.name, others, rest)(floats), "x")
+        if alone:
+            floats = jax.tree.map(lambda x: jax.lax.pcast(x, "x", to="varying"), floats)
+        return jax.lax.psum(scalar(op, backend.name, others, rest)(floats), "x") / (2 if alone else 1)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
     run = jax.jit(jax.value_and_grad(lambda f, o: mapped(f, o)))

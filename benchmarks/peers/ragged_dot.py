@@ -15,9 +15,10 @@ def available() -> str | None:
 
 
 def express(op_name: str, arguments: dict[str, Any]) -> Any:
-    transposed = bool(arguments.get("transpose_rhs", False))
+    if any(arguments[name] is not None for name in ("group_offset", "rhs_bias", "activation")):
+        return "it has the plain product only"
 
-    def grouped_matmul(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
-        return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if transposed else rhs, group_sizes)
+    def grouped_matmul(lhs: Any, group_sizes: Any, rhs: Any = None, rhs_transposed: Any = None) -> Any:
+        return jax.lax.ragged_dot(lhs, rhs_transposed.swapaxes(1, 2) if rhs is None else rhs, group_sizes)
 
     return grouped_matmul

@@ -22,16 +22,18 @@ def available() -> str | None:
 def express(op_name: str, arguments: dict[str, Any]) -> Any:
     if str(arguments["lhs"].dtype) != "bfloat16":
         return "it has bfloat16 only"
-    if any(size % 8 for size in arguments["rhs"].shape[1:]):
+    if any(arguments[name] is not None for name in ("group_offset", "rhs_bias", "activation")):
+        return "it has the plain product only"
+    weights = arguments["rhs"] if arguments["rhs_transposed"] is None else arguments["rhs_transposed"]
+    if any(size % 8 for size in weights.shape[1:]):
         return "rows must be multiples of 16 bytes"
     if int(arguments["group_sizes"].sum()) != arguments["lhs"].shape[0]:
         return "it leaves rows past the last group unwritten"
-    transposed = bool(arguments.get("transpose_rhs", False))
 
-    def grouped_matmul(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
+    def grouped_matmul(lhs: Any, group_sizes: Any, rhs: Any = None, rhs_transposed: Any = None) -> Any:
         import torch
 
         ends = torch.cumsum(group_sizes, 0, dtype=torch.int32)
-        return torch._grouped_mm(lhs, rhs.transpose(1, 2) if transposed else rhs, offs=ends)
+        return torch._grouped_mm(lhs, rhs_transposed.transpose(1, 2) if rhs is None else rhs, offs=ends)
 
     return grouped_matmul

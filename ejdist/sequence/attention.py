@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run, with_mesh
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.config import KernelConfig
+from kernels._core.contract import Op
 from kernels._core.dispatch import vary_alike
 from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
@@ -44,9 +45,10 @@ def _differentiated_once(function: Callable) -> Callable:
 
     @once.defjvp
     def refuse(static: Static, primals: Any, tangents: Any) -> Any:
+        name = "ring_attention" if static.op is flash else static.op.name
         raise Unsupported(
-            "ring_attention: second derivatives are not supported; differentiate flash_attention on one device, or "
-            "stop the outer derivative by jax.lax.stop_gradient"
+            f"{name}: second derivatives are not supported; differentiate {static.op.name} on one device, or stop the outer "
+            "derivative by jax.lax.stop_gradient"
         )
 
     return once
@@ -95,8 +97,8 @@ def _ring_fwd(static, arrays, mask):
 
 def _ring_bwd(static, kept, cotangents):
     arrays, mask, out, lse = kept
-    assert flash.backward_inputs is not None
-    saved = flash.backward_inputs(
+    assert static.op.backward_inputs is not None
+    saved = static.op.backward_inputs(
         {"out": out, "lse": lse}, {"d_out": cotangents[0].astype(out.dtype), "d_lse": cotangents[1]}
     )
     grads = _backward(static, saved, arrays, mask)
@@ -117,7 +119,7 @@ def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
     return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, own, 1) for n in names})
 
 
-def _on_shard(
+def on_shard(
     arguments: dict[str, Any],
     mask: MaskInfo | None,
     *,
@@ -125,9 +127,16 @@ def _on_shard(
     scheme: Scheme,
     order: str | Order,
     platform: str | None,
-    cfg: KernelConfig | None,
+    cfg: Any,
+    op: Op = flash,
+    only: Collection[int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse) of this rank's queries; runs inside a shard_map over the axis."""
+    """Returns (out, lse) of this rank's queries; runs inside a shard_map over the axis.
+
+    Args:
+      op: the attention of a rank's queries over some keys.
+      only: the hops at which it can have work, of those that the mask asks for.
+    """
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
     n = jax.lax.axis_size(axis)
@@ -136,7 +145,8 @@ def _on_shard(
     # Positions of the caller's own, and prefixes, are known at run time only: every hop is made.
     known = mask.q_positions is None and mask.prefix_lengths is None
     hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
-    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg)
+    hops = tuple(h for h in hops if only is None or h in only) or (0,)
+    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op)
     # An input that is alike on some ranks has cotangents that are not; the rank itself says whether that is checked here.
     return _ring(static, *vary_alike((arrays, mask), exchange.rank(axis)))
 
@@ -205,7 +215,7 @@ class _OnShard:
     ) -> tuple[jax.Array, jax.Array]:
         how = {"axis": self.axis, "scheme": self.scheme, "order": self.order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
-            return _on_shard(arguments, mask, **how)
+            return on_shard(arguments, mask, **how)
 
 
 def ring_attention(

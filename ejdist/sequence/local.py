@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejdist.sequence import exchange
 from ejdist.sequence.order import Order
-from kernels._core.config import KernelConfig
+from kernels._core.contract import Op
 from kernels._core.dispatch import vary_alike
 from kernels._core.masks import MaskInfo
 from kernels.ops.flash_attention import op as flash
@@ -41,7 +41,8 @@ class Static:
     hops: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]
     platform: str | None
-    cfg: KernelConfig | None
+    cfg: Any
+    op: Op = flash  # the local attention: it has lse as an output, and a backward that takes lse and delta
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,11 @@ class Local:
 
     def _over(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
         mask = self._mask_of(keys, holders)
-        arguments = {**self.own, "key": keys["key"], "value": keys["value"], "mask": mask}
+        arguments: dict[str, Any] = {**self.own, "key": keys["key"], "value": keys["value"], "mask": mask}
+        if "block_mask" in arguments:  # its rows are this rank's; its columns are of the keys of all ranks
+            blocks = arguments["block_mask"]
+            blocks = blocks.reshape(*blocks.shape[:3], self.ranks, -1)[..., holders, :]
+            arguments["block_mask"] = blocks.reshape(*blocks.shape[:3], -1)
         with jax.named_scope("hop"):
             return function(
                 **arguments, **dict(self.static.options), platform=self.static.platform, cfg=self.static.cfg
@@ -105,11 +110,11 @@ class Local:
 
     def attend(self, keys: dict[str, jax.Array], holders: Any) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`: a rank, or several in order."""
-        return self._over(flash, keys, holders)
+        return self._over(self.static.op, keys, holders)
 
     def pull(self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], holders: Any) -> dict[str, jax.Array]:
         """Returns the gradients by argument name, of key, value and `own`, of this rank's queries over those keys.
 
         `saved` has d_out, and the lse and delta of all keys, wherever they are.
         """
-        return self._over(functools.partial(flash.backward, saved), keys, holders)
+        return self._over(functools.partial(self.static.op.backward, saved), keys, holders)

@@ -120,7 +120,9 @@ class Op:
                 )
         served = {second for _, second in self.tied_dims}
         for output, dims_of in zip(self.outputs, self.output_dims, strict=True):
-            lost = self.local_dims - served - {d.name for d in dims_of}
+            has = {d.name for d in dims_of}
+            # Heads of keys are split as those of queries are, so an output that has them lacks nothing.
+            lost = self.local_dims - served - has - {first for first, second in self.tied_dims if second in has}
             if lost:
                 raise TypeError(
                     f"{self.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: where they are split, "

@@ -15,18 +15,23 @@ VOCABULARY = {
     "K": "heads of keys and values",
     "H": "width of a head, of queries and keys",
     "Hv": "width of a head of values",
+    "Hr": "width of the part of a head that carries its position, where that is apart",
+    "R": "rank of the latent that keys and values are made of",
     "D": "width of the model",
     "Dt": "width of a second model, a teacher that the first one learns from",
-    "F": "width of a feed-forward layer",
+    "F": "inner width of a layer: feed-forward, or the channels of a recurrence",
     "V": "entries of the vocabulary",
     "E": "experts: groups with weights of their own",
     "G": "groups or sequences that are counted, not split",
     "C": "entries of a chunk or page",
     "M": "rows: tokens of all sequences, one after the other",
     "L": "layers",
+    "P": "rows of a projection: positions or features that others are projected to",
+    "W": "taps of a convolution",
     "lead": "any number of leading dims: B, then T, then N",
     "pages": "pages of a cache",
     "requests": "requests that are served together",
+    "slots": "states of a pool",
     "sinks": "attention sinks of a head",
 }
 
@@ -83,7 +88,13 @@ def named(dims: Iterable[Dim], ndim: int) -> tuple[str, ...]:
     """Returns the name of each dim of an array of `ndim` dims; `*lead` by its length, see `leading`, and `_` for none."""
     dims = tuple(dims)
     lead = ndim - len(dims) + 1
-    return tuple(name for d in dims for name in (leading(lead) if d.variadic else (d.name or "_",)))
+
+    def names(d: Dim) -> tuple[str, ...]:
+        if d.variadic:
+            return leading(lead) if d.name else ("_",) * lead
+        return (d.name or "_",)
+
+    return tuple(name for d in dims for name in names(d))
 
 
 def check_vocabulary(owner: str, names: Iterable[str]) -> None:

@@ -32,14 +32,14 @@ class Prepared:
       call: of the operation, bound: arguments are checked and in the contract's form.
       returns: names of the outputs that are handed back as they are; a single name: not as a tuple.
       finish: all outputs of the contract -> the result, where that is more than handing back.
-      dims: of the result of `finish`: where it lies on a mesh follows from them.
+      dims: of the result of `finish`, or of each result where it returns several: where they lie on a mesh follows from them.
       op: the operation, where it is not the first that the function was declared for.
     """
 
     call: Call
     returns: str | tuple[str, ...] = "out"
     finish: Callable[..., Any] | None = None
-    dims: tuple[str, ...] = ()
+    dims: tuple[str, ...] | tuple[tuple[str, ...], ...] = ()
     op: Op | None = None
 
     def result(self, op: Op, outputs: Any) -> Any:

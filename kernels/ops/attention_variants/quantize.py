@@ -1,0 +1,25 @@
+"""int8 in blocks of tokens: the rounding that quantised attention means, stated once for its contract and its backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (int8 of x's shape, the scale of each token, float32 [B, T, N]): x is about int8 * scale.
+
+    Tokens of a block and head share the scale max |x| / 127; a block of zeros has the scale 1.
+    """
+    B, T, N, H = x.shape
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    whole = jnp.pad(jnp.max(jnp.abs(wide), axis=-1), ((0, 0), (0, -T % block), (0, 0)))
+    largest = jnp.max(whole.reshape(B, -1, block, N), axis=2)
+    scale = jnp.repeat(jnp.where(largest > 0, largest / 127, 1), block, axis=1)[:, :T]
+    return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale
+
+
+def dequantized(x: jax.Array, block: int) -> jax.Array:
+    """Returns the multiples of the scales that x is rounded to, in at least float32."""
+    integers, scale = quantized(x, block)
+    return integers.astype(scale.dtype) * scale[..., None]

@@ -1,0 +1,269 @@
+"""The variants of attention in plain XLA, any device, with memory linear in the length.
+
+Where a variant is softmax attention on other arrays, the public function `flash_attention` computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels import flash_attention
+from kernels._core.execute import backward_of
+from kernels._core.masks import MaskInfo, active_blocks, visible_block
+from kernels.ops.attention_variants.contract import (
+    centred,
+    check_square,
+    differential_op,
+    linformer_op,
+    log_features,
+    mixture_op,
+    performer_op,
+    quantized_op,
+    routed,
+)
+from kernels.ops.attention_variants.quantize import quantized
+
+EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
+CHUNK, BLOCK = 64, 256  # tokens: of a chunk of the performer, of a block of quantised attention
+
+
+def _dot(subscripts, a, b):
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _flash(query, key, value, mask, softmax_scale, **options):
+    return flash_attention(query, key, value, mask_info=mask, softmax_scale=softmax_scale, platform="xla", **options)
+
+
+# -- differential attention --------------------------------------------------------------------------------------------
+
+
+def differential_forward(query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
+    first, lse = _flash(query, key, value, mask, softmax_scale, return_lse=True)
+    second, lse_2 = _flash(query_2, key_2, value, mask, softmax_scale, return_lse=True)
+    wide = first.astype(jnp.float32) - lambda_.astype(jnp.float32)[:, None] * second.astype(jnp.float32)
+    return wide.astype(query.dtype), second, lse, lse_2
+
+
+def differential_backward(saved, query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
+    """Both attentions have the saved lse; the first one's output is out + lambda_ out_2."""
+    weight = lambda_.astype(jnp.float32)[:, None]
+    d, second = saved.d_out.astype(jnp.float32), saved.out_2.astype(jnp.float32)
+    d_second = saved.d_out_2.astype(jnp.float32) - weight * d
+    first = saved.out.astype(jnp.float32) + weight * second
+
+    def of(q, k, d, out, lse, d_lse):
+        call = flash_attention.prepare(q, k, value, mask_info=mask, softmax_scale=softmax_scale).call
+        given = {"d_out": d.astype(q.dtype), "lse": lse, "delta": jnp.sum(d * out, axis=-1) - d_lse}
+        return flash_attention.op.backward(given, **call.arguments, platform="xla")
+
+    one = of(query, key, d, first, saved.lse, saved.d_lse)
+    two = of(query_2, key_2, d_second, second, saved.lse_2, saved.d_lse_2)
+    return {
+        "query": one["query"],
+        "key": one["key"],
+        "query_2": two["query"],
+        "key_2": two["key"],
+        "value": one["value"].astype(jnp.float32) + two["value"].astype(jnp.float32),
+        "lambda_": -jnp.sum(d * second, axis=(0, 1, 3)),
+    }
+
+
+# -- Linformer ---------------------------------------------------------------------------------------------------------
+
+
+def linformer_forward(query, key, value, key_projection, value_projection, key_mask, softmax_scale):
+    if key_mask is not None:
+        key, value = (jnp.where(key_mask[:, :, None, None], x, 0) for x in (key, value))
+    keys = _dot("ps,bskh->bpkh", key_projection, key).astype(key.dtype)
+    values = _dot("ps,bskv->bpkv", value_projection, value).astype(value.dtype)
+    return _flash(query, keys, values, None, softmax_scale)
+
+
+# -- Performer ---------------------------------------------------------------------------------------------------------
+
+
+def performer_forward(query, key, value, features, key_mask, causal, softmax_scale):
+    """The sums over keys of phi(k) v^T and phi(k) are kept divided by exp(c), c the largest logarithm so far of each feature,
+    so that neither they nor the weights overflow; c is in both sides of the quotient."""
+    T, N, K = query.shape[1], query.shape[2], key.shape[2]
+    check_square(T, key.shape[1], causal)
+    q = log_features(query, features, softmax_scale)
+    q = q.reshape(*q.shape[:2], K, N // K, -1)
+    k = log_features(key, features, softmax_scale)
+    if key_mask is not None:
+        k = jnp.where(key_mask[:, :, None, None], k, -jnp.inf)
+    v = value.astype(jnp.float32)
+    if not causal:
+        state = _with_keys(_nothing(k, v), k, v)
+        out = _divided(*_read(q, state))
+    else:
+        out = _chunks(q, k, v)[:, :T]
+    return out.reshape(*query.shape[:3], -1).astype(query.dtype)
+
+
+def _nothing(k, v):
+    B, _, K, P = k.shape
+    none = jnp.full((B, K, P), -jnp.inf, jnp.float32)
+    return none, jnp.zeros_like(none), jnp.zeros((B, K, P, v.shape[-1]), jnp.float32)
+
+
+def _with_keys(state, k, v):
+    """Returns (c, sum of phi(k), sum of phi(k) v^T) with the keys of k [B, s, K, P] among them."""
+    c, total, sums = state
+    new = jax.lax.stop_gradient(jnp.maximum(c, jnp.max(k, axis=1)))
+    anchor = jnp.where(new == -jnp.inf, 0, new)
+    phi, old = jnp.exp(k - anchor[:, None]), jnp.exp(c - anchor)
+    return new, old * total + jnp.sum(phi, axis=1), old[..., None] * sums + _dot("bskp,bskv->bkpv", phi, v)
+
+
+def _scaled(q, c):
+    """Returns exp(q + c) of each query divided by its largest, [B, t, K, G, P]."""
+    x = q + c[:, None, :, None]
+    largest = jnp.max(x, axis=-1, keepdims=True)
+    return jnp.exp(x - jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest)))
+
+
+def _read(q, state):
+    c, total, sums = state
+    weights = _scaled(q, c)
+    return _dot("btkgp,bkpv->btkgv", weights, sums), _dot("btkgp,bkp->btkg", weights, total)
+
+
+def _divided(sums, total):
+    return jnp.where((total > 0)[..., None], sums / jnp.where(total > 0, total, 1)[..., None], 0)
+
+
+def _chunks(q, k, v):
+    """Returns the causal form: a chunk reads what came before it from the state, and its own keys by a masked product."""
+    size = min(CHUNK, q.shape[1])
+
+    def split(x, fill=0.0):
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    below = jnp.tril(jnp.ones((size, size), bool))
+
+    @jax.checkpoint  # the backward keeps the state at each chunk's start, and nothing of a chunk's size squared
+    def chunk(state, x):
+        q, k, v = x
+        after = _with_keys(state, k, v)
+        c, (before, total, sums) = after[0], state
+        anchor = jnp.where(c == -jnp.inf, 0, c)
+        weights, old = _scaled(q, c), jnp.exp(before - anchor)
+        own = _dot("btkgp,bskp->bkgts", weights, jnp.exp(k - anchor[:, None])) * below
+        out = _dot("bkgts,bskv->btkgv", own, v) + _dot("btkgp,bkpv->btkgv", weights, old[..., None] * sums)
+        mass = jnp.moveaxis(jnp.sum(own, axis=-1), 3, 1) + _dot("btkgp,bkp->btkg", weights, old * total)
+        return after, _divided(out, mass)
+
+    _, out = jax.lax.scan(chunk, _nothing(k, v), (split(q), split(k, -jnp.inf), split(v)))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])
+
+
+# -- mixture of attention heads ----------------------------------------------------------------------------------------
+
+
+def mixture_forward(x, key, value, router_logits, w_query, w_out, mask, top_k, softmax_scale):
+    """A token's slots, one for each of its experts, are ordered by expert for the two projections, and are heads between."""
+    B, T, D = x.shape
+    gates, chosen = routed(router_logits, top_k)
+    expert = chosen.reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    back = jnp.argsort(order)
+    sizes = jnp.sum(expert[:, None] == jnp.arange(w_query.shape[0]), axis=0, dtype=jnp.int32)
+
+    def projected(rows, weights):
+        precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+        options = {"precision": precision, "preferred_element_type": jnp.float32}
+        return jax.lax.ragged_dot(rows[order], weights, sizes, **options)[back]
+
+    rows = jnp.repeat(x.reshape(-1, D), top_k, axis=0)
+    query = projected(rows, w_query).astype(x.dtype).reshape(B, T, top_k, -1)
+    heads = _flash(query, key[:, :, None], value[:, :, None], mask, softmax_scale)
+    each = projected(heads.reshape(B * T * top_k, -1), w_out).reshape(B, T, top_k, D)
+    return jnp.sum(gates[..., None] * each, axis=2).astype(x.dtype)
+
+
+# -- quantised attention -----------------------------------------------------------------------------------------------
+
+
+def quantized_forward(query, key, value, mask, softmax_scale, block_size):
+    B, T, N, H = query.shape
+    S, K, Hv = key.shape[1], key.shape[2], value.shape[3]
+    scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
+    mask = MaskInfo() if mask is None else mask.resolved()
+    q, q_scale = quantized(query, block_size)
+    k, k_scale = quantized(centred(key), block_size)
+    block_q, block_k = min(BLOCK, T), min(BLOCK, S)
+    active = jnp.asarray(active_blocks(mask, T, S, block_q, block_k))
+    q_at, k_at = (jnp.asarray(p) for p in mask.positions(T, S))
+    rows = {"x": q, "scale": q_scale, "at": q_at, "real": jnp.ones((1, T), bool)}
+    columns = {"x": k, "scale": k_scale, "value": value, "at": k_at, "real": jnp.ones((1, S), bool)}
+    if mask.q_segment_ids is not None:
+        rows["id"], columns["id"] = mask.q_segment_ids, mask.kv_segment_ids
+
+    def split(x, size):
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    rows = {n: split(x, block_q) for n, x in rows.items()}
+    columns = {n: split(x, block_k) for n, x in columns.items()}
+
+    def query_block(_, x):
+        row, needed = x
+        heads = row["x"].reshape(B, block_q, K, N // K, H)
+        row_scale = jnp.moveaxis(row["scale"].reshape(B, block_q, K, N // K), 1, 3)[..., None] * scale
+
+        def pair(carry, column):
+            largest, total, out = carry
+            integers = jnp.einsum("btkgh,bskh->bkgts", heads, column["x"], preferred_element_type=jnp.int32)
+            x = integers.astype(jnp.float32) * row_scale * column["scale"].swapaxes(1, 2)[:, :, None, None]
+            seen = visible_block(mask, row["at"], column["at"], row.get("id"), column.get("id"))
+            seen &= row["real"][:, :, None] & column["real"][:, None]
+            x = jnp.where(seen[:, None, None], x, -jnp.inf)
+            new = jnp.maximum(largest, jnp.max(x, axis=-1))
+            anchor = jnp.where(new == -jnp.inf, 0, new)
+            p, rescale = jnp.exp(x - anchor[..., None]), jnp.exp(largest - anchor)
+            values = _dot("bkgts,bskv->bkgtv", p.astype(value.dtype), column["value"])
+            return new, total * rescale + jnp.sum(p, axis=-1), out * rescale[..., None] + values
+
+        def key_block(carry, x):
+            column, wanted = x
+            return jax.lax.cond(wanted, pair, lambda carry, _: carry, carry, column), None
+
+        start = jnp.full((B, K, N // K, block_q), -jnp.inf, jnp.float32)
+        start = start, jnp.zeros_like(start), jnp.zeros((*start.shape, Hv), jnp.float32)
+        (_, total, out), _ = jax.lax.scan(key_block, start, (columns, needed))
+        return None, jnp.moveaxis(_divided(out, total), 3, 1).astype(query.dtype)
+
+    _, out = jax.lax.scan(query_block, None, (rows, active))
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, Hv)[:, :T]
+
+
+def quantized_backward(saved, query, key, value, mask, softmax_scale, block_size):
+    """Straight through: that of attention on the arrays as they were given, whose forward is run for its lse."""
+    del block_size
+    _, pull = jax.vjp(lambda q, k, v: _flash(q, k, v, mask, softmax_scale), query, key, value)
+    return dict(zip(("query", "key", "value"), pull(saved.d_out), strict=True))
+
+
+def _dense(call):
+    if call.mask is not None and call.mask.attention_mask is not None:
+        return "its mask is dense; describe it by segments, positions, windows"
+    return None
+
+
+differential_op.register(differential_forward, differential_backward, name="xla", symbolic={"B"}, **EVERYWHERE)
+linformer_op.register(
+    linformer_forward, backward_of(linformer_op, linformer_forward), name="xla", symbolic={"B"}, **EVERYWHERE
+)
+performer_op.register(
+    performer_forward, backward_of(performer_op, performer_forward), name="xla", symbolic={"B"}, **EVERYWHERE
+)
+mixture_op.register(mixture_forward, backward_of(mixture_op, mixture_forward), name="xla", symbolic={"B"}, **EVERYWHERE)
+quantized_op.register(quantized_forward, quantized_backward, name="xla", symbolic={"B"}, rejects=_dense, **EVERYWHERE)

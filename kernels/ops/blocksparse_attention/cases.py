@@ -1,0 +1,88 @@
+"""Shapes and options of block-sparse attention: tests, benchmarks and tuning read them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.backend import Case
+from kernels._core.masks import MaskInfo
+
+SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
+CROSS = {**SMALL, "T": 29, "S": 53}
+BLOCKS = (8, 8)
+
+
+def _blocks(density: float, block_size=BLOCKS, rows: bool = False, heads: bool = False):
+    """Returns a maker of random blocks; the second row of blocks has none. NumPy, so that how many are set can be counted."""
+
+    def make(rng, dims):
+        shape = [-(-dims[d] // size) for d, size in zip("TS", block_size, strict=True)]
+        lead = (dims["B"] if rows else 1, dims["N"] if heads else 1)
+        found = rng.random((*lead, *shape)) < density
+        found[:, :, 1] = False
+        return found
+
+    return make
+
+
+def _packed(rng, dims):
+    """Documents of random lengths; the end of the second row is padding."""
+    rows = []
+    for row in range(dims["B"]):
+        cuts = np.sort(rng.choice(np.arange(1, dims["T"]), 3, replace=False))
+        ids = np.searchsorted(cuts, np.arange(dims["T"]), side="right")
+        rows.append(np.where(ids == 3, -1, ids) if row % 2 else ids)
+    return jnp.asarray(np.stack(rows), jnp.int32)
+
+
+def _segments(**options):
+    return lambda rng, dims: MaskInfo.from_segments(_packed(rng, dims), **options)
+
+
+def _permuted(rng, dims):
+    order = rng.permutation(dims["T"])
+    ids, at = _packed(rng, dims)[:, order], jnp.asarray(order, jnp.int32)[None]
+    return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, q_positions=at, kv_positions=at, window=(20, 0))
+
+
+def _prefix(rng, dims):
+    return MaskInfo(prefix_lengths=jnp.asarray(rng.integers(1, dims["S"], dims["B"]), jnp.int32), causal=True)
+
+
+def _dense(rng, dims):
+    shape = (dims["B"], dims["N"], dims["T"], dims["S"])
+    return MaskInfo(attention_mask=jnp.asarray(rng.random(shape) < 0.6))
+
+
+def _case(name, dims, *tags, density=0.5, blocks=BLOCKS, rows=False, heads=False, mask=None, **rest) -> Case:
+    options = {"block_size": blocks, **rest.pop("options", {})}
+    make = {"block_mask": _blocks(density, blocks, rows, heads)} | ({} if mask is None else {"mask": mask})
+    return Case(name, dims, options, make=make, tags=frozenset(tags), **rest)
+
+
+def _causal(rng, dims):
+    return MaskInfo(causal=True)
+
+
+_LONG = {"B": 1, "T": 16384, "S": 16384, "N": 8, "K": 2, "H": 128, "Hv": 128}
+CASES = (
+    _case("shared", SMALL, "smoke", mask=_causal),
+    _case("per_head", SMALL, "slow", heads=True, mask=_causal),
+    _case("per_row", CROSS, "slow", rows=True),
+    _case("per_row_and_head", {**CROSS, "Hv": 8}, rows=True, heads=True, blocks=(4, 16)),
+    _case("segments", SMALL, rows=True, mask=_segments(causal=True, chunk_size=5), density=0.8),
+    _case("permuted", SMALL, "slow", mask=_permuted),
+    _case("prefix", SMALL, "slow", mask=_prefix),
+    _case("dense_mask", SMALL, heads=True, mask=_dense),
+    _case(
+        "together",
+        {**SMALL, "sinks": 2},
+        arrays=("softmax_aux",),
+        options={"softmax_scale": 0.4, "logits_soft_cap": 1.5},
+        mask=lambda rng, dims: MaskInfo(causal=True, window=(11, 0)),
+    ),
+    _case("nothing", SMALL, "slow", density=0.0),
+    _case("tenth_of_16k", _LONG, "bench", density=0.1, blocks=(128, 128)),
+    _case("tenth_of_16k_per_head", _LONG, "bench", density=0.1, blocks=(64, 64), heads=True, mask=_causal),
+)

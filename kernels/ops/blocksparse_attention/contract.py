@@ -1,0 +1,175 @@
+"""The meaning of block-sparse attention, over canonical arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from kernels._core.binding import Call
+from kernels._core.contract import Op
+from kernels._core.masks import MaskInfo
+from kernels._core.pairs import visible_pairs
+from kernels._core.work import Work, nbytes
+from kernels.ops.blocksparse_attention.cases import CASES
+
+
+@dataclass(frozen=True)
+class BlockSparseConfig:
+    """Tunables; None leaves the choice to the configuration chain. Neither changes what is computed.
+
+    Attributes:
+      block: longest side of what is computed at once; longer blocks of the mask are cut into equal parts.
+      lanes: query blocks that are handled side by side.
+    """
+
+    block: int | None = None
+    lanes: int | None = None
+
+
+def blocksparse_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    block_mask: Bool[Array, "#B #N _ _"],
+    mask: MaskInfo | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
+    *,
+    block_size: tuple[int, int] = (64, 64),
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns (out, lse) of attention in which query i sees key j iff block_mask[b, n, i // block_size[0], j // block_size[1]]
+    is set and `mask` lets it.
+
+    Logits, sinks and rows without a key are those of flash attention: logits = cap(softmax_scale * q.k), query head n reads
+    key head n // (N / K), a row with no key (and no sink) gives out = 0 and lse = -inf. The last block of either side may be
+    cut short. Accumulation is in float32.
+    """
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    check_blocks(block_mask, block_size, B, T, S, N, K)
+    mask = MaskInfo() if mask is None else mask
+    mask.check(B, T, S, N)
+    q = query.reshape(B, T, K, N // K, H)
+    logits = dot("btkgh,bskh->bkgts", q, key).reshape(B, N, T, S)
+    logits = logits * (1 / math.sqrt(H) if softmax_scale is None else softmax_scale)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    blocks = jnp.repeat(jnp.repeat(block_mask, block_size[0], 2)[:, :, :T], block_size[1], 3)[..., :S]
+    seen = jnp.broadcast_to(blocks & mask.visible(T, S), logits.shape)
+
+    largest = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True)
+    sinks = None if softmax_aux is None else softmax_aux.astype(accumulate)[None, :, None, :]
+    if sinks is not None:
+        largest = jnp.maximum(largest, jnp.max(sinks, axis=-1, keepdims=True))
+    largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, largest) - largest), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.sum(jnp.exp(sinks - largest), axis=-1, keepdims=True)
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
+    weights = (weights / total).astype(value.dtype).reshape(B, K, N // K, T, S)
+    return dot("bkgts,bskv->btkgv", weights, value).reshape(B, T, N, -1).astype(query.dtype), lse
+
+
+def check_blocks(block_mask: Any, block_size: tuple[int, int], B: Any, T: int, S: int, N: int, K: int) -> None:
+    """Raises ValueError, naming the argument, where blocks and heads do not fit the queries and keys."""
+    if N % K:
+        raise ValueError(
+            f"blocksparse_attention: argument 'query' has N = {N} heads and 'key' has K = {K}: the query heads must be a "
+            "multiple of the key heads"
+        )
+    if not isinstance(block_size, tuple) or len(block_size) != 2 or any(n < 1 for n in block_size):
+        raise ValueError(
+            "blocksparse_attention: argument 'block_size' must be (queries, keys) of a block, both positive, got "
+            f"{block_size!r}"
+        )
+    blocks = (-(-T // block_size[0]), -(-S // block_size[1]))
+    if block_mask.shape[0] not in (1, B) or block_mask.shape[1] not in (1, N) or tuple(block_mask.shape[2:]) != blocks:
+        raise ValueError(
+            f"blocksparse_attention: argument 'block_mask' of shape {tuple(block_mask.shape)} must be [{B} or 1, {N} or 1, "
+            f"{blocks[0]}, {blocks[1]}]: an entry for each block of {block_size[0]} of the {T} queries and each block of "
+            f"{block_size[1]} of the {S} keys; give another 'block_size', or a mask of that many blocks"
+        )
+
+
+def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the einsum accumulated in float32 at least; float32 means float32 on every device."""
+    accumulate = jnp.promote_types(a.dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if a.dtype == accumulate else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulate)
+
+
+def backward_inputs(residuals: dict, cotangents: dict) -> dict:
+    """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], as of flash attention: a ring computes
+    them once, from the output over the keys of all ranks."""
+    delta = jnp.sum(cotangents["d_out"].astype(jnp.float32) * residuals["out"].astype(jnp.float32), axis=-1)
+    return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents["d_lse"]}
+
+
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the pairs in set blocks, no more than `mask` lets through: 2 matmuls forward, 5 backward, and every
+    array read or written once. The blocks of a mask whose values are not known count as set."""
+    B, T, S, N, H, Hv = (call.dims[d] for d in ("B", "T", "S", "N", "H", "Hv"))
+    pairs = visible_pairs(call.mask, B, N, T, S)
+    if not isinstance(call.block_mask, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        blocks = np.asarray(call.block_mask)
+        rows, columns = (
+            np.minimum(size, length - size * np.arange(n))
+            for size, length, n in zip(call.block_size, (T, S), blocks.shape[2:], strict=True)
+        )
+        inside = int(np.einsum("bnij,i,j->", blocks.astype(np.int64), rows, columns))
+        pairs = min(pairs, inside * (B // blocks.shape[0]) * (N // blocks.shape[1]))
+    queries = nbytes(call.query) // H
+    out, lse, keys = queries * Hv, 4 * B * T * N, nbytes(call.key, call.value)
+    extra = nbytes(call.softmax_aux)
+    forward = Work(2 * pairs * (H + Hv), queries * H + keys + extra + nbytes(call.block_mask) + out + lse)
+    backward = Work(
+        pairs * (6 * H + 4 * Hv), 2 * (queries * H + keys + extra) + nbytes(call.block_mask) + 2 * out + lse
+    )
+    return forward, backward
+
+
+def _with_mask(name: str):
+    return lambda call: call.mask is not None and getattr(call.mask, name) is not None
+
+
+FEATURES = {
+    "causal": lambda call: call.mask is not None and call.mask.causal,
+    "window": _with_mask("window"),
+    "chunk_size": _with_mask("chunk_size"),
+    "prefix": _with_mask("prefix_lengths"),
+    "segments": _with_mask("q_segment_ids"),
+    "positions": _with_mask("q_positions"),
+    "dense_mask": _with_mask("attention_mask"),
+    "gqa": lambda call: call.dims["N"] != call.dims["K"],
+    "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
+    "value_width": lambda call: call.dims["H"] != call.dims["Hv"],
+    "mask_per_row": lambda call: call.block_mask.shape[0] != 1,
+    "mask_per_head": lambda call: call.block_mask.shape[1] != 1,
+}
+
+op = Op(
+    blocksparse_attention,
+    outputs=("out", "lse"),
+    residuals=("out", "lse"),
+    backward_inputs=backward_inputs,
+    features=FEATURES,
+    # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
+    local_dims={"B", "N", "K"},
+    tied_dims=(("N", "K"),),
+    elsewhere={"T": "blocksparse_attention", "S": "blocksparse_attention"},
+    same_dtype=("query", "key", "value"),
+    order=("triton_gpu", "pallas_tpu", "xla"),
+    config=BlockSparseConfig,
+    cases=CASES,
+    work=work,
+)

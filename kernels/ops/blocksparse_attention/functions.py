@@ -1,0 +1,132 @@
+"""What users call: block-sparse attention under the arguments of the field, brought to the contract's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from kernels._core.binding import is_array
+from kernels._core.masks import MaskInfo
+from kernels._core.public import Prepared, public
+from kernels.ops.blocksparse_attention.contract import check_blocks, op
+
+
+def _block_size(value: Any) -> tuple[int, int]:
+    sides = (value, value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else value
+    if (
+        not isinstance(sides, (tuple, list))
+        or len(sides) != 2
+        or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in sides)
+    ):
+        raise ValueError(
+            "blocksparse_attention: argument 'block_size' must be a positive integer, or (queries, keys) of a block, got "
+            f"{value!r}"
+        )
+    return int(sides[0]), int(sides[1])
+
+
+def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
+    """Returns the pattern as bool [B|1, N|1, query blocks, key blocks]."""
+    if (block_mask is None) == (sparsity_mask is None):
+        raise ValueError(
+            "blocksparse_attention: argument 'block_mask' says which blocks are computed, and 'sparsity_mask' is another name "
+            f"for it: give one of them, got {'neither' if block_mask is None else 'both'}"
+        )
+    name, given = ("block_mask", block_mask) if sparsity_mask is None else ("sparsity_mask", sparsity_mask)
+    given = given if is_array(given) else np.asarray(given)
+    if not (jax.dtypes.issubdtype(given.dtype, np.bool_) or jax.dtypes.issubdtype(given.dtype, np.integer)):
+        raise ValueError(
+            f"blocksparse_attention: argument {name!r} must be boolean or 0/1 integers, true where a block is computed, got "
+            f"{given.dtype}"
+        )
+    if given.ndim not in (2, 4):
+        raise ValueError(
+            f"blocksparse_attention: argument {name!r} must be [query blocks, key blocks], or that with [B or 1, N or 1] "
+            f"before, got shape {given.shape}; one for each head is {name}[None], one for each row {name}[:, None]"
+        )
+    given = given if given.ndim == 4 else given[None, None]
+    return given if given.dtype == bool else given != 0
+
+
+@public(op, module="BlockSparseAttention")
+def blocksparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    block_mask: Any = None,
+    block_size: int | tuple[int, int] = 64,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    *,
+    sparsity_mask: Any = None,
+    attention_mask: jax.Array | None = None,
+    cum_seqlens_q: jax.Array | None = None,
+    cum_seqlens_k: jax.Array | None = None,
+    mask_info: MaskInfo | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    return_lse: bool = False,
+) -> Prepared:
+    """Returns attention [B, T, N, Hv] over the pairs of blocks that are set; with `return_lse` also the log-sum-exp, float32
+    [B, T, N].
+
+    Only set pairs are computed, forward and backward, and of those only what the ordinary masks let through: every mask that
+    is given applies inside a pair. A query without any key gives 0. Gradients flow to query, key, value and softmax_aux.
+
+    Args:
+      query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA).
+      block_mask: bool, or integers 0 and 1, [T / block_size, S / block_size] rounded up, or [B or 1, N or 1, ...]: whether the
+        queries of a block see the keys of a block. It may be traced. Patterns: see `local_blocks` and others of this folder.
+      block_size: tokens of a block, or (queries, keys) of one. Part of the meaning; how much is computed at once is in `cfg`.
+      sparsity_mask: another name of block_mask.
+      causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, softmax_aux, attention_mask, mask_info,
+        cum_seqlens_q, cum_seqlens_k, q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in `flash_attention`.
+        Blocks are of places in the arrays, whatever the positions say.
+      cfg: `BlockSparseConfig`.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
+
+    >>> import jax.numpy as jnp
+    >>> from kernels.ops.blocksparse_attention import local_blocks
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> blocksparse_attention(x, x, x, local_blocks(4, before=1, after=0), 2, causal=True).shape
+    (1, 8, 2, 4)
+    """
+    from kernels import (
+        flash_attention,
+    )  # one meaning of every other argument; imported late, since `kernels` imports this
+
+    size, blocks = _block_size(block_size), _blocks(block_mask, sparsity_mask)
+    flash = flash_attention.prepare(
+        query,
+        key,
+        value,
+        attention_mask=attention_mask,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        softmax_aux=softmax_aux,
+        mask_info=mask_info,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    ).call
+    check_blocks(blocks, size, *(flash.dims[d] for d in "BTSNK"))
+    names = ("query", "key", "value", "mask", "softmax_aux", "softmax_scale", "logits_soft_cap")
+    arguments = {n: flash.arguments[n] for n in names if flash.arguments[n] is not None}
+    call = op.bind(**arguments, block_mask=blocks, block_size=size)
+    return Prepared(call, returns=("out", "lse") if return_lse else "out")

@@ -1,0 +1,109 @@
+"""Patterns of blocks: which key blocks each query block sees, as NumPy bool [query blocks, key blocks].
+
+They are arrays, so `|` joins them and `&` cuts them down. Where there are more key blocks than query blocks, the last of either
+lie together, as queries and keys do. None of them is causal: that is an argument of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kernels._core.masks import MaskInfo, active_blocks
+
+Size = int | tuple[int, int]
+
+
+def _distance(q_blocks: int, kv_blocks: int | None) -> np.ndarray:
+    """Returns how many blocks each key block lies before each query block."""
+    kv_blocks = q_blocks if kv_blocks is None else kv_blocks
+    for name, n in (("q_blocks", q_blocks), ("kv_blocks", kv_blocks)):
+        if n < 1:
+            raise ValueError(f"argument {name!r} must be at least 1 block, got {n}")
+    return np.arange(q_blocks)[:, None] + (kv_blocks - q_blocks) - np.arange(kv_blocks)[None]
+
+
+def local_blocks(q_blocks: int, kv_blocks: int | None = None, *, before: int = 1, after: int = 1) -> np.ndarray:
+    """Returns the pattern in which a query block sees its own key block, `before` blocks before it and `after` after it.
+
+    >>> local_blocks(3, before=1, after=0).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
+    """
+    if before < 0 or after < 0:
+        raise ValueError(f"arguments 'before' and 'after' must not be negative, got {before} and {after}")
+    distance = _distance(q_blocks, kv_blocks)
+    return (distance <= before) & (distance >= -after)
+
+
+def strided_blocks(q_blocks: int, kv_blocks: int | None = None, *, stride: int) -> np.ndarray:
+    """Returns the pattern in which a query block sees every `stride`-th key block, counted from its own (Child et al., 2019).
+
+    >>> strided_blocks(4, stride=2).astype(int)
+    array([[1, 0, 1, 0],
+           [0, 1, 0, 1],
+           [1, 0, 1, 0],
+           [0, 1, 0, 1]])
+    """
+    if stride < 1:
+        raise ValueError(f"argument 'stride' must be at least 1, got {stride}")
+    return _distance(q_blocks, kv_blocks) % stride == 0
+
+
+def global_blocks(q_blocks: int, kv_blocks: int | None = None, *, blocks: int | Sequence[int] = 1) -> np.ndarray:
+    """Returns the pattern in which the first `blocks` key blocks, or those named, are seen by all, and see all as queries.
+
+    >>> global_blocks(3, blocks=[1]).astype(int)
+    array([[0, 1, 0],
+           [1, 1, 1],
+           [0, 1, 0]])
+    """
+    distance = _distance(q_blocks, kv_blocks)
+    named = np.arange(blocks) if isinstance(blocks, (int, np.integer)) else np.asarray(blocks, int)
+    columns = distance.shape[1]
+    if named.size and not (0 <= named.min() and named.max() < columns):
+        raise ValueError(f"argument 'blocks' = {blocks} must be within the {columns} key blocks")
+    of_keys = np.isin(np.arange(columns), named)
+    of_queries = np.isin(np.arange(distance.shape[0]) + columns - distance.shape[0], named)
+    return of_keys[None] | of_queries[:, None]
+
+
+def random_blocks(q_blocks: int, kv_blocks: int | None = None, *, count: int, seed: int = 0) -> np.ndarray:
+    """Returns the pattern in which each query block sees `count` key blocks, drawn without replacement, the same for a seed."""
+    shape = _distance(q_blocks, kv_blocks).shape
+    if not 0 <= count <= shape[1]:
+        raise ValueError(f"argument 'count' = {count} must be between 0 and the {shape[1]} key blocks")
+    return np.random.default_rng(seed).random(shape).argsort(1).argsort(1) < count
+
+
+def bigbird_blocks(
+    q_blocks: int,
+    kv_blocks: int | None = None,
+    *,
+    num_global: int = 1,
+    before: int = 1,
+    after: int = 1,
+    num_random: int = 2,
+    seed: int = 0,
+) -> np.ndarray:
+    """Returns BigBird's pattern (Zaheer et al., 2020): local, global and random blocks together."""
+    pattern = local_blocks(q_blocks, kv_blocks, before=before, after=after)
+    pattern |= global_blocks(q_blocks, kv_blocks, blocks=num_global)
+    return pattern | random_blocks(q_blocks, kv_blocks, count=num_random, seed=seed)
+
+
+def blocks_of_mask(mask: MaskInfo, q_length: int, kv_length: int | None = None, *, block_size: Size = 64) -> Any:
+    """Returns the blocks in which `mask` may let a pair through, in some row or head: bool [query blocks, key blocks].
+
+    The mask itself still decides inside a block, so it goes into the call as `mask_info` too. NumPy where positions and
+    segments are not given, else of JAX, and traced where they are.
+
+    >>> blocks_of_mask(MaskInfo(causal=True, window=(2, 0)), 8, block_size=4).astype(int)
+    array([[1, 0],
+           [1, 1]])
+    """
+    q, k = (block_size, block_size) if isinstance(block_size, int) else block_size
+    return active_blocks(mask, q_length, q_length if kv_length is None else kv_length, q, k)

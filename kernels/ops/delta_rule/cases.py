@@ -1,0 +1,136 @@
+"""The cases of the delta rules."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.backend import Case
+
+
+def _unit(heads: str):
+    """Returns a maker of vectors of norm 1, as models give keys: longer ones make the recurrence grow without bound."""
+
+    def make(rng, dims):
+        x = rng.standard_normal((dims["B"], dims["T"], dims[heads], dims["H"]))
+        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), jnp.float32)
+
+    return make
+
+
+def _up_to(most: float):
+    def make(rng, dims):
+        return jnp.asarray(most * rng.random((dims["B"], dims["T"], dims["N"])), jnp.float32)
+
+    return make
+
+
+def _decays(channels: bool):
+    """Returns a maker of logarithms of decays between 0.9999 and e^-20, side by side."""
+
+    def make(rng, dims):
+        shape = (dims["B"], dims["T"], dims["N"], dims["H"] if channels else 1)
+        return jnp.asarray(-np.exp(rng.uniform(np.log(1e-4), np.log(20), shape)), jnp.float32)
+
+    return make
+
+
+def _documents(rng, dims):
+    """Segments of many lengths, 1 too, one that is met again, and padding first, between and last."""
+    ids = np.sort(rng.integers(0, 5, (dims["B"], dims["T"])), axis=1)
+    ids[:, rng.random(dims["T"]) < 0.1] = -1
+    ids[-1, :3], ids[-1, -3:] = -1, 0
+    return jnp.asarray(ids, jnp.int32)
+
+
+def _packed(num_states: int):
+    """Returns a maker of sequences one after the other, the last but one empty, and padding at the end."""
+
+    def make(rng, dims):
+        there = [i for i in range(num_states) if i != num_states - 2]
+        ids = np.sort(rng.choice(there, (dims["B"], dims["T"])), axis=1)
+        ids[:, -4:] = -1
+        return jnp.asarray(ids, jnp.int32)
+
+    return make
+
+
+def _states(num_states: int):
+    def make(rng, dims):
+        shape = (dims["B"], num_states, dims["N"], dims["H"], dims["Hv"])
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    return make
+
+
+def _delta(name, *tags, g=None, make=(), options=(), beta=1.0, **dims):
+    """A case of `delta_rule`; g is None, "head" or "channel"."""
+    made = {"query": _unit("K"), "key": _unit("K"), "beta": _up_to(beta), **dict(make)}
+    if g:
+        made["g"] = _decays(g == "channel")
+    optional = tuple(n for n in made if n in ("g", "segment_ids", "initial_state"))
+    return Case(name, dims, dict(options), arrays=optional, make=made, tags=frozenset(tags))
+
+
+DELTA = (
+    _delta(
+        "small",
+        "smoke",
+        g="head",
+        make={"initial_state": _states(1), "segment_ids": _documents},
+        B=2, T=13, K=1, N=2, H=8, Hv=4,
+    ),
+    _delta("plain", beta=2.0, options={"softmax_scale": 1.0}, B=1, T=37, K=2, N=2, H=8, Hv=5),
+    _delta("channels", g="channel", options={"use_qk_l2norm": True}, B=1, T=150, K=1, N=2, H=6, Hv=8),
+    _delta(
+        "packed",
+        g="channel",
+        make={"segment_ids": _packed(4), "initial_state": _states(4)},
+        options={"num_states": 4},
+        B=1, T=45, K=2, N=2, H=4, Hv=3,
+    ),
+    _delta("one_token", "slow", g="channel", make={"initial_state": _states(1)}, B=2, T=1, K=2, N=2, H=8, Hv=4),
+    _delta(
+        "documents",
+        "slow",
+        g="channel",
+        make={"segment_ids": _documents, "initial_state": _states(1)},
+        B=2, T=200, K=1, N=3, H=16, Hv=8,
+    ),
+    _delta("qwen3_next", "bench", "code", g="head", B=1, T=8192, K=16, N=32, H=128, Hv=128),
+    _delta("kimi_linear", "bench", "code", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
+)  # fmt: skip
+
+
+def _reads(rng, dims):
+    return -_unit("N")(rng, dims)
+
+
+def _writes(rng, dims):
+    # As in the model: a = -kk, b = kk * (a rate in (0, 1) of each channel), here of other vectors.
+    return _unit("N")(rng, dims) * jnp.asarray(rng.random((dims["B"], dims["T"], dims["N"], dims["H"])), jnp.float32)
+
+
+def _rwkv7(name, *tags, make=(), options=(), **dims):
+    made = {"w": _decays(True), "a": _reads, "b": _writes, **dict(make)}
+    optional = tuple(n for n in made if n in ("segment_ids", "initial_state"))
+    return Case(name, dims, dict(options), arrays=optional, make=made, tags=frozenset(tags))
+
+
+RWKV7 = (
+    _rwkv7(
+        "small",
+        "smoke",
+        make={"initial_state": _states(1), "segment_ids": _documents},
+        B=2, T=13, N=2, H=8, Hv=4,
+    ),
+    _rwkv7("odd", options={"softmax_scale": 1.0}, B=1, T=70, N=2, H=6, Hv=8),
+    _rwkv7(
+        "packed",
+        "slow",
+        make={"segment_ids": _packed(4), "initial_state": _states(4)},
+        options={"num_states": 4},
+        B=1, T=45, N=2, H=4, Hv=3,
+    ),
+    _rwkv7("rwkv7_3b", "bench", "code", B=1, T=8192, N=40, H=64, Hv=64),
+)  # fmt: skip

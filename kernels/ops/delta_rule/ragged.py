@@ -1,0 +1,127 @@
+"""The gated delta rule as a server calls it: tokens of many requests one after the other, and their states in a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core import segments
+from kernels._core.public import Prepared, public
+from kernels.ops.delta_rule.contract import op
+from kernels.ops.delta_rule.functions import check_heads, checked
+
+
+def _integers(name: str, x: Any, shape: str, size: int | None) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer) or x.shape[0] != (size or x.shape[0]):
+        wanted = shape if size is None else f"{shape} = [{size}]"
+        raise ValueError(
+            f"ragged_gated_delta_rule: argument {name!r} must be integers {wanted}, got {x.dtype} of shape {x.shape}; "
+            "query_start_loc is [0, n1, n1 + n2, ...], one more than there are requests"
+        )
+    return x.astype(jnp.int32)
+
+
+@public(op)
+def ragged_gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    g: jax.Array,
+    state_pool: jax.Array,
+    query_start_loc: Any,
+    state_indices: Any,
+    has_initial_state: Any = None,
+    *,
+    max_query_len: int | None = None,
+    softmax_scale: float | None = None,
+    use_qk_l2norm: bool = False,
+) -> Prepared:
+    """Returns (out [M, N, Hv], new pool) of the gated delta rule of many requests, each with a state of its own in a pool.
+
+    Request r has the tokens query_start_loc[r] to query_start_loc[r + 1] - 1, goes on from state_pool[state_indices[r]], and
+    leaves its state there. Slots that no request with tokens names are the given ones, bit for bit. Tokens past the last
+    request have the output 0.
+
+    Args:
+      query, key: [M, K, H]. value: [M, N, Hv], N a multiple of K. beta, g: [M, N], g logarithms of decays.
+      state_pool: [slots, N, H, Hv], of any float dtype; computed in float32.
+      query_start_loc: int [requests + 1], [0, n1, n1 + n2, ...]; equal entries are a request without tokens.
+      state_indices: int [requests], slots. Two requests with tokens may not share one. A request with a negative slot, or one
+        past the pool, is padding: its outputs are 0, and it writes nothing.
+      has_initial_state: bool [requests]: where false the request begins from zeros, whatever is in its slot.
+      max_query_len: a promise that no request has more tokens. Requests are then computed side by side, as a batch of that many
+        tokens each: for decoding (1) and drafts. Outputs of tokens past it are 0, and they are not in the state. None: chunk by
+        chunk, one request after the other, which is for long prompts.
+      softmax_scale: default 1 / sqrt(H).
+      use_qk_l2norm: as of `delta_rule`; Qwen3-Next's layers want it.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    >>> import jax.numpy as jnp
+    >>> x, ones = jnp.ones((5, 2, 4)), jnp.ones((5, 2))
+    >>> out, pool = ragged_gated_delta_rule(x, x, x, ones, -ones, jnp.zeros((8, 2, 4, 4)), [0, 1, 5], [6, 2])
+    >>> print(jnp.nonzero(pool.any((1, 2, 3)))[0])
+    [2 6]
+    """
+    name = "ragged_gated_delta_rule"
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        checked(name, argument, x, f"M {'N Hv' if argument == 'value' else 'K H'}")
+    checked(name, "beta", beta, "M N")
+    checked(name, "g", g, "M N")
+    checked(name, "state_pool", state_pool, "slots N H Hv")
+    check_heads(name, query[None], key[None], value[None])
+    (M, N, Hv), H, slots = value.shape, query.shape[-1], state_pool.shape[0]
+    if state_pool.shape[1:] != (N, H, Hv):
+        raise ValueError(
+            f"{name}: argument 'state_pool' must be [slots, N, H, Hv] = [slots, {N}, {H}, {Hv}], got {state_pool.shape}"
+        )
+    indices = _integers("state_indices", state_indices, "[requests]", None)
+    requests = indices.shape[0]
+    cuts = _integers("query_start_loc", query_start_loc, "[requests + 1]", requests + 1)
+    used = (indices >= 0) & (indices < slots)
+    states = state_pool[indices.clip(0, slots - 1)].astype(jnp.float32)
+    if has_initial_state is not None:
+        begun = jnp.asarray(has_initial_state)
+        if begun.shape != (requests,) or begun.dtype != jnp.bool_:
+            got = f"{begun.dtype} of shape {begun.shape}"
+            raise ValueError(f"{name}: argument 'has_initial_state' must be bool [requests] = [{requests}], got {got}")
+        states = jnp.where(begun[:, None, None, None], states, 0)
+    arrays = {"query": query, "key": key, "value": value, "beta": beta, "g": g[..., None]}
+    options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
+
+    def written(final: jax.Array) -> jax.Array:
+        at = jnp.where(used & (jnp.diff(cuts) > 0), indices, slots)
+        return state_pool.at[at].set(final.astype(state_pool.dtype), mode="drop")
+
+    if max_query_len is None:
+        ids = segments.of_cuts(cuts, M)[0]
+        ids = jnp.where((ids >= 0) & used[ids.clip(0)], ids, -1)
+        arrays = {n: x[None] for n, x in arrays.items()}
+        if requests > 1:
+            options["num_states"] = requests
+        call = op.bind(**arrays, segment_ids=ids[None], initial_state=states[None], **options)
+        return Prepared(
+            call,
+            finish=lambda out, final: (out[0], written(final[0])),
+            dims=(("M", "N", "Hv"), ("slots", "N", "H", "Hv")),
+        )
+    if not isinstance(max_query_len, int) or isinstance(max_query_len, bool) or max_query_len < 1:
+        raise ValueError(
+            f"{name}: argument 'max_query_len' must be an integer of at least 1, or None, got {max_query_len!r}"
+        )
+    at = cuts[:-1, None] + jnp.arange(max_query_len)
+    there = (at < cuts[1:, None]) & used[:, None]
+    arrays = {n: x[at.clip(0, M - 1)] for n, x in arrays.items()}
+    ids = jnp.where(there, 0, -1)
+    call = op.bind(**arrays, segment_ids=ids, initial_state=states[:, None], **options)
+
+    def finish(out: jax.Array, final: jax.Array) -> tuple[jax.Array, jax.Array]:
+        flat = jnp.zeros((M, N, Hv), out.dtype)
+        return flat.at[jnp.where(there, at, M)].set(out, mode="drop"), written(final[:, 0])
+
+    return Prepared(call, finish=finish, dims=(("M", "N", "Hv"), ("slots", "N", "H", "Hv")))

@@ -1,0 +1,139 @@
+"""The delta rules as plain XLA: chunks, each a few matmuls. `kernels/_core/chunks.py` goes over them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core import chunks as chunked
+from kernels._core.chunks import Chunks, Tokens
+from kernels._core.execute import Saved
+from kernels.ops.delta_rule.chunk import chunk
+from kernels.ops.delta_rule.contract import DeltaRuleConfig, check_states, normalized, op, rwkv7_op, scale_of
+
+MOST_TOKENS = 64  # of a chunk
+
+
+def block_of(length: int, most: int = MOST_TOKENS) -> int:
+    """Returns the tokens of a chunk for sequences of that length: a power of two, no larger than they need."""
+    return min(most, 1 << max(0, length - 1).bit_length())
+
+
+def _precision(dtype: Any) -> Any:
+    """float32 is computed in float32; for narrower inputs the hardware's fast passes over float32 operands are enough."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize > 2 else jax.lax.Precision.DEFAULT
+
+
+def _per_head(x: jax.Array) -> jax.Array:
+    """Returns [B, C, N, ...] as float32 [B, N, C, ...]."""
+    return jnp.swapaxes(x, 1, 2).astype(jnp.float32)
+
+
+def _delta_step(softmax_scale: float | None, use_qk_l2norm: bool, precision: Any) -> Callable:
+    def step(_: None, state: jax.Array, x: dict[str, jax.Array], tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        q, k, v, beta = (_per_head(x[name]) for name in ("query", "key", "value", "beta"))
+        if use_qk_l2norm:
+            q, k = normalized(q), normalized(k)
+        q = q * scale_of(softmax_scale, q.shape[-1])
+        q, k = (jnp.repeat(y, v.shape[1] // k.shape[1], axis=1) for y in (q, k))
+        g, beta = _per_head(x["g"]) if "g" in x else None, beta[..., None]
+        state, out = chunk(state, tokens.resets, g, q, k, beta * v, -beta * k, precision=precision)
+        return state, jnp.swapaxes(out, 1, 2).astype(x["value"].dtype)
+
+    return step
+
+
+def _rwkv7_step(softmax_scale: float | None, precision: Any) -> Callable:
+    def step(_: None, state: jax.Array, x: dict[str, jax.Array], tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        r, w, k, v, a, b = (_per_head(x[name]) for name in "rwkvab")
+        r = r * scale_of(softmax_scale, r.shape[-1])
+        state, out = chunk(state, tokens.resets, w, r, k, v, a, b, precision=precision)
+        return state, jnp.swapaxes(out, 1, 2).astype(x["v"].dtype)
+
+    return step
+
+
+def _delta(query, key, value, beta, g, softmax_scale, use_qk_l2norm):
+    """Returns (step, its arrays) of a call of delta_rule."""
+    xs = {"query": query, "key": key, "value": value, "beta": beta} | ({} if g is None else {"g": g})
+    return _delta_step(softmax_scale, use_qk_l2norm, _precision(query.dtype)), xs
+
+
+def _rwkv7(r, w, k, v, a, b, softmax_scale):
+    return _rwkv7_step(softmax_scale, _precision(r.dtype)), {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+
+
+def _states(
+    name: str, value: Any, width: int, segment_ids: Any, initial_state: Any, num_states: int, cfg: Any
+) -> tuple[Chunks, jax.Array]:
+    """Returns the chunks of `value` [B, T, N, Hv], and the initial states [B, num_states, N, H, Hv]."""
+    check_states(name, initial_state, segment_ids, num_states)
+    B, T, N, Hv = value.shape
+    if initial_state is None:
+        initial_state = jnp.zeros((B, num_states, N, width, Hv))
+    return Chunks(B, T, cfg.block_t or MOST_TOKENS, segment_ids, num_states), initial_state.astype(jnp.float32)
+
+
+def _gradients(
+    step: Callable, states: Any, xs: dict[str, jax.Array], saved: Saved, initial_state: Any
+) -> dict[str, Any]:
+    chunks, initial = states
+    d_initial, gradients, _ = chunked.backward(step, chunks, initial, xs, saved.d_final_state, saved.d_out)
+    return gradients | ({} if initial_state is None else {"initial_state": d_initial})
+
+
+def forward(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    step, xs = _delta(query, key, value, beta, g, softmax_scale, use_qk_l2norm)
+    chunks, initial = _states("delta_rule", value, key.shape[-1], segment_ids, initial_state, num_states, cfg)
+    final, out = chunked.forward(step, chunks, initial, xs)
+    return out, final
+
+
+def backward(
+    saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    step, xs = _delta(query, key, value, beta, g, softmax_scale, use_qk_l2norm)
+    states = _states("delta_rule", value, key.shape[-1], segment_ids, initial_state, num_states, cfg)
+    return _gradients(step, states, xs, saved, initial_state)
+
+
+def rwkv7_forward(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    step, xs = _rwkv7(r, w, k, v, a, b, softmax_scale)
+    chunks, initial = _states("rwkv7", v, k.shape[-1], segment_ids, initial_state, num_states, cfg)
+    final, out = chunked.forward(step, chunks, initial, xs)
+    return out, final
+
+
+def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    step, xs = _rwkv7(r, w, k, v, a, b, softmax_scale)
+    states = _states("rwkv7", v, k.shape[-1], segment_ids, initial_state, num_states, cfg)
+    return _gradients(step, states, xs, saved, initial_state)
+
+
+def heuristic(call, platform):
+    return DeltaRuleConfig(block_of(call.dims["T"]))
+
+
+def candidates(call):
+    return [DeltaRuleConfig(n) for n in (16, 32, 64, 128) if n <= 2 * call.dims["T"]] or [heuristic(call, "cpu")]
+
+
+def rejects(call):
+    return "an array has no elements" if 0 in call.dims.values() else None
+
+
+_FACTS = {
+    "platforms": {"cpu", "cuda", "rocm", "tpu"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "heuristic": heuristic,
+    "candidates": candidates,
+    "rejects": rejects,
+    "symbolic": {"B"},
+}
+op.register(forward, backward, **_FACTS)
+rwkv7_op.register(rwkv7_forward, rwkv7_backward, **_FACTS)

@@ -1,0 +1,182 @@
+"""Grouped matmul: the rows of each group times a matrix of the group's own, as experts need it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.binding import is_array, is_float_array
+from kernels._core.public import Prepared, public
+from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, op, quantized_op
+
+__all__ = ["ACTIVATIONS", "grouped_matmul", "op", "quantized_op"]
+
+QUANTIZED = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+
+
+def _refuse(argument: str, what: str) -> ValueError:
+    return ValueError(f"grouped_matmul: argument {argument!r} {what}")
+
+
+def _shape(x: Any) -> str:
+    return f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
+
+
+def _check_arrays(lhs: Any, rhs: Any, transposed: bool, bias: Any) -> tuple[tuple[int, ...], bool]:
+    """Returns (experts, D, *columns) of rhs, and whether it is quantised."""
+    wanted = "[E, F, D] or, with a gate, [E, 2, F, D]" if transposed else "[E, D, F] or, with a gate, [E, D, 2, F]"
+    if not is_array(rhs) or rhs.ndim not in (3, 4):
+        raise _refuse("rhs", f"must be an array {wanted}, got {_shape(rhs)}")
+    if not is_float_array(lhs) or lhs.ndim != 2:
+        several = (
+            "; rows of several sequences are lhs.reshape(-1, D), and a batch of products of one size is jnp.matmul"
+        )
+        raise _refuse("lhs", f"must be a float array [M, D], got {_shape(lhs)}" + (several if is_array(lhs) else ""))
+    experts, *rest = rhs.shape
+    columns, width = (rest[:-1], rest[-1]) if transposed else (rest[1:], rest[0])
+    if len(columns) == 2 and columns[0] != 2:
+        raise _refuse("rhs", f"must be {wanted}, a gate and an up projection, got {_shape(rhs)}")
+    if width != lhs.shape[1]:
+        turned = (
+            "; 'transpose_rhs' must be " + str(not transposed) if rest[0 if transposed else -1] == lhs.shape[1] else ""
+        )
+        raise _refuse("rhs", f"must be {wanted} with D = {lhs.shape[1]} of 'lhs', got {_shape(rhs)}{turned}")
+    quantised = str(rhs.dtype) in QUANTIZED
+    if not quantised and rhs.dtype != lhs.dtype:
+        kinds = f"that dtype, or with 'rhs_scale' one of {', '.join(QUANTIZED)}"
+        raise _refuse("rhs", f"is {rhs.dtype} but 'lhs' is {lhs.dtype}; cast it to {kinds}")
+    if bias is not None and (not is_array(bias) or bias.shape != (experts, *columns)):
+        raise _refuse("rhs_bias", f"must have the shape {(experts, *columns)}, got {_shape(bias)}")
+    return (experts, width, *columns), quantised
+
+
+def _scale(scale: Any, shape: tuple[int, ...], transposed: bool) -> jax.Array:
+    """Returns the scales as [E, blocks, *columns]."""
+    experts, width, *columns = shape
+    if not is_float_array(scale):
+        raise _refuse("rhs_scale", f"must be a float array, got {_shape(scale)}")
+    blocks = scale.shape[-1 if transposed else 1] if scale.ndim == len(shape) else 1
+    per_block = (experts, *columns, blocks) if transposed else (experts, blocks, *columns)
+    if scale.shape == (experts, *columns):
+        return scale[:, None]
+    if scale.shape != per_block or not blocks or width % blocks:
+        form = "[E, F, blocks]" if transposed else "[E, blocks, F]"
+        raise _refuse(
+            "rhs_scale",
+            f"must have the shape {(experts, *columns)}, one for each column, or be {form}, as 'rhs' with a number of "
+            f"blocks that divides D = {width} in place of it; got {scale.shape}",
+        )
+    return jnp.moveaxis(scale, -1, 1) if transposed else scale
+
+
+def _check_sizes(sizes: Any, experts: int, rows: Any, offset: Any) -> None:
+    if not is_array(sizes) or sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise _refuse("group_sizes", f"must be integers [G], the rows of each group, got {_shape(sizes)}")
+    count = sizes.shape[0]
+    if count == experts or (offset is not None and count > experts):
+        return
+    what = f"has {count} groups, but 'rhs' has E = {experts} matrices"
+    if count == rows:
+        raise _refuse("group_sizes", what + "; the group of each row is given by keyword, group_ids=")
+    raise _refuse(
+        "group_sizes", what + "; where these are of some of the groups, give 'group_offset', the first of them"
+    )
+
+
+@public(op, quantized_op)
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: Any = None,
+    group_offset: Any = None,
+    transpose_rhs: bool = False,
+    rhs_bias: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    activation: str | None = None,
+    *,
+    group_ids: Any = None,
+) -> Prepared:
+    """Returns [M, F] in lhs's dtype: each row of lhs times the matrix of its group, accumulated in float32.
+
+    The rows of a group lie one after the other (`group_sizes`), or in any order (`group_ids`). A group may be empty. Rows of a
+    group that `rhs` has no matrix for, and those past the last group, are zero.
+
+    Args:
+      lhs: [M, D].
+      rhs: [E, D, F], a matrix for each group; or [E, D, 2, F], a gate and an up projection, of which the result is
+        activation(lhs gate) * (lhs up). A checkpoint's [E, D, 2F] is the latter by reshape where it has all of the gate first;
+        where they alternate, by `.reshape(E, D, F, 2).swapaxes(2, 3)`.
+      group_sizes: int [G], rows of each group. G = E, or more with `group_offset`.
+      group_offset: int, the group of rhs[0]: the matrices are those of groups group_offset, ..., group_offset + E - 1.
+      transpose_rhs: rhs is [E, F, D], or [E, 2, F, D].
+      rhs_bias: [E, F], or [E, 2, F], added to the products.
+      rhs_scale: float, of an rhs of int8, int4, float8_e4m3fn, float8_e5m2 or float4_e2m1fn, which it is multiplied by: [E, F],
+        or [E, 2, F], one for each column; or as rhs with a number of blocks in place of D, each of D / blocks entries. Neither
+        of the two has a gradient.
+      activation: "silu" (SwiGLU with a gate), "gelu", "gelu_tanh" or "relu"; None for none.
+      group_ids: int [M], the group of each row, instead of group_sizes. The rows are put in the order of their groups and the
+        result back. An id without a matrix, as -1, gives a row of zeros.
+
+    lhs, rhs and rhs_bias have gradients. The backward keeps the inputs alone: what an activation hides is computed again.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    Sources: Gale et al., MegaBlocks, 2022; the functions of this kind in megablox and tokamax.
+
+    >>> import jax.numpy as jnp
+    >>> lhs, rhs = jnp.ones((4, 2)), jnp.array([1.0, 2.0, 3.0])[:, None, None] * jnp.ones((3, 2, 1))
+    >>> print(grouped_matmul(lhs, rhs, jnp.array([1, 0, 2]))[:, 0])
+    [2. 6. 6. 0.]
+    >>> print(grouped_matmul(lhs, rhs, group_ids=jnp.array([2, 0, -1, 1]))[:, 0])
+    [6. 2. 0. 4.]
+    """
+    if not isinstance(transpose_rhs, bool):
+        raise _refuse("transpose_rhs", f"must be True or False, got {transpose_rhs!r}")
+    shape, quantised = _check_arrays(lhs, rhs, transpose_rhs, rhs_bias)
+    if quantised != (rhs_scale is not None):
+        raise _refuse(
+            "rhs_scale",
+            f"is needed for an rhs of {rhs.dtype}"
+            if quantised
+            else f"is for a quantised rhs; multiply the {rhs.dtype} rhs by it",
+        )
+    if (group_sizes is None) == (group_ids is None):
+        given = "neither is" if group_sizes is None else "both are"
+        raise _refuse("group_sizes", f"or 'group_ids' says which rows are of which group, and {given} given; give one")
+    sizes, order = group_sizes, None
+    if group_ids is not None:
+        lhs, sizes, order = _sorted(lhs, group_ids, shape[0], group_offset)
+        group_offset = None
+    sizes = jnp.asarray(sizes) if isinstance(sizes, (list, tuple)) else sizes
+    _check_sizes(sizes, shape[0], lhs.shape[0], group_offset)
+    activated(activation, len(shape) == 4)
+    arguments = {"rhs": None, "rhs_transposed": None, "rhs_transposed" if transpose_rhs else "rhs": rhs}
+    arguments |= {"group_sizes": sizes, "group_offset": group_offset, "rhs_bias": rhs_bias, "activation": activation}
+    if quantised:
+        arguments["rhs_scale"] = _scale(rhs_scale, shape, transpose_rhs)
+    chosen = quantized_op if quantised else op
+    call = chosen.bind(lhs, **arguments)
+    if order is None:
+        return Prepared(call, op=chosen)
+    back = jnp.argsort(order)
+    return Prepared(call, finish=lambda out: _taken(out, back), dims=("M", "F"), op=chosen)
+
+
+def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (rows in the order of their groups, sizes of the groups of the matrices, where each row was)."""
+    ids = jnp.asarray(group_ids)
+    if ids.shape != (lhs.shape[0],) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise _refuse("group_ids", f"must be integers [M] = [{lhs.shape[0]}], the group of each row, got {_shape(ids)}")
+    own = ids.astype(jnp.int32) - (0 if offset is None else offset)
+    own = jnp.where((own >= 0) & (own < experts), own, experts)
+    order = jnp.argsort(own, stable=True)
+    edges = jnp.searchsorted(own[order], jnp.arange(experts + 1, dtype=jnp.int32))
+    return _taken(lhs, order), jnp.diff(edges).astype(jnp.int32), order
+
+
+def _taken(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Returns rows of x in an order that has each of them once, so that the gradient is no sum."""
+    return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")

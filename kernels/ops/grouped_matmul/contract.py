@@ -1,0 +1,223 @@
+"""The meaning of a grouped matmul: each group of rows times a matrix of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from kernels._core.backend import Case
+from kernels._core.binding import Call
+from kernels._core.contract import Op
+from kernels._core.work import Work, nbytes
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+
+def activated(activation: str | None, gated: bool) -> Callable[[jax.Array], jax.Array]:
+    """Returns the function of products [rows, F], or [rows, 2, F] where gated, that gives the rows of the result [rows, F].
+
+    Raises:
+      ValueError: the activation is unknown, or there is none for a gate.
+    """
+    if activation is None and gated:
+        raise ValueError(
+            "grouped_matmul: argument 'rhs' holds a gate and an up projection, which needs argument 'activation': use one of "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    if activation is not None and activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"grouped_matmul: argument 'activation' = {activation!r} is unknown; use None or one of {', '.join(ACTIVATIONS)}"
+            + ("; SwiGLU is 'silu' with rhs [E, D, 2, F]" if "swiglu" in str(activation).lower() else "")
+        )
+    act = (lambda x: x) if activation is None else _ACTIVATIONS[activation]
+    return (lambda x: act(x[:, 0]) * x[:, 1]) if gated else act
+
+
+def grouped_matmul(
+    lhs: Float[Array, "M D"],
+    rhs: Float[Array, "E D ... F"] | None,
+    rhs_transposed: Float[Array, "E ... F D"] | None,
+    group_sizes: Int[Array, " G"],
+    group_offset: Int[Array, ""] | None = None,
+    rhs_bias: Float[Array, "E ... F"] | None = None,
+    *,
+    activation: str | None = None,
+) -> Float[Array, "M F"]:
+    """Returns out, in lhs's dtype: row m of lhs, which is of group g, times rhs[g - group_offset], accumulated in float32.
+
+    The rows of a group lie one after the other, group 0 first, group_sizes[g] of them. A row of a group that rhs has no matrix
+    for, or past the last group, is zero, whatever is in it.
+
+    Args:
+      rhs, rhs_transposed: one of them. Of three dims, a matrix for each group; of four, [E, D, 2, F] or [E, 2, F, D], a gate
+        and an up projection: the result is activation(lhs gate) * (lhs up).
+      rhs_bias: added to the products, before the activation.
+    """
+    if (rhs is None) == (rhs_transposed is None):
+        raise ValueError("grouped_matmul: give one of the arguments 'rhs' and 'rhs_transposed'")
+    if rhs is None:
+        assert rhs_transposed is not None
+        rhs = jnp.moveaxis(rhs_transposed, -1, 1)
+    ends, rows = jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0])
+    group = jnp.searchsorted(ends, rows, side="right")
+    own = group - (0 if group_offset is None else group_offset)
+    inside = (own >= 0) & (own < rhs.shape[0]) & (group < group_sizes.shape[0])
+    own = jnp.where(inside, own, 0)
+    wide = jnp.promote_types(lhs.dtype, jnp.float32)
+    product = jnp.einsum("md,md...f->m...f", lhs, rhs[own], preferred_element_type=wide)
+    if rhs_bias is not None:
+        product = product + rhs_bias[own].astype(wide)
+    out = activated(activation, rhs.ndim == 4)(product)
+    return jnp.where(inside[:, None], out, 0).astype(lhs.dtype)
+
+
+def grouped_matmul_quantized(
+    lhs: Float[Array, "M D"],
+    rhs: Shaped[Array, "E D ... F"] | None,
+    rhs_transposed: Shaped[Array, "E ... F D"] | None,
+    group_sizes: Int[Array, " G"],
+    rhs_scale: Float[Array, "E _ ... F"],
+    group_offset: Int[Array, ""] | None = None,
+    rhs_bias: Float[Array, "E ... F"] | None = None,
+    *,
+    activation: str | None = None,
+) -> Float[Array, "M F"]:
+    """Returns `grouped_matmul` of the matrices rhs * rhs_scale, rounded to lhs's dtype; rhs is of integers or narrow floats.
+
+    Args:
+      rhs_scale: [E, blocks, F], or [E, blocks, 2, F]: each is of D / blocks entries of D, one after the other. Also where it is
+        `rhs_transposed` that is given.
+    """
+    if (rhs is None) == (rhs_transposed is None):
+        raise ValueError("grouped_matmul_quantized: give one of the arguments 'rhs' and 'rhs_transposed'")
+    if rhs is None:
+        assert rhs_transposed is not None
+        rhs = jnp.moveaxis(rhs_transposed, -1, 1)
+    wide = jnp.promote_types(lhs.dtype, jnp.float32)
+    scale = jnp.repeat(rhs_scale.astype(wide), rhs.shape[1] // rhs_scale.shape[1], axis=1)
+    return grouped_matmul(
+        lhs,
+        (rhs.astype(wide) * scale).astype(lhs.dtype),
+        None,
+        group_sizes,
+        group_offset,
+        rhs_bias,
+        activation=activation,
+    )
+
+
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of M rows, all of them in groups: what an activation hides is computed again in the backward."""
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    E, F = call.dims["E"], call.dims["F"]
+    matmul = 2 * call.lhs.size * math.prod(weights.shape) // (E * call.dims["D"])
+    out = nbytes(call.lhs) // call.dims["D"] * F
+    quantised = "rhs_scale" in call.arguments
+    kept = nbytes(call.lhs, weights, call.rhs_bias, call.rhs_scale if quantised else None)
+    again = 1 if call.activation else 0
+    written = nbytes(call.lhs, call.rhs_bias) + (0 if quantised else nbytes(weights))
+    return Work(matmul, kept + out), Work((1 + again + (not quantised)) * matmul, kept + out + written)
+
+
+def _sizes(*sizes: int) -> Callable:
+    return lambda rng, dims: jnp.asarray(sizes, jnp.int32)
+
+
+def _offset(value: int) -> Callable:
+    return lambda rng, dims: jnp.asarray(value, jnp.int32)
+
+
+def _even(rng: np.random.Generator, dims: Any) -> jax.Array:
+    """Sizes as of a router that is not quite even."""
+    shares = rng.dirichlet(np.full(dims["G"], 8.0))
+    return jnp.asarray(rng.multinomial(dims["M"], shares), jnp.int32)
+
+
+def _codes(*names: str) -> Callable:
+    """Returns a maker of int8 weights of those dims; a number is a size."""
+
+    def make(rng: np.random.Generator, dims: Any) -> jax.Array:
+        return jnp.asarray(rng.integers(-127, 128, [dims.get(n, n) for n in names]), jnp.int8)
+
+    return make
+
+
+def _none(rng: Any, dims: Any) -> None:
+    return None
+
+
+def _case(name, sizes, *tags, arrays=(), make=None, shapes=None, activation=None, **dims) -> Case:
+    options = {} if activation is None else {"activation": activation}
+    made = _sizes(*sizes) if isinstance(sizes, tuple) else sizes
+    make = {"rhs_transposed": _none, "group_sizes": made, **(make or {})}
+    return Case(name, dims, options, arrays, make, shapes or {}, frozenset(tags))
+
+
+_LAYER = {"D": 2048, "E": 128, "G": 128, "F": 768}  # Qwen3-30B-A3B
+
+op = Op(
+    grouped_matmul,
+    local_dims={"F"},
+    sum_dims={"E"},
+    elsewhere={"M": "grouped_matmul", "D": "grouped_matmul"},
+    offset_of={"group_offset": "E"},
+    weights=("rhs", "rhs_transposed", "rhs_bias"),
+    same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
+    order=("triton_gpu", "pallas_tpu", "xla"),
+    cases=(
+        _case("small", (5, 0, 2, 4), "smoke", M=11, D=8, E=4, G=4, F=6),
+        _case(
+            "offset_gated", (3, 9, 0, 7, 4), arrays=("rhs_bias",), activation="silu", make={"group_offset": _offset(1)},
+            shapes={"rhs": (3, 5, 2, 7), "rhs_bias": (3, 2, 7)}, M=29, D=5, E=3, G=5, F=7,
+        ),
+        _case(
+            "transposed", (0, 41, 5), arrays=("rhs_transposed", "rhs_bias"), activation="gelu",
+            make={"rhs": _none, "rhs_transposed": lambda rng, dims: jnp.asarray(rng.standard_normal((3, 9, 12)), jnp.float32)},
+            M=50, D=12, E=3, G=3, F=9,
+        ),
+        _case("long_groups", (150, 1, 0, 49), "slow", M=200, D=16, E=4, G=4, F=8),
+        _case("qwen3_gate_up", _even, "bench", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER),
+        _case("qwen3_down", _even, "bench", M=65536, D=768, E=128, G=128, F=2048),
+    ),
+    work=work,
+)  # fmt: skip
+
+quantized_op = Op(
+    grouped_matmul_quantized,
+    no_gradient=("rhs", "rhs_transposed", "rhs_scale"),
+    local_dims={"F"},
+    sum_dims={"E"},
+    elsewhere={"M": "grouped_matmul", "D": "grouped_matmul"},
+    offset_of={"group_offset": "E"},
+    weights=("rhs", "rhs_transposed", "rhs_scale", "rhs_bias"),
+    same_dtype=("lhs", "rhs_bias"),
+    order=("triton_gpu", "pallas_tpu", "xla"),
+    cases=(
+        _case(
+            "int8", (5, 0, 2, 4), "smoke", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (4, 2, 6)},
+            M=11, D=8, E=4, G=4, F=6,
+        ),
+        _case(
+            "gated_transposed", (3, 9, 0, 7), arrays=("rhs_bias",), activation="relu",
+            make={"rhs": _none, "rhs_transposed": _codes("E", 2, "F", "D"), "group_offset": _offset(1)},
+            shapes={"rhs_scale": (3, 1, 2, 7), "rhs_bias": (3, 2, 7)}, M=23, D=5, E=3, G=4, F=7,
+        ),
+        _case(
+            "qwen3_int8", _even, "bench", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (128, 1, 768)},
+            M=65536, **_LAYER,
+        ),
+    ),
+    work=work,
+)  # fmt: skip

@@ -1,0 +1,208 @@
+"""Grouped matmul in plain XLA, any device: a loop over the groups that have rows, and in each over tiles of its rows.
+
+The work is that of the rows there are, rounded up to the smallest tile for each group. A row tile is a slice, because rows of a
+group lie together; the end of a group's last tile is of the next groups, which write it again after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels.ops.grouped_matmul.contract import activated, op, quantized_op
+
+# Rows of a tile, largest first. Few sizes, so that a group costs few products, and a small last one, so that little is wasted.
+TILES = (128, 32, 8)
+
+
+class _Groups(NamedTuple):
+    """The rows [begin[e], end[e]) of each matrix, and `order`: the matrices that have rows, `count` of them, come first."""
+
+    begin: jax.Array
+    end: jax.Array
+    order: jax.Array
+    count: jax.Array
+
+
+def _groups(group_sizes: jax.Array, group_offset: jax.Array | None, experts: int, rows: Any) -> _Groups:
+    edges = jnp.minimum(jnp.pad(jnp.cumsum(group_sizes.astype(jnp.int32)), (1, 0)), rows)
+    first = 0 if group_offset is None else group_offset.astype(jnp.int32)
+    edges = edges[(first + jnp.arange(experts + 1)).clip(0, group_sizes.shape[0])]
+    begin, end = edges[:-1], edges[1:]
+    return _Groups(begin, end, jnp.argsort(begin == end, stable=True), jnp.sum(begin < end))
+
+
+def _each_group(groups: _Groups, body: Callable, carry: Any) -> Any:
+    """Returns the carry after body(e, carry) of each matrix that has rows, in the order of their rows."""
+    return lax.fori_loop(0, groups.count, lambda i, carry: body(groups.order[i], carry), carry)
+
+
+def _each_tile(rows: Any, begin: jax.Array, end: jax.Array, body: Callable, carry: Any) -> Any:
+    """Returns the carry after body(size, first row, carry) of each tile; only the last one of a group may pass its end."""
+    for size in _tiles(rows):
+        count = (end - begin + (size - 1 if size == TILES[-1] else 0)) // size
+        carry = lax.fori_loop(0, count, lambda i, c, b=begin, size=size: body(size, b + i * size, c), carry)
+        begin = begin + count * size
+    return carry
+
+
+def _tiles(rows: Any) -> tuple[int, ...]:
+    return tuple(size for size in TILES if not isinstance(rows, int) or size <= rows or size == TILES[-1])
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """Returns x with rows after its last, for a slice of any tile to be inside."""
+    more = TILES[-1] if isinstance(x.shape[0], int) else TILES[0]
+    return jnp.pad(x, ((0, more), (0, 0)))
+
+
+def _rows(x: jax.Array, first: jax.Array, size: int, end: jax.Array | None = None) -> jax.Array:
+    """Returns rows of x; those from `end` on, which are of another group, are zero."""
+    tile = lax.dynamic_slice_in_dim(x, first, size)
+    return tile if end is None else jnp.where((first + jnp.arange(size) < end)[:, None], tile, 0)
+
+
+def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, (((over[0],), (over[1],)), ((), ())), precision, jnp.float32)
+
+
+class _Weights(NamedTuple):
+    """The matrices of a call as it has them: `at` is the dim of D in one of them, 0 or, transposed, 1; the other is `width`."""
+
+    arrays: jax.Array
+    scale: jax.Array | None
+    bias: jax.Array | None
+    at: int
+    width: int
+    dtype: Any
+
+    def matrix(self, e: jax.Array) -> jax.Array:
+        """Returns matrix e [D, width] or [width, D], of gate and up side by side, in the dtype of lhs."""
+        w = self.arrays[e]
+        if self.scale is not None:
+            scale = jnp.repeat(self.scale[e], w.shape[0 if self.at == 0 else -1] // self.scale.shape[1], axis=0)
+            scale = jnp.moveaxis(scale, 0, -1) if self.at else scale
+            w = (w.astype(jnp.float32) * scale.astype(jnp.float32)).astype(self.dtype)
+        return w.reshape((-1, self.width) if self.at == 0 else (self.width, -1))
+
+    def products(self, e: jax.Array, matrix: jax.Array, tile: jax.Array) -> jax.Array:
+        """Returns the products of rows, in float32, [rows, F] or, gated, [rows, 2, F]."""
+        y = _dot(tile, matrix, (1, self.at))
+        y = y if self.bias is None else y + self.bias[e].reshape(1, -1).astype(jnp.float32)
+        return y.reshape(y.shape[0], 2, -1) if self.arrays.ndim == 4 else y
+
+
+def _weights(lhs: jax.Array, rhs: Any, rhs_transposed: Any, rhs_bias: Any, rhs_scale: Any = None) -> _Weights:
+    arrays, at = (rhs, 0) if rhs_transposed is None else (rhs_transposed, 1)
+    _, *rest = arrays.shape
+    width = rest[-1 - at] * (rest[1 - at] if len(rest) == 3 else 1)
+    return _Weights(arrays, rhs_scale, rhs_bias, at, width, lhs.dtype)
+
+
+def _forward(lhs: jax.Array, w: _Weights, group_sizes: Any, group_offset: Any, activation: str | None) -> jax.Array:
+    finish, rows = activated(activation, w.arrays.ndim == 4), lhs.shape[0]
+    groups = _groups(group_sizes, group_offset, w.arrays.shape[0], rows)
+    padded = _padded(lhs)
+
+    def group(e: jax.Array, out: jax.Array) -> jax.Array:
+        matrix = w.matrix(e)
+
+        def tile(size: int, first: jax.Array, out: jax.Array) -> jax.Array:
+            y = finish(w.products(e, matrix, _rows(padded, first, size))).astype(out.dtype)
+            return lax.dynamic_update_slice_in_dim(out, y, first, 0)
+
+        return _each_tile(rows, groups.begin[e], groups.end[e], tile, out)
+
+    features = w.width // (2 if w.arrays.ndim == 4 else 1)
+    out = _each_group(groups, group, jnp.zeros((padded.shape[0], features), lhs.dtype))
+    return _inside(groups, out, rows)
+
+
+def _inside(groups: _Groups, x: jax.Array, rows: Any) -> jax.Array:
+    """Returns the first rows of x, with zeros where there is no group: the last tile has written past the end of its own."""
+    at = jnp.arange(rows)
+    return jnp.where(((at >= groups.begin[0]) & (at < groups.end[-1]))[:, None], x[:rows], 0)
+
+
+def _backward(
+    d_out: jax.Array,
+    lhs: jax.Array,
+    w: _Weights,
+    group_sizes: Any,
+    group_offset: Any,
+    activation: str | None,
+    of_weights: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns the gradients of lhs, of the matrices, and of the bias."""
+    finish, rows = activated(activation, w.arrays.ndim == 4), lhs.shape[0]
+    groups = _groups(group_sizes, group_offset, w.arrays.shape[0], rows)
+    padded, d_padded = _padded(lhs), _padded(d_out.astype(lhs.dtype))
+
+    def group(e: jax.Array, carry: Any) -> Any:
+        d_lhs, d_arrays, d_bias = carry
+        matrix, end = w.matrix(e), groups.end[e]
+
+        def tile(size: int, first: jax.Array, carry: Any) -> Any:
+            d_lhs, d_matrix, d_row = carry
+            x, d = _rows(padded, first, size, end), _rows(d_padded, first, size, end)
+            if activation is not None:  # nothing holds the products: they are computed again
+                _, pull = jax.vjp(finish, w.products(e, matrix, x))
+                d = pull(d.astype(jnp.float32))[0].reshape(size, w.width).astype(lhs.dtype)
+            d_x = _dot(d, matrix, (1, 1 - w.at)).astype(lhs.dtype)
+            d_lhs = lax.dynamic_update_slice_in_dim(d_lhs, d_x, first, 0)
+            if d_matrix is not None:
+                d_matrix = d_matrix + (_dot(x, d, (0, 0)) if w.at == 0 else _dot(d, x, (0, 0)))
+            if d_row is not None:
+                d_row = d_row + jnp.sum(d.astype(jnp.float32), axis=0)
+            return d_lhs, d_matrix, d_row
+
+        start = (
+            d_lhs,
+            None if d_arrays is None else jnp.zeros(matrix.shape, jnp.float32),
+            None if d_bias is None else jnp.zeros((w.width,), jnp.float32),
+        )
+        d_lhs, d_matrix, d_row = _each_tile(rows, groups.begin[e], end, tile, start)
+        if d_arrays is not None:
+            d_arrays = d_arrays.at[e].set(d_matrix.reshape(d_arrays.shape[1:]).astype(d_arrays.dtype))
+        if d_bias is not None:
+            d_bias = d_bias.at[e].set(d_row.reshape(d_bias.shape[1:]).astype(d_bias.dtype))
+        return d_lhs, d_arrays, d_bias
+
+    start = (
+        jnp.zeros(padded.shape, lhs.dtype),
+        jnp.zeros_like(w.arrays) if of_weights else None,
+        None if w.bias is None else jnp.zeros_like(w.bias),
+    )
+    d_lhs, d_arrays, d_bias = _each_group(groups, group, start)
+    return _inside(groups, d_lhs, rows), d_arrays, d_bias
+
+
+def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation):
+    return _forward(lhs, _weights(lhs, rhs, rhs_transposed, rhs_bias), group_sizes, group_offset, activation)
+
+
+def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation):
+    w = _weights(lhs, rhs, rhs_transposed, rhs_bias)
+    d_lhs, d_rhs, d_bias = _backward(saved.d_out, lhs, w, group_sizes, group_offset, activation, of_weights=True)
+    found = {"lhs": d_lhs, "rhs" if rhs_transposed is None else "rhs_transposed": d_rhs}
+    return found if rhs_bias is None else found | {"rhs_bias": d_bias}
+
+
+def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation):
+    return _forward(lhs, _weights(lhs, rhs, rhs_transposed, rhs_bias, rhs_scale), group_sizes, group_offset, activation)
+
+
+def quantized_backward(saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation):
+    w = _weights(lhs, rhs, rhs_transposed, rhs_bias, rhs_scale)
+    d_lhs, _, d_bias = _backward(saved.d_out, lhs, w, group_sizes, group_offset, activation, of_weights=False)
+    return {"lhs": d_lhs} if rhs_bias is None else {"lhs": d_lhs, "rhs_bias": d_bias}
+
+
+_WHERE = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}, "symbolic": {"M"}}
+op.register(forward, backward, **_WHERE)
+quantized_op.register(quantized_forward, quantized_backward, **_WHERE)

@@ -1,0 +1,104 @@
+"""Shapes and options of multi-head latent attention: tests, benchmarks and tuning read them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.backend import Case
+from kernels._core.masks import MaskInfo
+
+SMALL = {"B": 2, "T": 19, "S": 19, "N": 4, "K": 4, "H": 8, "Hr": 4, "Hv": 8, "R": 12}
+ROPE = ("query_rope", "key_rope")
+
+
+def _causal(rng, dims):
+    return MaskInfo(causal=True)
+
+
+def _packed(rng, dims):
+    cuts = np.array([5, 6, 14])
+    ids = np.searchsorted(cuts, np.arange(dims["T"]), side="right")
+    rows = np.stack([ids] * dims["B"])
+    rows[-1, 14:] = -1
+    return MaskInfo.from_segments(jnp.asarray(rows, jnp.int32), causal=True, window=(6, 0))
+
+
+CASES = (
+    Case("small", SMALL, arrays=ROPE, make={"mask": _causal}, tags=frozenset({"smoke"})),
+    Case("no_rope", {**SMALL, "T": 7, "S": 23, "N": 6, "K": 2, "Hv": 5, "R": 9}),
+    Case(
+        "together",
+        {**SMALL, "H": 5, "Hr": 6, "Hv": 7, "sinks": 1},
+        {"softmax_scale": 0.7, "logits_soft_cap": 2.0},
+        arrays=(*ROPE, "softmax_aux"),
+        make={"mask": _packed},
+    ),
+    Case("one_key_head", {**SMALL, "K": 1}, arrays=ROPE, make={"mask": _causal}, tags=frozenset({"slow"})),
+    Case(
+        "deepseek_v3_8k",
+        {"B": 1, "T": 8192, "S": 8192, "N": 128, "K": 128, "H": 128, "Hr": 64, "Hv": 128, "R": 512},
+        arrays=ROPE,
+        make={"mask": _causal},
+        tags=frozenset({"bench"}),
+    ),
+)
+
+
+def _lens(*lens: int):
+    return {"kv_lens": lambda rng, dims: jnp.asarray(lens, jnp.int32)}
+
+
+def _decode(name, make, options, *tags, **dims):
+    shapes = {"kv_cache": (dims["B"], dims["S"], dims["R"] + dims["Hr"])}
+    return Case(name, dims, {"softmax_scale": 0.3, **options}, make=make, shapes=shapes, tags=frozenset(tags))
+
+
+DECODE_CASES = (
+    _decode("one_token", _lens(17, 5), {}, "smoke", B=2, T=1, S=21, N=4, R=8, Hr=4),
+    _decode(
+        "several_tokens",
+        _lens(33, 2, 0),
+        {"sliding_window": 9, "logits_soft_cap": 1.5},
+        B=3, T=3, S=33, N=2, R=6, Hr=2,
+    ),
+    _decode("deepseek_v3_8k", _lens(*[8192] * 32), {}, "bench", B=32, T=1, S=8192, N=128, R=512, Hr=64),
+)  # fmt: skip
+
+
+def _paged(name, lens, counts, options, *tags, pages, C, N, R, Hr, rest=0):
+    """Returns a case whose requests have those lengths and new tokens, on pages in any order; the rest of tables is junk."""
+    lens, counts = np.asarray(lens, np.int32), np.asarray(counts, np.int32)
+    wide = max(1, -(-int(lens.max()) // C)) + 1
+
+    def tables(rng, dims):
+        order = rng.permutation(pages)
+        found = np.full((len(lens), wide), -7, np.int32)
+        used = 0
+        for row, n in zip(found, -(-lens // C), strict=True):
+            row[:n] = order[used : used + n]
+            used += n
+        return jnp.asarray(found)
+
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    dims = {"M": int(starts[-1]) + rest, "N": N, "R": R, "Hr": Hr, "pages": pages, "C": C, "requests": len(lens)}
+    make = {
+        "kv_lens": lambda rng, dims: jnp.asarray(lens),
+        "block_tables": tables,
+        "query_start_loc": lambda rng, dims: jnp.asarray(starts),
+    }
+    shapes = {"kv_cache": (pages, C, R + Hr)}
+    return Case(name, dims, {"softmax_scale": 0.3, **options}, make=make, shapes=shapes, tags=frozenset(tags))
+
+
+PAGED_CASES = (
+    _paged("decode", (17, 5), (1, 1), {}, "smoke", pages=12, C=4, N=4, R=8, Hr=4),
+    _paged(
+        "ragged",
+        (300, 3, 0, 40, 9),
+        (7, 3, 0, 1, 9),
+        {"sliding_window": 150, "logits_soft_cap": 1.5},
+        pages=70, C=6, N=2, R=6, Hr=2, rest=3,
+    ),
+    _paged("deepseek_v3_decode", [8192] * 64, [1] * 64, {}, "bench", pages=64 * 128, C=64, N=128, R=512, Hr=64),
+)  # fmt: skip

@@ -1,0 +1,156 @@
+"""Latent attention in plain XLA, any device: `flash_attention` does the pairs, with O(S) memory; here are the up-projections.
+
+Training and prefill make keys and values of each head, since a pair then costs H + Hr + Hv multiplications instead of
+2 R + Hr. The backward makes them again from the latent: of width N (H + Hv) nothing is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels import flash_attention
+from kernels._core.execute import backward_of
+from kernels.ops.multi_latent_attention.contract import decode_mask, decode_op, op, paged_op, scale_of
+from kernels.ops.multi_latent_attention.heads import dot, joined_heads
+
+EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
+
+
+def _attention(heads, mask, softmax_aux, scale, cap):
+    """Returns the call of flash attention, bound."""
+    options = {"mask_info": mask, "softmax_aux": softmax_aux, "softmax_scale": scale, "logits_soft_cap": cap}
+    return flash_attention.prepare(*heads, **options, return_lse=True).call
+
+
+def forward(query, key_value, w_kc, w_vc, query_rope, key_rope, mask, softmax_aux, softmax_scale, logits_soft_cap):
+    scale = scale_of(softmax_scale, query, query_rope)
+    heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
+    return flash_attention.op.run(_attention(heads, mask, softmax_aux, scale, logits_soft_cap), platform="xla")
+
+
+def backward(
+    saved, query, key_value, w_kc, w_vc, query_rope, key_rope, mask, softmax_aux, softmax_scale, logits_soft_cap
+):
+    H = query.shape[-1]
+    scale = scale_of(softmax_scale, query, query_rope)
+    heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
+    call = _attention(heads, mask, softmax_aux, scale, logits_soft_cap)
+    given = {"d_out": saved.d_out.astype(query.dtype), "lse": saved.lse, "delta": saved.delta}
+    of_heads = flash_attention.op.backward(given, **call.arguments, platform="xla")
+    dq, dk, dv = (of_heads[n] for n in ("query", "key", "value"))
+    dk_up = dk[..., :H]
+    gradients = {
+        "query": dq[..., :H],
+        "key_value": dot("bskh,rkh->bsr", dk_up, w_kc) + dot("bskv,rkv->bsr", dv, w_vc),
+        "w_kc": dot("bsr,bskh->rkh", key_value, dk_up),
+        "w_vc": dot("bsr,bskv->rkv", key_value, dv),
+    }
+    if query_rope is not None:
+        gradients["query_rope"] = dq[..., H:]
+        gradients["key_rope"] = jnp.sum(dk[..., H:], axis=2, dtype=jnp.float32)
+    if softmax_aux is not None:
+        gradients["softmax_aux"] = of_heads["softmax_aux"]
+    return gradients
+
+
+def decode_forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap):
+    R = query.shape[-1]
+    mask = decode_mask(kv_lens, query.shape[1], kv_cache.shape[1], sliding_window)
+    entries = kv_cache[:, :, None]
+    heads = jnp.concatenate([query, query_rope], -1), entries, entries[..., :R]
+    return flash_attention.op.run(_attention(heads, mask, None, softmax_scale, logits_soft_cap), platform="xla")
+
+
+def paged_forward(
+    query,
+    query_rope,
+    kv_cache,
+    kv_lens,
+    block_tables,
+    query_start_loc,
+    softmax_scale,
+    sliding_window,
+    logits_soft_cap,
+):
+    """A tile is a few new tokens of one request. Tiles of like length go together, and a group of them loops over the blocks
+    of entries that its longest needs: what it costs follows kv_lens, and what it holds does not depend on them."""
+    M, N, R = query.shape
+    pages, C, width = kv_cache.shape
+    requests, table_width = block_tables.shape
+    block_q = min(16, max(1, M // requests))
+    pages_of_block = max(1, min(table_width, ENTRIES // C))
+    block_k = pages_of_block * C
+    tiles = _tiles(kv_lens, query_start_loc, M, block_q, block_k, sliding_window)
+    joined = jnp.concatenate([query, query_rope], -1)
+    lane, page = jnp.arange(block_q), jnp.arange(pages_of_block)
+
+    def group(out, tile):
+        token = tile["token"][:, None] + lane
+        position = tile["position"][:, None] + lane
+        real = lane < tile["tokens"][:, None]
+        rows = joined[jnp.where(real, token, 0)].reshape(-1, block_q * N, width)
+        length = kv_lens[tile["request"]][:, None]
+        tables = block_tables[tile["request"]]
+
+        def block(n, carry):
+            largest, total, sums = carry
+            j = tile["first"] + n
+            slots = jnp.minimum(j[:, None] * pages_of_block + page, table_width - 1)
+            ids = jnp.clip(jnp.take_along_axis(tables, slots, axis=1), 0, pages - 1)
+            at = j[:, None] * block_k + jnp.arange(block_k)
+            # What no token has written, NaN too, must not reach a sum with weight 0.
+            entries = jnp.where((at < length)[..., None], kv_cache[ids].reshape(-1, block_k, width), 0)
+            logits = dot("pqw,pkw->pqk", rows, entries).reshape(-1, block_q, N, block_k) * softmax_scale
+            if logits_soft_cap is not None:
+                logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+            seen = (at < length)[:, None] & (at[:, None] <= position[..., None]) & real[..., None]
+            if sliding_window is not None:
+                seen &= at[:, None] > position[..., None] - sliding_window
+            logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
+            new = jnp.maximum(largest, jnp.max(logits, axis=-1))
+            anchor = jnp.where(new == -jnp.inf, 0, new)  # a token that has seen nothing yet
+            p, rescale = jnp.exp(logits - anchor[..., None]), jnp.exp(largest - anchor)
+            flat = p.reshape(-1, block_q * N, block_k).astype(kv_cache.dtype)
+            values = dot("pqk,pkr->pqr", flat, entries[..., :R]).reshape(-1, block_q, N, R)
+            return new, total * rescale + jnp.sum(p, axis=-1), sums * rescale[..., None] + values
+
+        start = jnp.full((token.shape[0], block_q, N), -jnp.inf, jnp.float32)
+        start = start, jnp.zeros_like(start), jnp.zeros((*start.shape, R), jnp.float32)
+        _, total, sums = jax.lax.fori_loop(0, jnp.max(tile["blocks"]), block, start)
+        values = (sums / jnp.where(total > 0, total, 1)[..., None]).astype(query.dtype)
+        return out.at[jnp.where(real, token, M)].set(values, mode="drop"), None
+
+    return jax.lax.scan(group, jnp.zeros_like(query), tiles)[0]
+
+
+# Entries of a cache that a step of a group reads for each of its tiles, and tiles of a group.
+ENTRIES, TILES = 128, 8
+
+
+def _tiles(kv_lens, query_start_loc, M, block_q, block_k, sliding_window):
+    """Returns what each tile is, in groups [groups, TILES], the tiles with the most blocks first."""
+    counts = jnp.diff(query_start_loc)
+    needed = -(-counts // block_q)
+    ends = jnp.cumsum(needed)
+    size = M // block_q + kv_lens.shape[0]  # there are no more: every request has at most one that is not full
+    tile = jnp.arange(-(-size // TILES) * TILES)
+    request = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), kv_lens.shape[0] - 1)
+    before = (tile - (ends - needed)[request]) * block_q
+    tokens = jnp.where(tile < ends[-1], jnp.clip(counts[request] - before, 0, block_q), 0)
+    position = kv_lens[request] - counts[request] + before
+    first = jnp.zeros_like(tile)
+    if sliding_window is not None:
+        first = jnp.maximum(position - sliding_window + 1, 0) // block_k
+    last = jnp.minimum(position + tokens, kv_lens[request])
+    blocks = jnp.where(tokens > 0, jnp.maximum(-(-last // block_k) - first, 0), 0)
+    found = {"request": request, "token": query_start_loc[request] + before, "tokens": tokens, "position": position}
+    order = jnp.argsort(-blocks, stable=True)
+    return {n: x[order].reshape(-1, TILES) for n, x in {**found, "first": first, "blocks": blocks}.items()}
+
+
+op.register(forward, backward, symbolic={"B"}, **EVERYWHERE)
+decode_op.register(decode_forward, backward_of(decode_op, decode_forward), name="xla", symbolic={"B"}, **EVERYWHERE)
+paged_op.register(paged_forward, name="xla", symbolic=set(), **EVERYWHERE)

@@ -1,0 +1,67 @@
+"""Shapes and options of native sparse attention: tests, benchmarks and tuning read them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.backend import Case
+
+SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
+GATES = ("g_cmp", "g_slc", "g_swa")
+
+
+def _indices(count: int):
+    """Returns a maker of random blocks, some named twice, some none."""
+
+    def make(rng, dims):
+        own = (np.arange(dims["T"]) + dims["S"] - dims["T"])[None, :, None, None] // 4
+        found = rng.integers(-1, own + 1, (dims["B"], dims["T"], dims["K"], count))
+        return jnp.asarray(found, jnp.int32)
+
+    return make
+
+
+def _counts(rng, dims):
+    return jnp.asarray(rng.integers(0, 5, (dims["B"], dims["T"], dims["K"])), jnp.int32)
+
+
+def documents(rng, dims):
+    """Returns the starts of documents of random lengths; between two of them, and at the end, there is padding."""
+    starts = np.full((dims["B"], dims["S"]), -1)
+    for row in starts:
+        cuts = np.sort(rng.choice(np.arange(1, dims["S"]), 4, replace=False))
+        for n, (begin, end) in enumerate(zip([0, *cuts[:-1]], cuts, strict=True)):
+            if n != 2:
+                row[begin:end] = begin
+    return jnp.asarray(starts, jnp.int32)
+
+
+def _case(name, dims, *tags, gates=GATES, make=(), **options) -> Case:
+    options = {"block_size": 4, "num_blocks": 4, "window": 5, **options}
+    return Case(name, dims, options, arrays=gates, make=dict(make), tags=frozenset(tags))
+
+
+_LONG = {"B": 1, "T": 16384, "S": 16384, "N": 16, "K": 1, "H": 128, "Hv": 128}
+CASES = (
+    _case("best_blocks", SMALL, "smoke"),
+    _case("given", {**SMALL, "Hv": 8}, make={"block_indices": _indices(5)}.items()),
+    _case("documents", SMALL, make={"starts": documents, "block_counts": _counts}.items()),
+    _case(
+        "selected_alone",
+        {**SMALL, "T": 9},
+        "slow",
+        gates=(),
+        make={"block_indices": _indices(3), "block_counts": _counts}.items(),
+        window=0,
+    ),
+    _case("ungated_window", {**SMALL, "K": 1}, "slow", gates=("g_cmp",), softmax_scale=0.7, num_blocks=1),
+    _case(
+        "part_of_the_queries",
+        {**SMALL, "T": 8},
+        make={"q_start": lambda rng, dims: jnp.int32(11), "starts": documents}.items(),
+        softmax_scale=0.4,
+    ),
+    _case("blocks_of_one", SMALL, "slow", block_size=1, num_blocks=100),
+    _case("paper_16k", _LONG, "bench", block_size=64, num_blocks=16, window=512),
+)

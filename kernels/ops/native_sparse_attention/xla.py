@@ -1,0 +1,350 @@
+"""Native sparse attention in plain XLA: what a chunk of queries reads is gathered, and memory is linear in the length.
+
+A scan over chunks of queries. Of each, the means of all blocks are looked at (T x S / block_size pairs, which the method itself
+asks for), the tokens of the selected blocks are gathered for each query and key head, and the window is one slice. The backward
+goes over the same chunks: it gathers again, differentiates the attention of the chunk with respect to what was gathered, and
+adds that where it came from, in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.binding import Call
+from kernels._core.execute import Saved
+from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, check_sizes, op, ranked
+
+
+def _heuristic(call: Call, platform: str) -> NativeSparseConfig:
+    # What is gathered for a chunk, and its weights, should stay in a CPU's cache; an accelerator's steps are few and wide.
+    elements = 2**19 if platform == "cpu" else 2**26
+    rows, N, K, S = (n if isinstance(n, int) else 1 for n in (call.dims[d] for d in ("B", "N", "K", "S")))
+    named = call.num_blocks if call.block_indices is None else call.block_indices.shape[-1]
+    tokens = min(named * call.block_size, S)
+    seen = tokens + S // max(call.block_size, 1) + call.window
+    each = max(1, rows * (K * tokens * (call.dims["H"] + call.dims["Hv"]) + N * seen))
+    return NativeSparseConfig(max(8, min(elements // each, 1024)))
+
+
+def _candidates(call: Call) -> list[NativeSparseConfig]:
+    return [NativeSparseConfig(n) for n in (8, 16, 32, 64, 128, 256, 512)]
+
+
+class _Static(NamedTuple):
+    """Sizes of a call."""
+
+    block_size: int
+    num_blocks: int
+    window: int
+    scale: float
+    chunk: int
+    length: int  # of the keys
+
+
+class _Keys(NamedTuple):
+    """What is read, padded so that every slice of it lies inside."""
+
+    tokens: tuple[jax.Array, jax.Array]  # keys and values [B, K, front + S + back, H]
+    means: tuple[jax.Array, jax.Array]  # of blocks, float32 [B, K, slots, H]
+    starts: jax.Array  # of documents, [B, front + S + back]; -2 where there is no token
+    ends: (
+        jax.Array
+    )  # place of the last token of the block in each slot, [B, slots]; after everything where there is none
+    of_slot: jax.Array  # start of the document of the block in each slot, [B, slots]
+
+
+class _Read(NamedTuple):
+    """What a chunk of queries looks at: arrays that are differentiated, and which of their entries each query sees."""
+
+    selected: tuple[jax.Array, jax.Array]  # [B, K, chunk, blocks, block_size, H]
+    sliding: tuple[jax.Array, jax.Array]  # [B, K, chunk + window - 1, H]
+    sees_means: jax.Array  # [B, 1, 1, chunk, slots]
+    sees_selected: jax.Array  # [B, K, 1, chunk, blocks, block_size]
+    sees_sliding: jax.Array  # [B, 1, 1, chunk, chunk + window - 1]
+
+
+def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # float32 means float32. Narrower operands are exact in one pass; they are widened, because XLA's CPU runtime refuses some
+    # products of bfloat16 that are summed in float32 ("BF16 x BF16 = F32"), by how it happened to fuse what is before them.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a.astype(jnp.float32), b.astype(jnp.float32), precision=precision)
+
+
+def _front(static: _Static) -> int:
+    return max(static.window - 1, 0)
+
+
+def _block_rows(starts: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (rows [B, slots, block_size], ends [B, slots], document starts [B, slots]) of whole blocks.
+
+    The last tokens of two whole blocks are at least block_size apart, so the slot place // block_size of its last token is a
+    block's own, whatever the documents are: there are as many slots as if there were one document.
+    """
+    size, B, S = static.block_size, *starts.shape
+    slots = -(-S // size)
+    at = jnp.arange(slots * size, dtype=jnp.int32)
+    padded = jnp.pad(starts, ((0, 0), (0, slots * size - S)), constant_values=-1)
+    last = ((padded >= 0) & ((at - padded) % size == size - 1)).reshape(B, slots, size)
+    end = jnp.argmax(last, axis=2).astype(jnp.int32) + size * jnp.arange(slots, dtype=jnp.int32)
+    some = last.any(2)
+    rows = jnp.clip(end[..., None] + jnp.arange(1 - size, 1, dtype=jnp.int32), 0, S - 1)
+    of_slot = jnp.take_along_axis(padded, end, axis=1)
+    return rows, jnp.where(some, end, S), jnp.where(some, of_slot, -1)
+
+
+def _means(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the float32 means [B, K, slots, H] of those rows of x [B, S, K, H]."""
+    taken = jax.vmap(lambda x, rows: x[rows])(x, rows)
+    return jnp.mean(taken.astype(jnp.float32), axis=2).swapaxes(1, 2)
+
+
+def _keys(key, value, starts, static: _Static) -> tuple[_Keys, jax.Array]:
+    rows, ends, of_slot = _block_rows(starts, static)
+    pad = (_front(static), max(static.chunk, static.block_size))
+    tokens = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), pad, (0, 0))) for x in (key, value)]
+    means = [_means(x, rows) for x in (key, value)]
+    padded = jnp.pad(starts, ((0, 0), pad), constant_values=-2)
+    return _Keys((tokens[0], tokens[1]), (means[0], means[1]), padded, ends, of_slot), rows
+
+
+def _weights(logits: jax.Array, visible: jax.Array) -> jax.Array:
+    """Returns the softmax over the last dim, 0 where nothing is visible."""
+    x = jnp.where(visible, logits, -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    e = jnp.exp(x - jnp.where(jnp.isfinite(largest), largest, 0))
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    return e / jnp.where(total > 0, total, 1)
+
+
+def _compressed_weights(q: jax.Array, means: jax.Array, visible: jax.Array, scale: float) -> jax.Array:
+    """Returns float32 [B, K, G, chunk, slots] of q [B, chunk, K, G, H]. In float32, for they choose."""
+    return _weights(_dot("bckgh,bksh->bkgcs", q.astype(jnp.float32), means) * scale, visible)
+
+
+def _attention(floats: dict[str, Any], read: _Read, static: _Static) -> jax.Array:
+    """Returns the output of a chunk, float32 [B, chunk, K, G, Hv], a function of everything in `floats`."""
+    q = floats["query"]
+    B, C, K, G, _ = q.shape
+
+    def gated(gate: str, out: jax.Array) -> jax.Array:
+        if gate not in floats:
+            return out
+        return floats[gate].astype(jnp.float32).reshape(B, C, K, G, 1) * out
+
+    keys, values = floats["selected"]
+    logits = _dot("bckgh,bkcnsh->bkgcns", q, keys) * static.scale
+    flat = (*logits.shape[:4], -1)
+    visible = jnp.broadcast_to(read.sees_selected, logits.shape).reshape(flat)
+    p = _weights(logits.reshape(flat), visible).reshape(logits.shape)
+    out = gated("g_slc", _dot("bkgcns,bkcnsv->bckgv", p.astype(values.dtype), values))
+    if "g_cmp" in floats:
+        means, of_values = floats["means"]
+        p = _compressed_weights(q, means, read.sees_means, static.scale)
+        out = out + gated("g_cmp", _dot("bkgcs,bksv->bckgv", p, of_values))
+    if static.window > 0:
+        keys, values = floats["sliding"]
+        p = _weights(_dot("bckgh,bksh->bkgcs", q, keys) * static.scale, read.sees_sliding)
+        out = out + gated("g_swa", _dot("bkgcs,bksv->bckgv", p.astype(values.dtype), values))
+    return out
+
+
+def _blocks_of(x: dict[str, Any], keys: _Keys, sees_means: jax.Array, static: _Static) -> jax.Array:
+    """Returns the selected blocks of a chunk, int32 [B, K, chunk, blocks], each once, -1 for none."""
+    size = static.block_size
+    if "block_indices" in x:
+        found = x["block_indices"].transpose(0, 2, 1, 3)
+    else:
+        p = _compressed_weights(x["query"], keys.means[0], sees_means, static.scale)
+        # One slot more: the query's own block may end where no whole block does.
+        importance = jnp.pad(jnp.mean(p, axis=2), ((0, 0), (0, 0), (0, 0), (0, 1)))
+        start = x["start"][:, None, :, None]
+        # Block c of a document ends in slot c + first, and lies there alone.
+        block = jnp.arange(importance.shape[-1], dtype=jnp.int32) - (start + size - 1) // size
+        own = jnp.where(start >= 0, (x["at"][:, None] - start) // size, -1)
+        best, slot = jax.lax.top_k(ranked(importance, block, own), min(static.num_blocks, importance.shape[-1] - 1))
+        found = jnp.where(best >= 0, slot - (start + size - 1) // size, -1)
+    if "block_counts" in x:
+        counts = x["block_counts"].swapaxes(1, 2)[..., None]
+        found = jnp.where(jnp.arange(found.shape[-1]) < counts, found, -1)
+    if "block_indices" in x:  # the caller's own may name a block twice
+        found = jnp.sort(found, axis=-1)
+        again = found[..., 1:] == found[..., :-1]
+        found = jnp.where(jnp.pad(again, ((0, 0), (0, 0), (0, 0), (1, 0))), -1, found)
+    return found.astype(jnp.int32)
+
+
+def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.Array, jax.Array]:
+    """Returns (what a chunk reads, the rows of the first tokens of its blocks [B, K, chunk x blocks], that of its window)."""
+    size, front = static.block_size, _front(static)
+    at, start = x["at"], x["start"]  # [chunk], [B, chunk]
+    sees_means = (keys.of_slot[:, None] == start[..., None]) & (keys.ends[:, None] <= at[:, None])
+    sees_means = (sees_means & (start >= 0)[..., None])[:, None, None]
+    blocks = _blocks_of(x, keys, sees_means, static)
+    first = start[:, None, :, None] + blocks * size
+    named = (blocks >= 0) & (start[:, None, :, None] >= 0) & (first <= at[:, None])
+    place = first[..., None] + jnp.arange(size)
+    sees_selected = (named[..., None] & (place <= at[:, None, None]))[:, :, None]
+    rows = front + jnp.where(named, first, 0)
+    rows = rows.reshape(*rows.shape[:2], -1)
+
+    def gathered(tokens: jax.Array) -> jax.Array:
+        one = jax.vmap(lambda x, row: jax.lax.dynamic_slice_in_dim(x, row, size, 0), (None, 0))
+        return jax.vmap(jax.vmap(one))(tokens, rows).reshape(*blocks.shape, size, tokens.shape[-1])
+
+    from_row = at[0]  # of the padded arrays: the window of the first query starts there
+    width = static.chunk + front
+    slid = [jax.lax.dynamic_slice_in_dim(t, from_row, width, 2) for t in keys.tokens]
+    j = from_row - front + jnp.arange(width)
+    inside = jax.lax.dynamic_slice_in_dim(keys.starts, from_row, width, 1)[:, None] == start[..., None]
+    near = (j <= at[:, None]) & (j > at[:, None] - static.window)
+    sees_sliding = (inside & near & (start >= 0)[..., None])[:, None, None]
+    tokens = [gathered(t) for t in keys.tokens]
+    return _Read((tokens[0], tokens[1]), (slid[0], slid[1]), sees_means, sees_selected, sees_sliding), rows, from_row
+
+
+def _chunks(static: _Static, starts, q_start, **arrays) -> dict[str, jax.Array]:
+    """Returns the arrays of each chunk of queries, [chunks, B, chunk, ...]; what is past the end sees nothing."""
+    T = arrays["query"].shape[1]
+    count = -(-T // static.chunk)
+    first = jnp.asarray(static.length - T if q_start is None else q_start, jnp.int32)
+    at = first + jnp.arange(count * static.chunk, dtype=jnp.int32)
+    there = jnp.arange(count * static.chunk) < T
+    start = jnp.where(there, jnp.take(starts, jnp.clip(at, 0, static.length - 1), axis=1), -1)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, count * static.chunk - x.shape[1] if d == 1 else 0) for d in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(x.shape[0], count, static.chunk, *x.shape[2:]), 1, 0)
+
+    found = {name: split(x) for name, x in arrays.items() if x is not None}
+    return found | {"at": at.reshape(count, static.chunk), "start": split(start)}
+
+
+def _joined(x: jax.Array, length: int) -> jax.Array:
+    """Returns [B, length, ...] of chunks [chunks, B, chunk, ...]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+GATES = ("g_cmp", "g_slc", "g_swa")
+
+
+def _prepared(query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **arrays):
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    check_sizes(N, K, T, S, block_size, num_blocks, window)
+    scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
+    static = _Static(block_size, num_blocks, window, scale, min(cfg.chunk, T), S)
+    starts = jnp.zeros((B, S), jnp.int32) if starts is None else starts.astype(jnp.int32)
+    keys, rows = _keys(key, value, starts, static)
+    chunks = _chunks(static, starts, q_start, query=query.reshape(B, T, K, N // K, H), **arrays)
+    return static, keys, rows, chunks
+
+
+def _floats(x: dict[str, jax.Array], keys: _Keys, read: _Read, static: _Static) -> dict[str, Any]:
+    """Returns what the output of a chunk has a gradient with respect to."""
+    found: dict[str, Any] = {n: x[n] for n in ("query", *GATES) if n in x} | {"selected": read.selected}
+    found |= {"means": keys.means} if "g_cmp" in x else {}
+    return found | ({"sliding": read.sliding} if static.window > 0 else {})
+
+
+def forward(
+    query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks, window,
+    softmax_scale, cfg,
+):  # fmt: skip
+    given = {
+        "g_cmp": g_cmp,
+        "g_slc": g_slc,
+        "g_swa": g_swa,
+        "block_indices": block_indices,
+        "block_counts": block_counts,
+    }
+    static, keys, _, chunks = _prepared(
+        query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **given
+    )
+
+    def step(_, x):
+        read, _, _ = _read(x, keys, static)
+        return None, _attention(_floats(x, keys, read, static), read, static).astype(query.dtype)
+
+    _, out = jax.lax.scan(step, None, chunks)
+    return _joined(out, query.shape[1]).reshape(*query.shape[:3], -1)
+
+
+def backward(
+    saved: Saved, query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks,
+    window, softmax_scale, cfg,
+):  # fmt: skip
+    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
+    given = {
+        "g_cmp": g_cmp,
+        "g_slc": g_slc,
+        "g_swa": g_swa,
+        "block_indices": block_indices,
+        "block_counts": block_counts,
+    }
+    given["d_out"] = saved.d_out.reshape(B, T, K, N // K, -1)
+    static, keys, rows, chunks = _prepared(
+        query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **given
+    )
+
+    def step(sums, x):
+        read, first, from_row = _read(x, keys, static)
+        floats = _floats(x, keys, read, static)
+        (d,) = jax.vjp(lambda floats: _attention(floats, read, static), floats)[1](x["d_out"].astype(jnp.float32))
+        tokens = [_add_blocks(total, first, part) for total, part in zip(sums["tokens"], d["selected"], strict=True)]
+        if static.window > 0:
+            tokens = [_add_slice(total, from_row, part) for total, part in zip(tokens, d["sliding"], strict=True)]
+        means = [a + b for a, b in zip(sums["means"], d["means"], strict=True)] if "means" in d else sums["means"]
+        return {"tokens": tokens, "means": means}, {n: d[n] for n in ("query", *GATES) if n in d}
+
+    zeros = {
+        n: [jnp.zeros(x.shape, jnp.float32) for x in xs] for n, xs in (("tokens", keys.tokens), ("means", keys.means))
+    }
+    sums, own = jax.lax.scan(step, zeros, chunks)
+    gradients = {n: _joined(x, T) for n, x in own.items()}
+    gradients["query"] = gradients["query"].reshape(query.shape)
+    front = _front(static)
+    for name, like, total, of_means in zip(("key", "value"), (key, value), sums["tokens"], sums["means"], strict=True):
+        total = total[:, :, front : front + S].swapaxes(1, 2)
+        if g_cmp is not None:  # each token is in one whole block at most
+            total = total + _scattered(of_means, rows, keys.ends < S, S) / block_size
+        gradients[name] = total.astype(like.dtype)
+    return gradients
+
+
+def _scattered(of_means: jax.Array, rows: jax.Array, some: jax.Array, length: int) -> jax.Array:
+    """Returns [B, length, K, H]: the gradient of its block's mean at each token."""
+    rows = jnp.where(some[..., None], rows, length).reshape(rows.shape[0], -1)
+    parts = jnp.repeat(of_means.swapaxes(1, 2), rows.shape[1] // of_means.shape[2], axis=1)
+    zeros = jnp.zeros((parts.shape[0], length, *parts.shape[2:]), jnp.float32)
+    return jax.vmap(lambda zeros, rows, parts: zeros.at[rows].set(parts, mode="drop"))(zeros, rows, parts)
+
+
+def _add_blocks(total: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
+    """Returns total [B, K, rows, H] with part [B, K, chunk, blocks, block_size, H] added from the rows `first`."""
+    dims = jax.lax.ScatterDimensionNumbers((1, 2), (), (0,))
+
+    def one(total: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.scatter_add(total, first[:, None], part, dims, mode="promise_in_bounds")
+
+    part = part.astype(jnp.float32).reshape(*first.shape, *part.shape[4:])
+    return jax.vmap(jax.vmap(one))(total, first, part)
+
+
+def _add_slice(total: jax.Array, row: jax.Array, part: jax.Array) -> jax.Array:
+    old = jax.lax.dynamic_slice_in_dim(total, row, part.shape[2], 2)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, row, 2)
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"cpu", "cuda", "rocm", "tpu"},
+    dtypes={"float32", "bfloat16", "float16"},
+    symbolic={"B"},
+    heuristic=_heuristic,
+    candidates=_candidates,
+)

@@ -1,0 +1,202 @@
+"""Shapes and options of paged attention: tests, benchmarks and tuning read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.backend import Case
+
+SLOW = frozenset({"slow"})
+SMOKE = frozenset({"smoke"})
+
+
+def _integers(values: Any) -> Any:
+    return jnp.asarray(values, jnp.int32)
+
+
+def _tables(max_pages: int):
+    """Returns a maker of block tables: random pages, shared by requests now and then, as common prefixes are."""
+
+    def make(rng, dims):
+        requests = dims.get("requests") or dims["B"]
+        table = rng.integers(0, dims["pages"], (requests, max_pages))
+        return _integers(table)
+
+    return make
+
+
+def _distinct_tables(max_pages: int):
+    """Returns a maker of block tables in which no page is twice, as where requests write."""
+
+    def make(rng, dims):
+        order = rng.permutation(dims["pages"])[: dims["requests"] * max_pages]
+        return _integers(order.reshape(dims["requests"], max_pages))
+
+    return make
+
+
+def _cuts(*counts: int):
+    return lambda rng, dims: _integers([0, *np.cumsum(counts)])
+
+
+def _lens(*lens: int):
+    return lambda rng, dims: _integers(lens)
+
+
+def _full(max_pages: int):
+    """Returns a maker of lengths that fill every table."""
+    return lambda rng, dims: _integers([max_pages * dims["C"]] * (dims.get("requests") or dims["B"]))
+
+
+def _slots(dims) -> tuple[int, ...]:
+    """Returns the dims of a cache but the last."""
+    return tuple(dims[d] for d in (("pages", "C", "K") if "pages" in dims else ("B", "S", "K")))
+
+
+def _pages(dtype: str = ""):
+    """Returns a maker of pages; those of int8 hold every one of its numbers."""
+
+    def make(width: str):
+        def of(rng, dims):
+            shape = (*_slots(dims), dims[width])
+            if dtype == "int8":
+                return jnp.asarray(rng.integers(-128, 128, shape), jnp.int8)
+            return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+        return of
+
+    return {"key_cache": make("H"), "value_cache": make("Hv")}
+
+
+def _scale(rng, dims):
+    return jnp.asarray(0.01 * (0.5 + rng.random((1, 1, dims["K"]))), jnp.float32)
+
+
+def _scale_of_slots(rng, dims):
+    return jnp.asarray(0.01 * (0.5 + rng.random(_slots(dims))), jnp.float32)
+
+
+# A prompt, a request with queries and no keys before, a decode, one with nothing, and a prompt that goes on; the last rows
+# are of no request.
+SMALL = {"M": 24, "N": 4, "K": 2, "H": 16, "Hv": 16, "pages": 12, "C": 4, "requests": 5}
+RAGGED_MAKE = {
+    **_pages(),
+    "query_start_loc": _cuts(9, 4, 1, 0, 7),
+    "kv_lens": _lens(9, 4, 17, 0, 18),
+    "block_tables": _tables(5),
+}
+OPTIONS = {"softmax_scale": 0.4, "logits_soft_cap": 1.5, "window": (6, None)}
+RAGGED = (
+    Case("mixed", SMALL, make=RAGGED_MAKE, tags=SMOKE),
+    Case(
+        "together",
+        {**SMALL, "sinks": 2, "Hv": 24},
+        options=OPTIONS,
+        arrays=("softmax_aux", "alibi_slopes"),
+        make=RAGGED_MAKE,
+    ),
+    Case("two_sided", SMALL, options={"causal": False, "window": (3, 2)}, make=RAGGED_MAKE, tags=SLOW),
+    Case(
+        "int8",
+        SMALL,
+        make={**RAGGED_MAKE, **_pages("int8"), "k_scale": _scale, "v_scale": _scale_of_slots},
+    ),
+    Case(
+        "keys_and_values_in_a_slot",
+        {**SMALL, "Hv": 8},
+        make={n: m for n, m in RAGGED_MAKE.items() if n != "value_cache"}
+        | {"key_cache": lambda rng, d: jnp.asarray(rng.standard_normal((d["pages"], d["C"], d["K"], 24)), jnp.float32)},
+        tags=SLOW,
+    ),
+    Case(
+        "mixed_8k",
+        {"M": 2048 + 63, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 4096, "C": 16, "requests": 64},
+        make={
+            **_pages(),
+            "query_start_loc": _cuts(*[1] * 63, 2048),
+            "kv_lens": _full(512),
+            "block_tables": _tables(512),
+        },
+        tags=frozenset({"bench"}),
+    ),
+)
+
+ROWS = {"B": 4, "T": 1, "N": 4, "K": 2, "H": 16, "Hv": 16, "pages": 10, "C": 4}
+PAGES_MAKE = {**_pages(), "kv_lens": _lens(13, 1, 8, 0), "block_tables": _tables(4)}
+PAGES = (
+    Case("decode", ROWS, make=PAGES_MAKE, tags=SMOKE),
+    Case(
+        "together",
+        {**ROWS, "T": 3, "sinks": 1},
+        options={**OPTIONS, "causal": False},
+        arrays=("softmax_aux", "alibi_slopes"),
+        make={**PAGES_MAKE, **_pages("int8"), "k_scale": _scale_of_slots, "v_scale": _scale},
+    ),
+    Case(
+        "decode_8k",
+        {"B": 32, "T": 1, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 8192, "C": 16},
+        make={**_pages(), "kv_lens": _full(512), "block_tables": _tables(512)},
+        tags=frozenset({"bench"}),
+    ),
+)
+
+DENSE_ROWS = {"B": 4, "T": 1, "S": 19, "N": 4, "K": 2, "H": 16, "Hv": 16}
+DENSE_MAKE = {**_pages(), "kv_lens": _lens(13, 1, 19, 0)}
+DENSE = (
+    Case("decode", DENSE_ROWS, make=DENSE_MAKE, tags=SMOKE),
+    Case(
+        "together",
+        {**DENSE_ROWS, "T": 3, "sinks": 1},
+        options={**OPTIONS, "causal": False},
+        arrays=("softmax_aux", "alibi_slopes"),
+        make={
+            **DENSE_MAKE,
+            **_pages("int8"),
+            "kv_starts": _lens(2, 0, 5, 0),
+            "k_scale": _scale_of_slots,
+            "v_scale": _scale,
+        },
+    ),
+    Case(
+        "decode_8k",
+        {"B": 16, "T": 1, "S": 8192, "N": 32, "K": 8, "H": 128, "Hv": 128},
+        make={**_pages(), "kv_lens": lambda rng, dims: _integers([dims["S"]] * dims["B"])},
+        tags=frozenset({"bench"}),
+    ),
+)
+
+APPEND_DIMS = {"M": 6, "K": 2, "H": 16, "Hv": 24, "pages": 5, "C": 4}
+APPEND = (
+    Case(
+        "small",
+        APPEND_DIMS,
+        make={**_pages(), "slots": lambda rng, dims: _integers([3, -1, 19, 0, 20, 7])},
+        tags=SMOKE,
+    ),
+    Case(
+        "int8",
+        APPEND_DIMS,
+        make={
+            **_pages("int8"),
+            "slots": lambda rng, dims: _integers([3, -1, 19, 0, 20, 7]),
+            "k_scale": _scale_of_slots,
+            "v_scale": _scale,
+        },
+    ),
+)
+
+UPDATE = {**SMALL, "pages": 27}
+UPDATE_MAKE = {**RAGGED_MAKE, "block_tables": _distinct_tables(5)}
+APPEND_AND_ATTEND = (
+    Case("mixed", UPDATE, make=UPDATE_MAKE, tags=SMOKE),
+    Case(
+        "together",
+        {**UPDATE, "sinks": 1},
+        options={**OPTIONS, "causal": False},
+        arrays=("softmax_aux", "alibi_slopes"),
+        make={**UPDATE_MAKE, **_pages("int8"), "k_scale": _scale, "v_scale": _scale_of_slots},
+    ),
+)

@@ -1,0 +1,255 @@
+"""The contracts of paged attention: attention of queries over keys that lie in pages, and the pages' update.
+
+All of them are one computation, `flash_attention`'s over the keys that a block table names; they differ in how requests lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from kernels import flash_attention
+from kernels._core.binding import Call
+from kernels._core.contract import Op
+from kernels._core.masks import MaskInfo
+from kernels._core.work import Work, nbytes
+from kernels.ops.paged_attention import cases
+from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
+
+Window = tuple[int | None, int | None]
+# One meaning for every attention-like operation: what training computes is what serving computes.
+ATTENTION = flash_attention.op.function
+
+
+@dataclass(frozen=True)
+class PagedAttentionConfig:
+    """Tunables of the engine; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_q: queries of one request that a tile has.
+      block_k: keys that a tile meets in one step.
+      parallel: how many pairs of a tile and a block of keys a step computes at once, be they of one request (split-KV) or of
+        several.
+    """
+
+    block_q: int | None = None
+    block_k: int | None = None
+    parallel: int | None = None
+
+
+def paged_attention(
+    query: Float[Array, "M N H"],
+    key_cache: Shaped[Array, "pages C K _"],
+    query_start_loc: Int[Array, " requests+1"],
+    kv_lens: Int[Array, " requests"],
+    block_tables: Int[Array, "requests _"],
+    value_cache: Shaped[Array, "pages C K Hv"] | None = None,
+    k_scale: Float[Array, "#pages #C #K"] | None = None,
+    v_scale: Float[Array, "#pages #C #K"] | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+) -> Float[Array, "M N Hv"]:
+    """Returns attention of the rows query_start_loc[r] ... query_start_loc[r + 1] - 1, the last tokens of request r, over its
+    kv_lens[r] keys. Rows of no request are 0.
+
+    Position p of request r lies in entry p % C of page block_tables[r, p // C]. Past the last page of a table there are no
+    keys. What lies in slots that are no key of a request, NaN too, is in no output of it. Without `value_cache` a slot of
+    `key_cache` has the key in its first H numbers and the value in the others. An int8 or 8-bit float cache means its numbers
+    times `k_scale`, `v_scale`, rounded to the dtype of `query`. The rest is as in `flash_attention`: positions are
+    bottom-right aligned, so the last row of a request is at position kv_lens[r] - 1.
+    """
+    M, _, H = query.shape
+    pages, C = key_cache.shape[:2]
+    if value_cache is None:
+        key_cache, value_cache = key_cache[..., :H], key_cache[..., H:]
+    place = jnp.arange(M)
+    j = jnp.arange(block_tables.shape[1] * C)
+    slopes = None if alibi_slopes is None else alibi_slopes[None]
+
+    def of_request(begin: Any, end: Any, kv_len: Any, table: Any) -> jax.Array:
+        def gathered(cache: jax.Array, scale: jax.Array | None) -> jax.Array:
+            whole = dequantised(cache, scale, query.dtype)[jnp.clip(table, 0, pages - 1)]
+            return jnp.where((j < kv_len)[:, None, None], whole.reshape(-1, *whole.shape[2:]), 0)[None]
+
+        own = (place >= begin) & (place < end)
+        mask = MaskInfo(
+            causal=causal,
+            window=window,
+            q_segment_ids=jnp.where(own, 0, -1)[None],
+            kv_segment_ids=jnp.where(j < kv_len, 0, -1)[None],
+            q_positions=(kv_len - (end - begin) + place - begin)[None],
+            kv_positions=j[None],
+        )
+        key, value = gathered(key_cache, k_scale), gathered(value_cache, v_scale)
+        options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
+        out, _ = ATTENTION(query[None], key, value, mask, None, softmax_aux, slopes, **options)
+        return jnp.where(own[:, None, None], out[0], 0)
+
+    every = jax.vmap(of_request)(query_start_loc[:-1], query_start_loc[1:], kv_lens, block_tables)
+    return jnp.sum(every, axis=0)
+
+
+def page_attention(
+    query: Float[Array, "B T N H"],
+    key_cache: Shaped[Array, "pages C K _"],
+    kv_lens: Int[Array, " B"],
+    block_tables: Int[Array, "B _"],
+    value_cache: Shaped[Array, "pages C K Hv"] | None = None,
+    k_scale: Float[Array, "#pages #C #K"] | None = None,
+    v_scale: Float[Array, "#pages #C #K"] | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Returns `paged_attention` of B requests with T queries each, so that they can be split over devices."""
+    B, T = query.shape[:2]
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    more = (value_cache, k_scale, v_scale, softmax_aux, alibi_slopes)
+    rows = query.reshape(B * T, *query.shape[2:])
+    out = paged_attention(rows, key_cache, T * jnp.arange(B + 1), kv_lens, block_tables, *more, **options)
+    return out.reshape(B, T, *out.shape[1:])
+
+
+def decode_attention(
+    query: Float[Array, "B T N H"],
+    key_cache: Shaped[Array, "B S K H"],
+    value_cache: Shaped[Array, "B S K Hv"],
+    kv_lens: Int[Array, " B"],
+    kv_starts: Int[Array, " B"] | None = None,
+    k_scale: Float[Array, "#B #S #K"] | None = None,
+    v_scale: Float[Array, "#B #S #K"] | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Returns attention of T queries, the last tokens of each row, over the keys kv_starts[b] ... kv_lens[b] - 1 of a cache
+    that has S slots for every row; `kv_starts` is 0 by default, and the query at kv_lens[b] - 1 the last."""
+    B, T = query.shape[:2]
+    S = key_cache.shape[1]
+    j = jnp.arange(S)
+    starts = jnp.zeros_like(kv_lens) if kv_starts is None else kv_starts
+    there = (j >= starts[:, None]) & (j < kv_lens[:, None])
+    key, value = (
+        jnp.where(there[..., None, None], dequantised(cache, scale, query.dtype), 0)
+        for cache, scale in ((key_cache, k_scale), (value_cache, v_scale))
+    )
+    mask = MaskInfo(
+        causal=causal,
+        window=window,
+        q_segment_ids=jnp.zeros((B, T), jnp.int32),
+        kv_segment_ids=jnp.where(there, 0, -1),
+        q_positions=kv_lens[:, None] - T + jnp.arange(T),
+        kv_positions=jnp.broadcast_to(j, (B, S)),
+    )
+    slopes = None if alibi_slopes is None else alibi_slopes[None]
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
+    return ATTENTION(query, key, value, mask, None, softmax_aux, slopes, **options)[0]
+
+
+def append_to_cache(
+    key: Float[Array, "M K H"],
+    value: Float[Array, "M K Hv"],
+    slots: Int[Array, " M"],
+    key_cache: Shaped[Array, "pages C K H"],
+    value_cache: Shaped[Array, "pages C K Hv"],
+    k_scale: Float[Array, "#pages #C #K"] | None = None,
+    v_scale: Float[Array, "#pages #C #K"] | None = None,
+) -> tuple[Shaped[Array, "pages C K H"], Shaped[Array, "pages C K Hv"]]:
+    """Returns the caches with row m of `key` and `value` in slot slots[m] (entry s % C of page s // C), every other slot as it
+    was, bit for bit; a slot that is negative or past the end is not written. Into an int8 or 8-bit float cache go the rows
+    divided by the scale, rounded and saturated."""
+    return written(key_cache, key, slots, k_scale), written(value_cache, value, slots, v_scale)
+
+
+def append_and_attend(
+    query: Float[Array, "M N H"],
+    key: Float[Array, "M K H"],
+    value: Float[Array, "M K Hv"],
+    key_cache: Shaped[Array, "pages C K H"],
+    value_cache: Shaped[Array, "pages C K Hv"],
+    query_start_loc: Int[Array, " requests+1"],
+    kv_lens: Int[Array, " requests"],
+    block_tables: Int[Array, "requests _"],
+    k_scale: Float[Array, "#pages #C #K"] | None = None,
+    v_scale: Float[Array, "#pages #C #K"] | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+) -> tuple[Float[Array, "M N Hv"], Shaped[Array, "pages C K H"], Shaped[Array, "pages C K Hv"]]:
+    """Returns (out, new key cache, new value cache): `append_to_cache` of every row at its request's last positions, then
+    `paged_attention` over what is there now, new keys included, as the cache has them."""
+    slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
+    caches = append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    where = (query_start_loc, kv_lens, block_tables, caches[1])
+    out = paged_attention(query, caches[0], *where, k_scale, v_scale, softmax_aux, alibi_slopes, **options)
+    return (out, *caches)
+
+
+def _work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of attention over full tables: lengths are data, and what is known of them is their bound."""
+    *_, N, H = call.query.shape
+    dense = "block_tables" not in call.arguments
+    keys = call.dims["S"] if dense else call.block_tables.shape[1] * call.dims["C"]
+    # A token's slot: its numbers, and scales of their own.
+    values = call.value_cache
+    width = call.key_cache.shape[-1] + (0 if values is None else values.shape[-1])
+    slot = call.dims["K"] * width * call.key_cache.dtype.itemsize
+    requests = call.kv_lens.shape[0]
+    rows = nbytes(call.query) // (N * H * call.query.dtype.itemsize)
+    out = rows * N * (width - H) * call.query.dtype.itemsize
+    new = nbytes(call.arguments.get("key"), call.arguments.get("value"))
+    every = nbytes(call.query, call.k_scale, call.v_scale, call.softmax_aux, call.alibi_slopes) + out + 2 * new
+    return Work(2 * rows * N * keys * width, every + requests * keys * slot), Work(0, 0)
+
+
+def _work_of_append(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the rows alone: the slots that are not written cost nothing where the caches are donated."""
+    rows = sum(x.size * (x.dtype.itemsize + cache.dtype.itemsize) for x, cache in _pairs(call))
+    return Work(0, rows + nbytes(call.slots)), Work(0, 0)
+
+
+def _pairs(call: Call) -> tuple[tuple[Any, Any], ...]:
+    return ((call.key, call.key_cache), (call.value, call.value_cache))
+
+
+_HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig}
+op = Op(paged_attention, local_dims={"N", "K"}, cases=cases.RAGGED, work=_work, **_HEADS)
+page_op = Op(page_attention, local_dims={"B", "N", "K"}, cases=cases.PAGES, work=_work, **_HEADS)
+decode_op = Op(decode_attention, local_dims={"B", "N", "K"}, cases=cases.DENSE, work=_work, **_HEADS)
+append_op = Op(
+    append_to_cache,
+    outputs=("new_key_cache", "new_value_cache"),
+    local_dims={"K"},
+    cases=cases.APPEND,
+    work=_work_of_append,
+)
+append_and_attend_op = Op(
+    append_and_attend,
+    outputs=("out", "new_key_cache", "new_value_cache"),
+    local_dims={"N", "K"},
+    cases=cases.APPEND_AND_ATTEND,
+    work=_work,
+    **_HEADS,
+)

@@ -1,0 +1,329 @@
+"""What users call with requests of any lengths together, packed one after the other, and what writes into pages.
+
+Pages are [num_blocks, block_size, kv_heads, head_dim], in every function; no other layout is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.public import Prepared, public
+from kernels.ops.paged_attention import arguments as given
+from kernels.ops.paged_attention.cache import slots_of_new
+from kernels.ops.paged_attention.contract import append_and_attend_op, append_op, op
+
+_TOKENS = "[M, N, H], the tokens of all requests one after the other"
+
+
+@public(op)
+def ragged_page_attention_v2(
+    query: jax.Array,
+    kv_pages: jax.Array,
+    context_lens: Any = None,
+    block_tables: Any = None,
+    query_start_loc: Any = None,
+    num_seqs: Any = None,
+    *,
+    kv_lens: Any = None,
+    page_indices: Any = None,
+    cu_q_lens: Any = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Prepared:
+    """Returns attention [M, N, H] of prompts, chunks of prompts and decodes together, over pages that hold keys and values.
+
+    Args:
+      query: [M, N, H], the tokens of all requests one after the other; those of no request get 0.
+      kv_pages: [num_blocks, block_size, 2 * K, H], keys at the even heads and values at the odd ones: head 2 k is the key of
+        head k, and 2 k + 1 its value.
+      context_lens, or kv_lens: int [requests], how many keys a request has, those of its queries included.
+      block_tables, or page_indices: int [requests, pages of the longest].
+      query_start_loc, or cu_q_lens: int [requests + 1], [0, n1, n1 + n2, ...].
+      num_seqs: how many of the requests there are, an int or an array of one; default: all.
+      k_scale, v_scale: a number, or one for each head [K], or [num_blocks, block_size, K].
+      The others are as in `page_attention`.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+
+    >>> import jax.numpy as jnp
+    >>> pages, tables = jnp.ones((8, 4, 2 * 2, 16)), jnp.array([[5, 0], [1, 7]])
+    >>> ragged_page_attention_v2(jnp.ones((6, 4, 16)), pages, [7, 2], tables, [0, 5, 6]).shape
+    (6, 4, 16)
+    """
+    f = "ragged_page_attention_v2"
+    lens = given.either(f, ("context_lens", context_lens), ("kv_lens", kv_lens))
+    tables = given.either(f, ("block_tables", block_tables), ("page_indices", page_indices))
+    cuts = given.either(f, ("query_start_loc", query_start_loc), ("cu_q_lens", cu_q_lens))
+    given.array(f, "query", query, 3, form=_TOKENS)
+    form = "[num_blocks, block_size, 2 * kv_heads, head_dim], keys at the even heads and values at the odd ones"
+    given.array(f, "kv_pages", kv_pages, 4, form=form)
+    pages, C, both, H = kv_pages.shape
+    N = query.shape[1]
+    if both % 2 or N % (both // 2) or H != query.shape[2]:
+        raise given.wrong(
+            f,
+            "kv_pages",
+            f"must be {form}, its kv_heads a divisor of {N} and its head_dim {query.shape[2]}, those of 'query', got "
+            f"{kv_pages.shape}",
+        )
+    # The key and the value of a head lie side by side, so this moves nothing.
+    cache = kv_pages.reshape(pages, C, both // 2, 2 * H)
+    names = (
+        "cu_q_lens" if query_start_loc is None else "query_start_loc",
+        "kv_lens" if context_lens is None else "context_lens",
+        "page_indices" if block_tables is None else "block_tables",
+    )
+    call = op.bind(
+        query,
+        cache,
+        **given.of_requests(f, cuts, lens, tables, names, num_seqs),
+        **given.scales(f, query, cache, k_scale, v_scale),
+        **given.options(f, query, softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes),
+    )
+    return Prepared(call)
+
+
+@public(op, append_and_attend_op)
+def ragged_page_attention_v3(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    key: jax.Array | None = None,
+    value: jax.Array | None = None,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    page_indices: Any = None,
+    query_start_loc: Any = None,
+    kv_lens: Any = None,
+    block_tables: Any = None,
+    num_seqs: Any = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Prepared:
+    """Returns attention [M, N, H] as `ragged_page_attention_v2`, over keys and values in pages of their own; with `key` and
+    `value`, which are written into the pages first, `(out, key_pages, value_pages)`.
+
+    Args:
+      query: [M, N, H], the tokens of all requests one after the other; those of no request get 0.
+      key_pages, value_pages: [num_blocks, block_size, K, H]. Slots that are not written come back bit for bit; donate them
+        to the jitted step, and they are updated in place.
+      key, value: [M, K, H], of the same tokens: token t of the n of a request goes to position kv_lens - n + t. No slot may be
+        written twice. A quantised cache gets them divided by its scale, rounded and saturated, and attention reads them so.
+      cu_seqlens_q, or query_start_loc: int [requests + 1], [0, n1, n1 + n2, ...].
+      cu_seqlens_k: the same of the keys, those of the queries included; or kv_lens: int [requests].
+      page_indices, or block_tables: int [requests, pages of the longest].
+      num_seqs: how many of the requests there are; default: all.
+      The others are as in `page_attention`.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+
+    >>> import jax.numpy as jnp
+    >>> pages, tables, new = jnp.zeros((8, 4, 2, 16)), jnp.array([[5, 0], [1, 7]]), jnp.ones((6, 2, 16))
+    >>> lengths = {"cu_seqlens_q": [0, 5, 6], "cu_seqlens_k": [0, 7, 9], "page_indices": tables}
+    >>> ragged_page_attention_v3(jnp.ones((6, 4, 16)), pages, pages, **lengths).shape
+    (6, 4, 16)
+    >>> out, keys, values = ragged_page_attention_v3(jnp.ones((6, 4, 16)), pages, pages, new, new, **lengths)
+    >>> print(keys[0, :, 0, 0], keys[5, :, 0, 0], keys[1, :, 0, 0])
+    [1. 1. 1. 0.] [0. 0. 1. 1.] [0. 1. 0. 0.]
+    """
+    f = "ragged_page_attention_v3"
+    cuts = given.either(f, ("cu_seqlens_q", cu_seqlens_q), ("query_start_loc", query_start_loc))
+    lens = given.either(f, ("kv_lens", kv_lens), ("cu_seqlens_k", cu_seqlens_k))
+    tables = given.either(f, ("page_indices", page_indices), ("block_tables", block_tables))
+    if kv_lens is None:
+        lens = jnp.diff(given.integers(f, "cu_seqlens_k", lens, 1, form="[0, n1, n1 + n2, ...]"))
+    names = (
+        "query_start_loc" if cu_seqlens_q is None else "cu_seqlens_q",
+        "cu_seqlens_k" if kv_lens is None else "kv_lens",
+        "block_tables" if page_indices is None else "page_indices",
+    )
+    options = (softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes)
+    requests = given.of_requests(f, cuts, lens, tables, names, num_seqs)
+    return _ragged(f, query, key, value, key_pages, value_pages, requests, (k_scale, v_scale), options)
+
+
+def _ragged(function, query, key, value, key_cache, value_cache, requests, scales, options) -> Prepared:
+    """Returns the call of ragged queries; with new keys and values, that which writes them first."""
+    given.array(function, "query", query, 3, form=_TOKENS)
+    given.check_pages(function, query, key_cache, value_cache)
+    more = given.scales(function, query, key_cache, *scales)
+    more |= given.options(function, query, *options)
+    if key is None and value is None:
+        return Prepared(op.bind(query, key_cache, value_cache=value_cache, **requests, **more))
+    _check_new(function, key, value, key_cache, value_cache, query.shape[0])
+    call = append_and_attend_op.bind(query, key, value, key_cache, value_cache, **requests, **more)
+    return Prepared(call, returns=append_and_attend_op.outputs, op=append_and_attend_op)
+
+
+def _check_new(function: str, key: Any, value: Any, key_cache: Any, value_cache: Any, rows: Any) -> None:
+    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        wanted = (rows, *cache.shape[2:])
+        given.array(function, name, x, 3, form=f"[M, kv_heads, head_dim] = {wanted}; 'key' and 'value' go together")
+        if x.shape != wanted:
+            raise given.wrong(function, name, f"must be [M, kv_heads, head_dim] = {wanted}, got {x.shape}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise given.wrong(
+                function, name, f"must be floats, got {x.dtype}; the cache's scale makes them {cache.dtype}"
+            )
+
+
+@public(op)
+def unified_attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    kv_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Prepared:
+    """Returns attention [M, N, H] of prompts, chunks of prompts and decodes together, over pages.
+
+    Args:
+      query: [M, N, H], the tokens of all requests one after the other; those of no request get 0.
+      key_cache, value_cache: [num_blocks, block_size, K, H]; the keys of the queries are in them already.
+      kv_lens: int [requests], how many keys a request has, those of its queries included.
+      block_tables: int [requests, pages of the longest].
+      query_start_loc: int [requests + 1], [0, n1, n1 + n2, ...].
+      causal: False lets a query see the keys after it too.
+      The others are as in `page_attention`.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+
+    >>> import jax.numpy as jnp
+    >>> pages, tables = jnp.ones((8, 4, 2, 16)), jnp.array([[5, 0], [1, 7]])
+    >>> unified_attention(jnp.ones((6, 4, 16)), pages, pages, [7, 2], tables, [0, 5, 6]).shape
+    (6, 4, 16)
+    """
+    f = "unified_attention"
+    names = ("query_start_loc", "kv_lens", "block_tables")
+    options = (softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, causal)
+    requests = given.of_requests(f, query_start_loc, kv_lens, block_tables, names)
+    return _ragged(f, query, None, None, key_cache, value_cache, requests, (k_scale, v_scale), options)
+
+
+@public(append_and_attend_op)
+def chunked_prefill_paged_decode(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    kv_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Prepared:
+    """Returns `(out, key_cache, value_cache)`: the new keys and values written into their pages, and the attention [M, N, H] of
+    prompts, chunks of prompts and decodes together over what is there then.
+
+    Args:
+      query, key, value: [M, N, H], [M, K, H], [M, K, H], the new tokens of all requests one after the other.
+      kv_lens: int [requests], how many keys a request has with the new ones.
+      The others, and what is written where, are as in `unified_attention` and `ragged_page_attention_v3`.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+
+    >>> import jax.numpy as jnp
+    >>> pages, tables, new = jnp.zeros((8, 4, 2, 16)), jnp.array([[5, 0], [1, 7]]), jnp.ones((6, 2, 16))
+    >>> step = chunked_prefill_paged_decode(jnp.ones((6, 4, 16)), new, new, pages, pages, [7, 2], tables, [0, 5, 6])
+    >>> [x.shape for x in step]
+    [(6, 4, 16), (8, 4, 2, 16), (8, 4, 2, 16)]
+    """
+    f = "chunked_prefill_paged_decode"
+    for name, x in (("key", key), ("value", value)):
+        given.either(f, (name, x))
+    names = ("query_start_loc", "kv_lens", "block_tables")
+    options = (softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes)
+    requests = given.of_requests(f, query_start_loc, kv_lens, block_tables, names)
+    return _ragged(f, query, key, value, key_cache, value_cache, requests, (k_scale, v_scale), options)
+
+
+@public(append_op)
+def append_to_cache(
+    key: jax.Array,
+    value: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    slots: Any = None,
+    *,
+    kv_lens: Any = None,
+    block_tables: Any = None,
+    query_start_loc: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Prepared:
+    """Returns `(key_cache, value_cache)` with the new keys and values in their slots; every other slot is as it was, bit for
+    bit.
+
+    Args:
+      key, value: [M, K, H].
+      key_cache, value_cache: [num_blocks, block_size, K, H]. Donate them to the jitted step, and they are updated in place.
+      slots: int [M], where each row goes: entry s % block_size of page s // block_size. A negative slot is not written, and no
+        two rows may have the same.
+      kv_lens, block_tables, query_start_loc: in place of slots, as in `unified_attention`: the rows of request r are its last.
+      k_scale, v_scale: as in `page_attention`; a quantised cache gets the rows divided by them, rounded and saturated.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+
+    >>> import jax.numpy as jnp
+    >>> pages, new = jnp.zeros((2, 4, 1, 8)), jnp.ones((3, 1, 8))
+    >>> keys, values = append_to_cache(new, new, pages, pages, [6, -1, 1])
+    >>> print(keys[..., 0, 0])
+    [[0. 1. 0. 0.]
+     [0. 0. 1. 0.]]
+    """
+    f = "append_to_cache"
+    given.check_caches(f, key_cache, value_cache)
+    _check_new(f, key, value, key_cache, value_cache, getattr(key, "shape", (0,))[0])
+    where = (query_start_loc, kv_lens, block_tables)
+    if (slots is None) == all(x is None for x in where) or (
+        slots is None and None in [x if x is None else 0 for x in where]
+    ):
+        raise given.wrong(
+            f, "slots", "or all of 'query_start_loc', 'kv_lens' and 'block_tables' say where rows go; give one"
+        )
+    if slots is None:
+        requests = given.of_requests(f, *where, ("query_start_loc", "kv_lens", "block_tables"))
+        slots = slots_of_new(**requests, block_size=key_cache.shape[1], num_rows=key.shape[0])
+    slots = given.integers(f, "slots", slots, 1, form="[M]")
+    if slots.shape != key.shape[:1]:
+        raise given.wrong(
+            f, "slots", f"must have one slot for each of the {key.shape[0]} rows of 'key', got {slots.shape}"
+        )
+    found = given.scales(f, key, key_cache, k_scale, v_scale)
+    return Prepared(append_op.bind(key, value, slots, key_cache, value_cache, **found), returns=append_op.outputs)

@@ -1,0 +1,386 @@
+"""Paged attention as plain XLA: a list of (tile of queries, block of keys) pairs, as long as the lengths ask for.
+
+Queries of one request make tiles of `block_q`. Each tile meets the blocks of keys that one of its queries sees, and no others:
+these pairs, one after the other, are the list. A loop takes `parallel` of them in a step, gathers their slots from the pages,
+and merges what each adds to the running maximum, denominator and output of its tile. Its number of steps is data. Pairs of a
+step may be of one request, which is split-KV with the combine inside the step, or of many, which is a batch; so neither a long
+request nor many short ones leave the device idle, and a table's size costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.binding import Call
+from kernels._core.masks import MaskInfo, visible_block
+from kernels._core.select import NOMINAL_SIZE
+from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
+from kernels.ops.paged_attention.contract import (
+    PagedAttentionConfig,
+    append_and_attend_op,
+    append_op,
+    decode_op,
+    op,
+    page_op,
+)
+
+_LAST = jnp.iinfo(jnp.int32).max
+
+
+def _ceil_power(n: int) -> int:
+    """Returns the smallest power of two that is at least n, and 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _known(size: Any) -> int:
+    return size if isinstance(size, int) else NOMINAL_SIZE
+
+
+def _shape(call: Call) -> tuple[int, int, int]:
+    """Returns (queries of a request on average, all queries, keys that a request may have)."""
+    rows, requests = _known(call.query.shape[0]), _known(call.kv_lens.shape[0])
+    if "T" in call.dims:
+        rows *= _known(call.query.shape[1])
+    keys = call.dims["S"] if "S" in call.dims else call.block_tables.shape[1] * call.dims["C"]
+    return -(-rows // requests), rows, _known(keys)
+
+
+def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
+    # On a CPU a step's logits should stay in cache. On an accelerator each operation of a step is a kernel of its own, so a
+    # step is as large as 32 MiB of logits allow.
+    logits, tile, block, pairs = (2**17, 32, 128, 8) if platform == "cpu" else (2**23, 128, 512, 64)
+    each, rows, keys = _shape(call)
+    block_q, block_k = min(tile, _ceil_power(each)), min(block, _ceil_power(keys))
+    fits = max(1, logits // (block_q * block_k * call.dims["N"]))
+    there = (rows // block_q + _known(call.kv_lens.shape[0])) * -(-keys // block_k)
+    return PagedAttentionConfig(block_q, block_k, max(1, min(pairs, fits, there)))
+
+
+def _candidates(call: Call) -> list[PagedAttentionConfig]:
+    each, _, keys = _shape(call)
+    tiles = sorted({min(n, _ceil_power(each)) for n in (1, 16, 64, 128)})
+    blocks = sorted({min(n, _ceil_power(keys)) for n in (64, 128, 256, 512)})
+    return [PagedAttentionConfig(q, k, n) for q in tiles for k in blocks for n in (1, 8, 32, 128)]
+
+
+class _Requests(NamedTuple):
+    """Where the queries and keys of each request lie, int32 [requests], and its pages."""
+
+    begin: jax.Array  # its first row of the queries
+    count: jax.Array  # how many rows it has
+    kv_start: jax.Array  # its keys are kv_start ... kv_end - 1,
+    kv_end: jax.Array
+    kv_len: jax.Array  # and the last query is at kv_len - 1
+    tables: jax.Array  # [requests, max pages]
+
+
+class _Tiles(NamedTuple):
+    """int32 [tiles]. Those that exist come first."""
+
+    request: jax.Array
+    first: jax.Array  # place of its first query among those of the request
+    block: jax.Array  # its first block of keys
+    begin: jax.Array  # its pairs are begin ... end - 1 of the list: at least one, for a tile that exists
+    end: jax.Array
+
+
+class _Options(NamedTuple):
+    scale: float
+    cap: float | None
+    mask: MaskInfo
+    block_q: int
+    block_k: int
+    parallel: int
+
+
+def _tiles(requests: _Requests, num_tiles: Any, o: _Options) -> _Tiles:
+    each = -(-requests.count // o.block_q)
+    last = jnp.cumsum(each, dtype=jnp.int32)
+    at = jnp.arange(num_tiles, dtype=jnp.int32)
+    r = jnp.sum(last[None] <= at[:, None], axis=1, dtype=jnp.int32)
+    r = jnp.minimum(r, requests.count.shape[0] - 1)
+    first = (at - last[r] + each[r]) * o.block_q
+    # The keys that the first query sees begin the range, those that the last one sees end it.
+    offset = requests.kv_len[r] - requests.count[r]
+    low, high = offset + first, offset + jnp.minimum(first + o.block_q, requests.count[r]) - 1
+    begin, end = requests.kv_start[r], requests.kv_end[r]
+    left, right = (None, None) if o.mask.window is None else o.mask.window
+    if left is not None:
+        begin = jnp.maximum(begin, low - left)
+    if right is not None:
+        end = jnp.minimum(end, high + right + 1)
+    if o.mask.causal:
+        end = jnp.minimum(end, high + 1)
+    block = jnp.maximum(begin, 0) // o.block_k
+    pairs = jnp.where(at < last[-1], jnp.maximum(-(-end // o.block_k) - block, 1), 0)
+    ends = jnp.cumsum(pairs, dtype=jnp.int32)
+    return _Tiles(r, first, block, ends - pairs, ends)
+
+
+def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # float32 means float32: no tf32 or bfloat16 passes behind the caller's back.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _flat(x: jax.Array | None) -> jax.Array | None:
+    """Returns slots [pages * C, ...] of pages [pages, C, ...]; a scale that all slots share stays [1, ...]."""
+    return None if x is None else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _taken(slots, there, caches, scales, width, dtype) -> list[jax.Array]:
+    """Returns keys and values [pairs, block_k, K, H and Hv], 0 where a slot is no key: what lies there may be NaN."""
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x.at[slots].get(mode="promise_in_bounds")
+
+    def meant(x: jax.Array, scale: Any) -> jax.Array:
+        if scale is not None and scale.shape[0] > 1:  # else that of one slot is that of all
+            scale = rows(scale)
+        return jnp.where(there[..., None, None], dequantised(x, scale, dtype), 0)
+
+    keys = rows(caches[0])
+    values = keys[..., width:] if caches[1] is None else rows(caches[1])
+    return [meant(keys[..., :width], scales[0]), meant(values, scales[1])]
+
+
+def _spread(scale: jax.Array | None, cache: jax.Array) -> jax.Array | None:
+    """Returns the scale of every slot [pages, C, K|1], or of all alike [1, 1, K|1]."""
+    if scale is None or scale.shape[:2] == (1, 1):
+        return scale
+    return jnp.broadcast_to(scale, (*cache.shape[:2], scale.shape[2]))
+
+
+def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o: _Options):
+    """Returns float32 [M, N, Hv]. query is [M, N, H]; caches are (keys, values or None) [pages, C, K, width]."""
+    M, N, H = query.shape
+    pages, C, K, _ = caches[0].shape
+    G, W = N // K, o.parallel
+    Hv = caches[0].shape[3] - H if caches[1] is None else caches[1].shape[3]
+    scales = [_flat(_spread(s, caches[0])) for s in scales]
+    flat = [_flat(x) for x in caches]
+    t = _tiles(requests, num_tiles, o)
+    total = t.end[-1]
+    # So that a step may look at `parallel` tiles from any on.
+    ends = jnp.pad(t.end, (0, W), constant_values=_LAST)
+    slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(K, G, 1, 1)
+    place = jnp.arange(o.block_q, dtype=jnp.int32)
+
+    def pairs_of_step(step, tile):
+        """Returns (tile of each pair counted from `tile`, whether there is such a pair, its largest logits, denominators and
+        outputs)."""
+        item = step * W + jnp.arange(W, dtype=jnp.int32)
+        real = item < total
+        local = jnp.sum(jax.lax.dynamic_slice_in_dim(ends, tile, W)[None] <= item[:, None], axis=1)
+        local = jnp.minimum(local, W - 1)
+        mine = jax.tree.map(lambda x: x[jnp.minimum(tile + local, x.shape[0] - 1)], t)
+        begin, count, kv_start, kv_end, kv_len = (x[mine.request] for x in requests[:-1])
+        j = (mine.block + item - mine.begin)[:, None] * o.block_k + jnp.arange(o.block_k, dtype=jnp.int32)
+        page = jnp.clip(j // C, 0, requests.tables.shape[1] - 1)
+        number = requests.tables[mine.request[:, None], page]
+        slots = jnp.clip(number, 0, pages - 1) * C + j % C
+        there = (j >= kv_start[:, None]) & (j < kv_end[:, None]) & real[:, None]
+        key, value = _taken(slots, there, flat, scales, H, query.dtype)
+        row = mine.first[:, None] + place
+        q = query[jnp.clip(begin[:, None] + row, 0, M - 1)].reshape(W, o.block_q, K, G, H)
+        i = (kv_len - count)[:, None] + row
+        x = _dot("wqkgh,wskh->wkgqs", q, key) * o.scale
+        if o.cap is not None:
+            x = o.cap * jnp.tanh(x / o.cap)
+        if slopes is not None:
+            x = x - slopes * jnp.abs(i[:, :, None] - j[:, None]).astype(jnp.float32)[:, None, None]
+        seen = visible_block(o.mask, i, j, None, None) & there[:, None] & (row < count[:, None])[:, :, None]
+        x = jnp.where(seen[:, None, None], x, -jnp.inf)
+        m = jnp.max(x, axis=-1)
+        p = jnp.exp(x - _finite(m)[..., None])
+        out = _dot("wkgqs,wskv->wkgqv", p.astype(value.dtype), value)
+        return local, real, m, jnp.sum(p, axis=-1), out
+
+    def step(index, carry):
+        tile, *sums = carry
+        local, real, m, weight, out = pairs_of_step(index, tile)
+        old = [jax.lax.dynamic_slice_in_dim(x, tile, W) for x in sums]
+        own = (local[None] == jnp.arange(W)[:, None]) & real[None]  # [tile, pair]
+
+        def gathered(x, reduce, nothing):
+            # By a choice and not a matmul: 0 times a NaN would carry it from one request to another.
+            return reduce(jnp.where(own.reshape(W, W, *[1] * (x.ndim - 1)), x[None], nothing), axis=1)
+
+        largest = jnp.maximum(old[0], gathered(m, jnp.max, -jnp.inf))
+        before, after = jnp.exp(old[0] - _finite(largest)), jnp.exp(m - _finite(largest)[local])
+        new = (
+            largest,
+            old[1] * before + gathered(weight * after, jnp.sum, 0),
+            old[2] * before[..., None] + gathered(out * after[..., None], jnp.sum, 0),
+        )
+        sums = [jax.lax.dynamic_update_slice_in_dim(x, y, tile, 0) for x, y in zip(sums, new, strict=True)]
+        passed = jnp.sum(jax.lax.dynamic_slice_in_dim(ends, tile, W) <= (index + 1) * W, dtype=jnp.int32)
+        return (tile + passed, *sums)
+
+    shape = (num_tiles + W, K, G, o.block_q)
+    start = (jnp.int32(0), jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
+    _, m, weight, out = jax.lax.fori_loop(0, -(-total // W), step, start)
+    if softmax_aux is not None:
+        sinks = softmax_aux.astype(jnp.float32).reshape(K, G, 1, -1)
+        largest = jnp.maximum(m, jnp.max(sinks, axis=-1))
+        before = jnp.exp(m - _finite(largest))
+        weight = weight * before + jnp.sum(jnp.exp(sinks - _finite(largest)[..., None]), axis=-1)
+        out = out * before[..., None]
+    out = out / jnp.where(weight == 0, 1, weight)[..., None]
+    return _rows(out[:num_tiles], t, requests, M)
+
+
+def _finite(m: jax.Array) -> jax.Array:
+    """Returns the largest logits, 0 where there was none: -inf less -inf would be NaN."""
+    return jnp.where(m == -jnp.inf, 0, m)
+
+
+def _rows(out: jax.Array, t: _Tiles, requests: _Requests, num_rows: Any) -> jax.Array:
+    """Returns [M, N, Hv] of tiles [tiles, K, G, block_q, Hv]; a row of no request is 0."""
+    tiles, K, G, block_q, Hv = out.shape
+    place = t.first[:, None] + jnp.arange(block_q, dtype=jnp.int32)
+    real = (t.begin < t.end)[:, None] & (place < requests.count[t.request][:, None])
+    row = jnp.where(real, requests.begin[t.request][:, None] + place, num_rows)
+    flat = jnp.moveaxis(out, 3, 1).reshape(tiles * block_q, K * G, Hv)
+    return jnp.zeros((num_rows, K * G, Hv), out.dtype).at[row.reshape(-1)].set(flat, mode="drop")
+
+
+def _options(width, softmax_scale, logits_soft_cap, causal, window, cfg) -> _Options:
+    scale = 1 / math.sqrt(width) if softmax_scale is None else softmax_scale
+    return _Options(
+        scale, logits_soft_cap, MaskInfo(causal=causal, window=window), cfg.block_q, cfg.block_k, cfg.parallel
+    )
+
+
+def paged_attention(
+    query,
+    key_cache,
+    query_start_loc,
+    kv_lens,
+    block_tables,
+    value_cache,
+    k_scale,
+    v_scale,
+    softmax_aux,
+    alibi_slopes,
+    softmax_scale,
+    logits_soft_cap,
+    causal,
+    window,
+    cfg,
+):
+    o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
+    cuts, lens = query_start_loc.astype(jnp.int32), kv_lens.astype(jnp.int32)
+    tables = block_tables.astype(jnp.int32)
+    M = query.shape[0]
+    begin = jnp.clip(cuts[:-1], 0, M)
+    count = jnp.clip(cuts[1:], begin, M) - begin
+    kv_end = jnp.minimum(lens, tables.shape[1] * key_cache.shape[1])
+    requests = _Requests(begin, count, jnp.zeros_like(lens), kv_end, lens, tables)
+    num_tiles = M // o.block_q + lens.shape[0]  # a request's last tile may not be full
+    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
+    return _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o).astype(query.dtype)
+
+
+def _of_rows(query, caches, scales, kv_starts, kv_lens, tables, softmax_aux, alibi_slopes, o: _Options):
+    """Returns attention of B requests with T queries each."""
+    B, T, N, _ = query.shape
+    lens, tables = kv_lens.astype(jnp.int32), tables.astype(jnp.int32)
+    begin = jnp.arange(B, dtype=jnp.int32) * T
+    kv_start = jnp.zeros_like(lens) if kv_starts is None else kv_starts.astype(jnp.int32)
+    kv_end = jnp.minimum(lens, tables.shape[1] * caches[0].shape[1])
+    requests = _Requests(begin, jnp.full_like(begin, T), kv_start, kv_end, lens, tables)
+    rows = query.reshape(B * T, N, query.shape[3])
+    num_tiles = B * -(-T // o.block_q)
+    out = _attend(rows, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o)
+    return out.reshape(B, T, N, -1).astype(query.dtype)
+
+
+def page_attention(
+    query,
+    key_cache,
+    kv_lens,
+    block_tables,
+    value_cache,
+    k_scale,
+    v_scale,
+    softmax_aux,
+    alibi_slopes,
+    softmax_scale,
+    logits_soft_cap,
+    causal,
+    window,
+    cfg,
+):
+    o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
+    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
+    return _of_rows(query, caches, scales, None, kv_lens, block_tables, softmax_aux, alibi_slopes, o)
+
+
+def decode_attention(
+    query,
+    key_cache,
+    value_cache,
+    kv_lens,
+    kv_starts,
+    k_scale,
+    v_scale,
+    softmax_aux,
+    alibi_slopes,
+    softmax_scale,
+    logits_soft_cap,
+    causal,
+    window,
+    cfg,
+):
+    # A row of a dense cache is one page, as long as the cache.
+    o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
+    tables = jnp.arange(query.shape[0], dtype=jnp.int32)[:, None]
+    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
+    return _of_rows(query, caches, scales, kv_starts, kv_lens, tables, softmax_aux, alibi_slopes, o)
+
+
+def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale):
+    return written(key_cache, key, slots, k_scale), written(value_cache, value, slots, v_scale)
+
+
+def append_and_attend(
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    query_start_loc,
+    kv_lens,
+    block_tables,
+    k_scale,
+    v_scale,
+    softmax_aux,
+    alibi_slopes,
+    softmax_scale,
+    logits_soft_cap,
+    causal,
+    window,
+    cfg,
+):
+    slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
+    caches = append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
+    where = (query_start_loc, kv_lens, block_tables, caches[1], k_scale, v_scale, softmax_aux, alibi_slopes)
+    out = paged_attention(query, caches[0], *where, softmax_scale, logits_soft_cap, causal, window, cfg)
+    return (out, *caches)
+
+
+_ON: dict[str, Any] = {
+    "platforms": {"cpu", "cuda", "rocm", "tpu"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+}
+_TUNED: dict[str, Any] = {"heuristic": _heuristic, "candidates": _candidates, **_ON}
+op.register(paged_attention, symbolic={"M", "requests", "pages"}, **_TUNED)
+page_op.register(page_attention, symbolic={"B", "pages"}, **_TUNED)
+decode_op.register(decode_attention, symbolic={"B"}, **_TUNED)
+append_op.register(append_to_cache, symbolic={"M", "pages"}, **_ON)
+append_and_attend_op.register(append_and_attend, symbolic={"M", "requests", "pages"}, **_TUNED)

@@ -1,0 +1,183 @@
+"""Products with quantised weights, and quantising them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.binding import is_array, is_float_array
+from kernels._core.public import Prepared, public
+from kernels.ops.quantized_matmul.contract import op
+from kernels.ops.quantized_matmul.formats import FORMATS, RUN, Format, dequantized, quantized
+
+__all__ = ["dequantize", "op", "quantize", "quantized_matmul"]
+
+
+_HOW = ("mode", "bits", "group_size")
+# Called outside of any program, each step would be one of its own.
+_quantized = functools.partial(jax.jit, static_argnames=_HOW)(quantized)
+_dequantized = functools.partial(jax.jit, static_argnames=_HOW)(dequantized)
+
+
+def _format(function: str, mode: Any, bits: Any, group_size: Any, D: int) -> Format:
+    """Returns the format of a mode, after checking that it has such bits and groups."""
+
+    def refuse(argument: str, what: str) -> ValueError:
+        return ValueError(f"{function}: argument {argument!r} {what}")
+
+    if mode not in FORMATS:
+        raise refuse("mode", f"= {mode!r} is unknown; use one of {', '.join(FORMATS)}")
+    form = FORMATS[mode]
+    if bits not in form.bits or isinstance(bits, bool):
+        raise refuse("bits", f"= {bits!r} is not of mode {mode!r}; use {' or '.join(map(str, form.bits))}")
+    if not isinstance(group_size, int) or group_size < 1 or (form.group_sizes and group_size not in form.group_sizes):
+        some = " or ".join(map(str, form.group_sizes)) or "a positive integer"
+        raise refuse("group_size", f"= {group_size!r} is not of mode {mode!r}; use {some}")
+    if D % group_size or D % RUN:  # a run of codes is packed whole
+        raise refuse("group_size", f"= {group_size} must divide D = {D}, and so must {RUN}")
+    return form
+
+
+def quantize(
+    w: jax.Array, mode: str = "affine", *, bits: int | None = None, group_size: int | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns (words, scales, biases), what `quantized_matmul` takes; biases are None unless the mode is affine.
+
+    Groups are of `group_size` entries of D, which share a scale. Codes are packed along D: 32 of them, one after the other, are
+    `bits` uint32 words, code i in the bits i * bits and on, counted from the lowest bit of the first word.
+
+    Args:
+      w: float [..., D, F]; D is what is summed over, and a multiple of 32 and of group_size.
+      mode: "affine": scale * code + bias, code of 1 to 8 bits, from the least and the largest of a group. "nf4": scale times a
+        quantile of the normal distribution, scale the largest magnitude. "mxfp4", "mxfp8": 2 ** (scale - 127) times an e2m1 or
+        e4m3 number, rounded to nearest even; groups of 32, scales uint8 (e8m0).
+      bits: default 4; 8 for mxfp8.
+      group_size: default 64; 32 for mxfp4 and mxfp8.
+
+    Returns:
+      words: uint32 [..., D * bits / 32, F]. scales: [..., D / group_size, F], of w's dtype or uint8. biases: as scales.
+
+    Raises:
+      ValueError: naming the argument.
+
+    Sources: Dettmers et al., QLoRA, 2023 (nf4); OCP Microscaling Formats (MX) Specification 1.0, 2023; Frantar et al., GPTQ,
+    2022 (packing of rows of D).
+
+    >>> import jax.numpy as jnp
+    >>> words, scales, biases = quantize(jnp.linspace(0, 15, 32)[:, None], bits=4, group_size=32)
+    >>> words.shape, float(scales[0, 0]), float(biases[0, 0])
+    ((4, 1), 1.0, 0.0)
+    """
+    if not is_float_array(w) or w.ndim < 2:
+        got = f"{w.dtype} of shape {w.shape}" if is_array(w) else type(w).__name__
+        raise ValueError(f"quantize: argument 'w' must be a float array [..., D, F], got {got}")
+    default = FORMATS.get(mode, FORMATS["affine"])
+    bits = default.default_bits if bits is None else bits
+    group_size = default.default_group if group_size is None else group_size
+    _format("quantize", mode, bits, group_size, w.shape[-2])
+    return _quantized(jnp.asarray(w), mode=mode, bits=bits, group_size=group_size)
+
+
+def _measured(function: str, D: int, w: Any, scales: Any, mode: str, bits: Any, group_size: Any) -> tuple[int, int]:
+    """Returns (bits, group_size), which follow from the shapes; what was given must agree."""
+    for name, x in (("w", w), ("scales", scales)):
+        if not is_array(x) or x.ndim < 2 or not x.shape[-2]:
+            got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
+            raise ValueError(f"{function}: argument {name!r} must be an array as `quantize` makes it, got {got}")
+    if w.dtype != jnp.uint32:
+        raise ValueError(f"{function}: argument 'w' must be packed uint32, got {w.dtype}; `quantize` makes it")
+    found = {"bits": (32 * w.shape[-2], D, bits, "w"), "group_size": (D, scales.shape[-2], group_size, "scales")}
+    result = []
+    for name, (a, b, given, argument) in found.items():
+        if a % b or (given is not None and given != a // b):
+            of = "" if given is None else f" with {name} = {given}"
+            x = w if argument == "w" else scales
+            raise ValueError(f"{function}: argument {argument!r} of shape {x.shape} does not fit D = {D}{of}")
+        result.append(a // b)
+    return result[0], result[1]
+
+
+def _biases(function: str, scales: Any, biases: Any, zeros: Any, mode: str) -> Any:
+    """Returns the biases, from zeros where those are given, checked against the mode."""
+    if biases is not None and zeros is not None:
+        raise ValueError(f"{function}: arguments 'biases' and 'zeros' say the same (bias = -scale * zero); give one")
+    if (mode == "affine") != (biases is not None or zeros is not None):
+        what = "needs 'biases', or 'zeros'" if mode == "affine" else "has neither 'biases' nor 'zeros'"
+        raise ValueError(f"{function}: argument 'biases': mode {mode!r} {what}")
+    name, given = ("zeros", zeros) if biases is None else ("biases", biases)
+    if given is not None and (not is_array(given) or given.shape != scales.shape):
+        raise ValueError(f"{function}: argument {name!r} must have the shape of 'scales', {scales.shape}")
+    wanted = "uint8" if FORMATS[mode].exponents else "float"
+    if (scales.dtype == jnp.uint8) != FORMATS[mode].exponents or (wanted == "float" and not is_float_array(scales)):
+        raise ValueError(f"{function}: argument 'scales' of mode {mode!r} must be {wanted}, got {scales.dtype}")
+    return -scales * zeros.astype(scales.dtype) if zeros is not None else biases
+
+
+def dequantize(
+    w: jax.Array,
+    scales: jax.Array,
+    biases: jax.Array | None = None,
+    *,
+    mode: str = "affine",
+    bits: int | None = None,
+    group_size: int | None = None,
+    zeros: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the float32 weights [..., D, F] that quantised ones stand for; arguments as of `quantized_matmul`.
+
+    One of `bits` and `group_size` is needed; the other follows from the shapes.
+    """
+    default = FORMATS.get(mode, FORMATS["affine"])
+    if bits is None:
+        bits = 32 * w.shape[-2] // (group_size * scales.shape[-2]) if group_size else default.default_bits
+    D = w.shape[-2] * 32 // bits
+    bits, group_size = _measured("dequantize", D, w, scales, mode, bits, group_size)
+    _format("dequantize", mode, bits, group_size, D)
+    biases = _biases("dequantize", scales, biases, zeros, mode)
+    return _dequantized(w, scales, biases, mode=mode, bits=bits, group_size=group_size)
+
+
+@public(op)
+def quantized_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scales: jax.Array,
+    biases: jax.Array | None = None,
+    *,
+    zeros: jax.Array | None = None,
+    mode: str = "affine",
+    bits: int | None = None,
+    group_size: int | None = None,
+) -> Prepared:
+    """Returns x times the weights that w stands for, [*lead, F] in x's dtype, accumulated in float32.
+
+    Args:
+      x: [*lead, D].
+      w, scales, biases: as `quantize` returns them: uint32 [D * bits / 32, F], and [D / group_size, F].
+      zeros: instead of biases, the code that stands for zero: bias = -scale * zero.
+      mode: "affine", "nf4", "mxfp4" or "mxfp8", see `quantize`.
+      bits, group_size: follow from the shapes; given, they must agree with them.
+
+    x has a gradient; the weights have none.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    >>> import jax.numpy as jnp
+    >>> from kernels import quantize
+    >>> w = jnp.arange(32.0)[:, None] % 16
+    >>> print(quantized_matmul(jnp.ones(32), *quantize(w, bits=4, group_size=32)))
+    [240.]
+    """
+    if not is_float_array(x) or x.ndim < 1:
+        got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
+        raise ValueError(f"quantized_matmul: argument 'x' must be a float array [*lead, D], got {got}")
+    if mode not in FORMATS:
+        _format("quantized_matmul", mode, bits, group_size, x.shape[-1])
+    bits, group_size = _measured("quantized_matmul", x.shape[-1], w, scales, mode, bits, group_size)
+    _format("quantized_matmul", mode, bits, group_size, x.shape[-1])
+    biases = _biases("quantized_matmul", scales, biases, zeros, mode)
+    return Prepared(op.bind(x, w, scales, biases, mode=mode, bits=bits, group_size=group_size))

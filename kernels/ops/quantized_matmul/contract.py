@@ -1,0 +1,97 @@
+"""The meaning of a product with quantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from kernels._core.backend import Case
+from kernels._core.binding import Call
+from kernels._core.contract import Op
+from kernels._core.work import Work, nbytes
+from kernels.ops.quantized_matmul.formats import dequantized
+
+
+def quantized_matmul(
+    x: Float[Array, "*lead D"],
+    w: Int[Array, "_ F"],
+    scales: Shaped[Array, "_ F"],
+    biases: Float[Array, "_ F"] | None = None,
+    *,
+    mode: str = "affine",
+    bits: int = 4,
+    group_size: int = 64,
+) -> Float[Array, "*lead F"]:
+    """Returns x times the weights that w [D * bits / 32, F] stands for, rounded to x's dtype; accumulated in float32.
+
+    Args:
+      w, scales, biases: as `quantize` makes them: scales and biases [D / group_size, F].
+    """
+    weights = dequantized(w, scales, biases, mode=mode, bits=bits, group_size=group_size).astype(x.dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dot(x, weights, preferred_element_type=wide).astype(x.dtype)
+
+
+def work(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the matmul, the same in both directions; the weights are read as they are packed."""
+    matmul = 2 * call.x.size * call.dims["F"]
+    out = nbytes(call.x) // call.dims["D"] * call.dims["F"]
+    moved = nbytes(call.x, call.w, call.scales, call.biases) + out
+    return Work(matmul, moved), Work(matmul, moved)
+
+
+def _words(bits: int) -> Callable:
+    def make(rng: np.random.Generator, dims: Any) -> jax.Array:
+        return jnp.asarray(rng.integers(0, 2**32, (dims["D"] * bits // 32, dims["F"]), np.uint32))
+
+    return make
+
+
+def _floats(group_size: int) -> Callable:
+    return lambda rng, dims: jnp.asarray(rng.uniform(0.1, 1, (dims["D"] // group_size, dims["F"])), jnp.float32)
+
+
+def _exponents(rng: np.random.Generator, dims: Any) -> jax.Array:
+    return jnp.asarray(rng.integers(120, 130, (dims["D"] // 32, dims["F"])), jnp.uint8)
+
+
+def _fp8(rng: np.random.Generator, dims: Any) -> jax.Array:
+    """Words of e4m3 codes, none of which is NaN."""
+    codes = (
+        rng.integers(0, 0x7F, (dims["D"] // 4, 4, dims["F"])) | rng.integers(0, 2, (dims["D"] // 4, 4, dims["F"])) << 7
+    )
+    return jnp.asarray((codes << np.array([0, 8, 16, 24])[:, None]).sum(1), jnp.uint32)
+
+
+def _case(name: str, mode: str, bits: int, group_size: int, lead: tuple, D: int, F: int, *tags: str) -> Case:
+    options = {"mode": mode, "bits": bits, "group_size": group_size}
+    make = {"w": _fp8 if mode == "mxfp8" else _words(bits)}
+    make["scales"] = _exponents if mode.startswith("mx") else _floats(group_size)
+    if mode == "affine":
+        make["biases"] = lambda rng, dims: jnp.asarray(rng.standard_normal((D // group_size, F)), jnp.float32)
+    return Case(name, {"lead": lead, "D": D, "F": F}, options, make=make, tags=frozenset(tags))
+
+
+op = Op(
+    quantized_matmul,
+    no_gradient=("scales", "biases"),
+    local_dims={"lead", "F"},
+    weights=("w", "scales", "biases"),
+    order=("triton_gpu", "pallas_tpu", "xla"),
+    cases=(
+        _case("int4", "affine", 4, 32, (2, 5), 64, 24, "smoke"),
+        _case("three_bits", "affine", 3, 24, (7,), 96, 5),
+        _case("nf4", "nf4", 4, 64, (3,), 128, 9),
+        _case("mxfp4", "mxfp4", 4, 32, (1, 2, 3), 96, 8),
+        _case("mxfp8", "mxfp8", 8, 32, (4,), 64, 7),
+        _case("eight_bits", "affine", 8, 64, (4,), 64, 7, "slow"),
+        _case("llama_8b_up", "affine", 4, 64, (4096,), 4096, 14336, "bench"),
+        _case("llama_8b_decode", "mxfp4", 4, 32, (16,), 4096, 14336, "bench"),
+    ),
+    work=work,
+)

@@ -1,0 +1,194 @@
+"""What users call: recurrent cells over padded or packed sequences, and RWKV-4's time mix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core.binding import is_array, is_float_array
+from kernels._core.public import Prepared, public
+from kernels._core.recurrence import either, sequences
+from kernels.ops.recurrent.contract import CELLS, check_weights, op, rwkv4_op
+
+
+def _tokens(name: str, argument: str, value: Any) -> tuple[Any, Any, Any]:
+    if not is_array(value) or not is_float_array(value) or value.ndim != 3:
+        got = f"{value.dtype} of shape {value.shape}" if is_array(value) else type(value).__name__
+        raise ValueError(f"{name}: argument {argument!r} must be a float array [B, T, D], got {got}")
+    if any(isinstance(n, int) and n == 0 for n in value.shape):
+        raise ValueError(
+            f"{name}: argument {argument!r} of shape {value.shape} has no elements; give it at least one token"
+        )
+    return value.shape
+
+
+def _of_lengths(lengths: Any, segment_ids: Any, B: Any, T: Any) -> Any:
+    if lengths is None:
+        return segment_ids
+    if segment_ids is not None:
+        raise ValueError(
+            "recurrent: arguments 'lengths' and 'segment_ids' both say which tokens there are; give one of them"
+        )
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"recurrent: argument 'lengths' must be integers [B] = [{B}], got {lengths.dtype} of shape {lengths.shape}"
+        )
+    return jnp.where(jnp.arange(T) < lengths[:, None], 0, -1)
+
+
+def _stacked(hidden: Any, cell_type: str, bidirectional: bool, count: Any, F: int) -> Any:
+    """Returns hidden as [count, rows, F], the rows h, or h and c, of each direction."""
+    if hidden is None:
+        return None
+    n = CELLS[cell_type][1]
+    parts = list(hidden) if isinstance(hidden, (tuple, list)) else [hidden]
+    wanted = (2, count, F) if bidirectional else (count, F)
+    if len(parts) > n or any(not is_array(x) or not is_float_array(x) or x.shape != wanted for x in parts):
+        got = ", ".join(str(getattr(x, "shape", type(x).__name__)) for x in parts)
+        form = "(h, c), or h alone for c = 0," if n == 2 else "h"
+        raise ValueError(
+            f"recurrent: argument 'hidden' of {cell_type} must be {form} of float arrays "
+            f"{'[2, B, F]' if bidirectional else '[B, F]'} = {list(wanted)} (B sequences, where they are packed), got {got}"
+        )
+    parts += [jnp.zeros_like(parts[0])] * (n - len(parts))
+    ways = [[x[i] for x in parts] for i in range(2)] if bidirectional else [parts]
+    return jnp.stack([x for way in ways for x in way], axis=1)
+
+
+@public(op)
+def recurrent(
+    inputs: jax.Array,
+    hidden: Any = None,
+    weights: Any = None,
+    cell_type: str = "lstm",
+    bidirectional: bool = False,
+    activation: str = "tanh",
+    *,
+    lengths: Any = None,
+    segment_ids: Any = None,
+    cum_seqlens: Any = None,
+    cu_seqlens: Any = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+) -> Prepared:
+    """Returns the hidden states of a recurrent layer, [B, T, F] in the dtype of inputs; [B, T, 2 F] if bidirectional.
+
+    With the gates x_t = weight_ih inputs_t + bias_ih and h_t = weight_hh h_{t-1} + bias_hh, and s the sigmoid:
+      "lstm", gates i f g o: c_t = s(f) c_{t-1} + s(i) act(g), h_t = s(o) act(c_t), each gate of x_t + h_t.
+      "gru", gates r z n: n = act(x_n + s(r) h_n), h_t = (1 - s(z)) n + s(z) h_{t-1}.
+      "rnn": h_t = act(x_t + h_t).
+
+    Args:
+      inputs: [B, T, D].
+      hidden: the state before the first token, h [B, F], or for an LSTM (h, c), or h alone for c = 0; bidirectional: [2, B, F],
+        forward and reverse; packed: of each sequence in place of B. Default: zeros. `initial_state` is another name.
+      weights: dict of weight_ih [gates * F, D], weight_hh [gates * F, F] and, if there are any, bias_ih and bias_hh
+        [gates * F]; bidirectional: those of the reverse direction have names ending in _reverse. Layout, order of the gates and
+        names are torch's, whose own end in _l0 before that.
+      cell_type: "lstm", "gru" or "rnn".
+      bidirectional: also from the end to the beginning, of each row or segment, with a state of its own.
+      activation: "tanh", "relu" or "sigmoid".
+      lengths: int [B], how many tokens of each row there are: the rest is padding.
+      segment_ids: int [B, T], in place of lengths: where the id changes the state starts from zero. A token of a negative id is
+        padding: its output is 0, and the state passes it untouched.
+      cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...], cuts one packed row (B = 1); `cu_seqlens` is another name.
+      return_state: whether to return (out, the state after the last token), in the form of `hidden`, float32.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    >>> import jax.numpy as jnp
+    >>> weights = {"weight_ih": jnp.eye(2), "weight_hh": jnp.eye(2)}
+    >>> print(recurrent(jnp.ones((1, 3, 2)), None, weights, "rnn", activation="relu")[0])
+    [[1. 1.]
+     [2. 2.]
+     [3. 3.]]
+    """
+    B, T, D = _tokens(op.name, "inputs", inputs)
+    F = check_weights(weights, D, cell_type, activation, bidirectional)
+    ids = _of_lengths(lengths, segment_ids, B, T)
+    cuts = either(op.name, cum_seqlens=cum_seqlens, cu_seqlens=cu_seqlens)
+    count = B if cuts is None else jnp.shape(cuts)[0] - 1 if jnp.ndim(cuts) else 0
+    n, ways = CELLS[cell_type][1], 2 if bidirectional else 1
+    state = _stacked(either(op.name, hidden=hidden, initial_state=initial_state), cell_type, bidirectional, count, F)
+    of = sequences(
+        op.name,
+        (B, T),
+        (ways * n, F),
+        segment_ids=ids,
+        cum_seqlens=cuts,
+        initial_state=state,
+        return_state=return_state,
+    )
+    options = {"cell_type": cell_type, "activation": activation, "bidirectional": bidirectional}
+    call = op.bind(inputs=inputs, weights=dict(weights), **of.arguments, **options)
+    if not return_state:
+        return Prepared(call)
+
+    def finish(out: jax.Array, final_state: jax.Array) -> Any:
+        rows = of.state(final_state)
+        parts = [rows[:, i::n] for i in range(n)]
+        parts = [jnp.moveaxis(x, 1, 0) if bidirectional else x[:, 0] for x in parts]
+        return out, tuple(parts) if n == 2 else parts[0]
+
+    lies = ("_", *of.state_dims(("F",))) if bidirectional else of.state_dims(("F",))
+    return Prepared(call, finish=finish, dims=(("B", "T", "_"), *(lies,) * n))
+
+
+@public(rwkv4_op, module="RWKV4")
+def rwkv4(
+    w: jax.Array,
+    u: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    state: jax.Array | None = None,
+    *,
+    segment_ids: Any = None,
+    cum_seqlens: Any = None,
+    cu_seqlens: Any = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+) -> Prepared:
+    """Returns RWKV-4's time mix (wkv) in each channel, [B, T, D] in the dtype of k. With the decay d = -exp(w):
+    out_t = (sum_{s<t} e^{(t-1-s) d + k_s} v_s + e^{u + k_t} v_t) / (sum_{s<t} e^{(t-1-s) d + k_s} + e^{u + k_t}).
+
+    Args:
+      w: [D], of the decay ("time_decay").
+      u: [D], the bonus of a token for itself ("time_first").
+      k, v: [B, T, D].
+      state: float32 [B, 3, D], or with cuts [sequences, 3, D]: a, b and p, where e^p a and e^p b are the two sums so far;
+        default: (0, 0, -1e38). `initial_state` is another name.
+      segment_ids: int [B, T]: where the id changes the sums start anew. A token of a negative id is padding: its output is 0,
+        and the state passes it untouched.
+      cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...], cuts one packed row (B = 1); `cu_seqlens` is another name.
+      return_state: whether to return (out, state after the last token).
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    Source: Peng et al., RWKV, 2023, arXiv:2305.13048.
+
+    >>> import jax.numpy as jnp
+    >>> k, v = jnp.zeros((1, 3, 1)), jnp.array([[[1.0], [2.0], [6.0]]])
+    >>> print(rwkv4(jnp.array([-100.0]), jnp.zeros(1), k, v)[0, :, 0])  # no decay: the mean so far
+    [1.  1.5 3. ]
+    """
+    B, T, D = _tokens(rwkv4_op.name, "k", k)
+    of = sequences(
+        rwkv4_op.name,
+        (B, T),
+        (3, D),
+        segment_ids=segment_ids,
+        cum_seqlens=cum_seqlens,
+        cu_seqlens=cu_seqlens,
+        initial_state=either(rwkv4_op.name, initial_state=initial_state, state=state),
+        return_state=return_state,
+    )
+    call = rwkv4_op.bind(w, u, k, v, **of.arguments)
+    if not return_state:
+        return Prepared(call)
+    dims = (("B", "T", "F"), of.state_dims(("_", "F")))
+    return Prepared(call, finish=lambda out, final_state: (out, of.state(final_state)), dims=dims)

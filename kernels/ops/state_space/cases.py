@@ -1,0 +1,96 @@
+"""Shapes that every backend of the state spaces is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.backend import Case
+
+
+def _decay(*dims: str, least: float = 0.05, most: float = 1.5) -> Callable:
+    """Returns a maker of A: negative, so that with the steps below decays lie between 0.2 and 0.999."""
+    return lambda rng, sizes: -rng.uniform(least, most, [sizes[d] for d in dims]).astype(np.float32)
+
+
+def _steps(*dims: str) -> Callable:
+    """Returns a maker of dt, as it comes out of a softplus."""
+    return lambda rng, sizes: np.exp(rng.uniform(np.log(0.01), 0.0, [sizes[d] for d in dims])).astype(np.float32)
+
+
+def documents(rng: Any, sizes: Mapping[str, int]) -> Any:
+    """Returns ids of documents that follow each other, the same id now and then again, with padding inside and at the end."""
+    B, T = sizes["B"], sizes["T"]
+    ids = np.cumsum(rng.random((B, T)) < 3 / T, axis=1) % 4
+    ids[rng.random((B, T)) < 0.15] = -1
+    ids[0, -max(T // 6, 1) :] = -1
+    return jnp.asarray(ids, jnp.int32)
+
+
+def packed(count: int) -> Callable:
+    """Returns a maker of ids of `count` sequences in one row: the second is empty, and the end is padding."""
+
+    def make(rng: Any, sizes: Mapping[str, int]) -> Any:
+        B, T = sizes["B"], sizes["T"]
+        there = [g for g in range(count) if g != 1]
+        ids = np.full((B, T), -1)
+        for row in ids:
+            cuts = np.sort(rng.integers(0, T, len(there)))
+            for g, begin, end in zip(there, [0, *cuts[:-1]], cuts, strict=True):
+                row[begin:end] = g
+        return jnp.asarray(ids, jnp.int32)
+
+    return make
+
+
+def _cases(make: Mapping[str, Callable], small: Any, odd: Any, long: Any, optional: tuple[str, ...], bench: Any) -> Any:
+    """Returns the cases that each of them has: one token, lengths that no chunk divides, documents, packed sequences."""
+
+    def case(name: str, dims: Any, *tags: str, arrays: Any = (), states: int = 1, **more: Any) -> Case:
+        options = {} if states == 1 else {"num_states": states}
+        return Case(name, dims, options, tuple(arrays), {**make, **more}, tags=frozenset(tags))
+
+    state = ("initial_state",)
+    return (
+        case("small", small, "smoke", arrays=optional),
+        case("documents", odd, arrays=(*optional, *state), segment_ids=documents),
+        case("packed", {**odd, "B": 1, "G": 3}, arrays=state, states=3, segment_ids=packed(3)),
+        case("one_token", {**small, "T": 1}, "slow", arrays=(*optional, *state)),
+        case("long", long, "slow", arrays=(*optional, *state), segment_ids=documents),
+        *(case(name, dims, "bench", arrays=optional) for name, dims in bench.items()),
+    )
+
+
+_SIZES_V2 = {"B": 2, "G": 1, "N": 4, "K": 2, "H": 8, "Hv": 4}
+V2 = _cases(
+    {"A": _decay("N"), "dt": _steps("B", "T", "N")},
+    {**_SIZES_V2, "T": 12},
+    {**_SIZES_V2, "T": 77, "N": 3, "K": 1, "H": 5, "Hv": 7},
+    {**_SIZES_V2, "T": 300},
+    ("D",),
+    {"mamba2_8k": {"B": 2, "T": 8192, "N": 64, "K": 1, "H": 128, "Hv": 64}},
+)
+V1 = _cases(
+    {"A": _decay("F", "H"), "dt": _steps("B", "T", "F")},
+    {"B": 2, "G": 1, "T": 12, "F": 8, "H": 4},
+    {"B": 2, "G": 1, "T": 41, "F": 5, "H": 3},
+    {"B": 2, "G": 1, "T": 150, "F": 6, "H": 4},
+    ("D",),
+    {"mamba_4k": {"B": 2, "T": 4096, "F": 4096, "H": 16}},
+)
+
+
+def _conv() -> tuple[Case, ...]:
+    small, odd = {"B": 2, "G": 1, "T": 12, "F": 8, "W": 4}, {"B": 2, "G": 1, "T": 37, "F": 5, "W": 4}
+    base = _cases(
+        {}, small, odd, {**odd, "T": 200, "W": 2}, ("bias",), {"mamba2_8k": {"B": 2, "T": 8192, "F": 4352, "W": 4}}
+    )
+    silu = [Case("silu", {**odd, "W": 3}, {"activation": "silu"}, ("bias", "initial_state"))]
+    short = [Case("shorter_than_the_window", {**odd, "T": 2}, {}, ("initial_state",), tags=frozenset({"slow"}))]
+    return (*base, *silu, *short)
+
+
+CONV = _conv()

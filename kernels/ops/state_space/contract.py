@@ -1,0 +1,198 @@
+"""What state spaces and the convolution before them mean: loops over time, and the facts that meshes are told."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels._core.binding import Call
+from kernels._core.contract import Op
+from kernels._core.recurrence import loop
+from kernels._core.work import Work, nbytes
+from kernels.ops.state_space import cases
+
+ACTIVATIONS = (None, "silu")
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def state_space_v2(
+    x: Float[Array, "B T N Hv"],
+    dt: Float[Array, "B T N"],
+    A: Float[Array, " N"],
+    B: Float[Array, "B T K H"],
+    C: Float[Array, "B T K H"],
+    D: Float[Array, " N"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B G N H Hv"] | None = None,
+    *,
+    num_states: int = 1,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B G N H Hv"]]:
+    """Returns (out, final state) of Mamba-2's recurrence in each head, all of it in float32:
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, out_t = C_t^T h_t + D x_t. Heads n of N share group n // (N / K) of B and C.
+
+    States and segments are those of `kernels._core.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
+    """
+    wide = _wide(x.dtype)
+    groups = B.shape[2]
+    heads = x.shape[2] // groups
+
+    def step(h, at):
+        x, dt, B, C = at
+        B, C = (jnp.repeat(y, heads, axis=1) for y in (B, C))
+        h = jnp.exp(dt * A.astype(wide))[..., None, None] * h + (dt[..., None] * B)[..., None] * x[..., None, :]
+        out = jnp.einsum("bnh,bnhv->bnv", C, h)
+        return h, out if D is None else out + D.astype(wide)[:, None] * x
+
+    start = jnp.zeros((x.shape[0], x.shape[2], B.shape[3], x.shape[3]), wide)
+    xs = tuple(y.astype(wide) for y in (x, dt, B, C))
+    out, final = loop(step, xs, start, segment_ids, initial_state, num_states)
+    return out.astype(x.dtype), final
+
+
+def state_space_v1(
+    x: Float[Array, "B T F"],
+    dt: Float[Array, "B T F"],
+    A: Float[Array, "F H"],
+    B: Float[Array, "B T H"],
+    C: Float[Array, "B T H"],
+    D: Float[Array, " F"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B G F H"] | None = None,
+    *,
+    num_states: int = 1,
+) -> tuple[Float[Array, "B T F"], Float[Array, "B G F H"]]:
+    """Returns (out, final state) of Mamba's selective scan in each channel, all of it in float32:
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, out_t = C_t^T h_t + D x_t, where A is diagonal, of H numbers a channel.
+
+    States and segments are those of `kernels._core.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
+    """
+    wide = _wide(x.dtype)
+
+    def step(h, at):
+        x, dt, B, C = at
+        h = jnp.exp(dt[..., None] * A.astype(wide)) * h + (dt * x)[..., None] * B[:, None]
+        out = jnp.einsum("bfh,bh->bf", h, C)
+        return h, out if D is None else out + D.astype(wide) * x
+
+    start, xs = jnp.zeros((x.shape[0], *A.shape), wide), tuple(y.astype(wide) for y in (x, dt, B, C))
+    out, final = loop(step, xs, start, segment_ids, initial_state, num_states)
+    return out.astype(x.dtype), final
+
+
+def causal_conv1d(
+    x: Float[Array, "B T F"],
+    weight: Float[Array, "F W"],
+    bias: Float[Array, " F"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B G F W-1"] | None = None,
+    *,
+    activation: str | None = None,
+    num_states: int = 1,
+) -> tuple[Float[Array, "B T F"], Float[Array, "B G F W-1"]]:
+    """Returns (out, final state) of a convolution of each channel with its own taps:
+    out_t = activation(bias + sum_j weight[:, j] x_{t - W + 1 + j}), in float32.
+
+    The state is the W - 1 inputs before a token, the oldest first: zeros at the start of a segment. States and segments are
+    those of `kernels._core.recurrence`, so a window holds the last W tokens of its segment that are no padding.
+
+    Raises:
+      ValueError: the activation is unknown.
+    """
+    check_activation(activation)
+    wide = _wide(x.dtype)
+
+    def step(before, x):
+        window = jnp.concatenate([before, x[..., None]], axis=-1)
+        out = jnp.sum(window * weight.astype(wide), axis=-1)
+        out = out if bias is None else out + bias.astype(wide)
+        return window[..., 1:], jax.nn.silu(out) if activation else out
+
+    start = jnp.zeros((x.shape[0], x.shape[2], weight.shape[1] - 1), wide)
+    out, final = loop(step, x.astype(wide), start, segment_ids, initial_state, num_states)
+    return out.astype(x.dtype), final
+
+
+def check_activation(activation: str | None) -> None:
+    """Raises ValueError for an activation that there is not."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"causal_conv1d: argument 'activation' = {activation!r} is unknown; use 'silu', or None for none"
+        )
+
+
+# -- how much there is to do -------------------------------------------------------------------------------------------
+
+
+def _state_bytes(call: Call, *dims: int) -> int:
+    """Returns the bytes of the states in and out, float32."""
+    size = call.dims["B"] * call.num_states * 4
+    for n in dims:
+        size *= n
+    return size * (1 if call.initial_state is None else 2)
+
+
+def _of_state_space(call: Call, elements: int, state: int) -> tuple[Work, Work]:
+    """Returns the work of a state space: a token multiplies, adds and reads its state, 6 flops an element, and the backward
+    does that again beside two such adjoints. Its arrays are read once, and in the backward their gradients written."""
+    arrays = nbytes(call.x, call.dt, call.A, call.B, call.C, call.D)
+    out = nbytes(call.x)
+    ids = nbytes(call.segment_ids)
+    return (
+        Work(6 * elements, arrays + out + ids + state),
+        Work(18 * elements, 2 * arrays + out + ids + 2 * state),
+    )
+
+
+def work_v2(call: Call) -> tuple[Work, Work]:
+    d = call.dims
+    elements = d["B"] * d["T"] * d["N"] * d["H"] * d["Hv"]
+    return _of_state_space(call, elements, _state_bytes(call, d["N"], d["H"], d["Hv"]))
+
+
+def work_v1(call: Call) -> tuple[Work, Work]:
+    d = call.dims
+    return _of_state_space(call, d["B"] * d["T"] * d["F"] * d["H"], _state_bytes(call, d["F"], d["H"]))
+
+
+def work_conv(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the convolution: a multiply-add a tap; the backward has two convolutions of that size, and where
+    there is an activation the first one again."""
+    taps = 2 * call.x.size * call.dims["W"]
+    weights, state = nbytes(call.weight, call.bias), _state_bytes(call, call.dims["F"], call.dims["W"] - 1)
+    forward = Work(taps, 2 * nbytes(call.x) + weights + state + nbytes(call.segment_ids))
+    again = 3 if call.activation else 2
+    return forward, Work(again * taps, 3 * nbytes(call.x) + 2 * weights + 2 * state + nbytes(call.segment_ids))
+
+
+v2_op = Op(
+    state_space_v2,
+    outputs=("out", "final_state"),
+    local_dims={"B", "N", "K"},
+    tied_dims=(("N", "K"),),
+    elsewhere={"T": "state_space_v2"},
+    weights=("A", "D"),
+    cases=cases.V2,
+    work=work_v2,
+)
+v1_op = Op(
+    state_space_v1,
+    outputs=("out", "final_state"),
+    local_dims={"B", "F"},
+    elsewhere={"T": "state_space_v1"},
+    weights=("A", "D"),
+    cases=cases.V1,
+    work=work_v1,
+)
+conv_op = Op(
+    causal_conv1d,
+    outputs=("out", "final_state"),
+    local_dims={"B", "F"},
+    elsewhere={"T": "causal_conv1d"},
+    weights=("weight", "bias"),
+    cases=cases.CONV,
+    work=work_conv,
+)

@@ -1,0 +1,227 @@
+"""State spaces as plain XLA: chunks of tokens, matmuls or a few doublings inside them, one state from each to the next.
+
+What `kernels._core.chunks` goes over the chunks with, in both directions, is the functions of one chunk here.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels._core import chunks
+from kernels._core.execute import backward_of
+from kernels._core.recurrence import resets
+from kernels.ops.state_space.contract import check_activation, conv_op, v1_op, v2_op
+
+EVERYWHERE = {
+    "platforms": {"cpu", "cuda", "rocm", "tpu"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "symbolic": {"B"},
+}
+# Tokens of a chunk. Mamba-2: matmuls of that size against one state a chunk in memory. Mamba: a chunk of states is in memory.
+CHUNK_V2, CHUNK_V1 = 64, 32
+
+
+def _einsum(subscripts, *arrays):
+    precision = jax.lax.Precision.HIGHEST if arrays[0].dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, *arrays, precision=precision, preferred_element_type=jnp.float32)
+
+
+# -- Mamba-2 -----------------------------------------------------------------------------------------------------------
+
+
+def _decays(log_decay, tokens):
+    """Returns the factors of a chunk, float32, all of them exponentials of sums of `log_decay` [B, C, K, R]: between each two
+    tokens [B, K, R, t, s], from the entering state to each token [B, C, K, R], and from each token to the leaving state.
+
+    A sum between two tokens is added up as such. A difference of two running sums would lose what a weak decay says behind a
+    strong one.
+    """
+    C = log_decay.shape[1]
+    at = jnp.arange(C)
+    until = (at[:, None] >= at[None]).astype(jnp.float32)
+    a = jnp.moveaxis(log_decay, 1, -1)  # [B, K, R, C]
+    after = jnp.where(at[:, None] > at[None], a[..., None], 0)  # [.., u, s]: what u adds to the way from s
+    between = jnp.einsum("tu,bkrus->bkrts", until, after, precision=jax.lax.Precision.HIGHEST)
+    entering = jnp.moveaxis(jnp.cumsum(a, axis=-1), -1, 1)
+    leaving = jnp.moveaxis(between[..., -1, :], -1, 1)
+    sees = until.astype(bool)[None]
+    if tokens.resets is None:
+        return jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)), jnp.exp(entering), jnp.exp(leaving)
+    run = jnp.cumsum(tokens.resets, axis=1)
+    sees = sees & (run[:, :, None] == run[:, None])
+    first, last = ((run == r)[..., None, None] for r in (0, run[:, -1:]))
+    return (
+        jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)),
+        jnp.exp(jnp.where(first, entering, -jnp.inf)),
+        jnp.exp(jnp.where(last, leaving, -jnp.inf)),
+    )
+
+
+def _chunk_v2(shared, state, xs, tokens):
+    """Returns (state after a chunk, its outputs): what each token sees of the chunk as masked attention, and of the state."""
+    A, D = shared
+    x, dt, B, C = xs
+    (rows, length, heads, width), groups = x.shape, B.shape[2]
+    each = (rows, length, groups, heads // groups)
+    dt = dt.astype(jnp.float32)
+    pair, entering, leaving = _decays((dt * A.astype(jnp.float32)).reshape(each), tokens)
+    wide = (dt[..., None] * x).reshape(*each, width)
+    values, own = wide.astype(x.dtype), state.reshape(rows, *each[2:], *state.shape[2:])
+    scores = _einsum("btkh,bskh->bkts", C, B)[:, :, None] * pair
+    out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), values)
+    out += _einsum("btkh,bkrhp->btkrp", C, own.astype(x.dtype)) * entering[..., None]
+    after = own * entering[:, -1, ..., None, None]
+    after += _einsum("bskh,bskrp->bkrhp", B, (wide * leaving[..., None]).astype(x.dtype))
+    out = out.reshape(x.shape)
+    out = out if D is None else out + D.astype(jnp.float32)[:, None] * x
+    return after.reshape(state.shape), out.astype(x.dtype)
+
+
+# -- Mamba -------------------------------------------------------------------------------------------------------------
+
+
+def _chunk_v1(shared, state, xs, tokens):
+    """Returns (state after a chunk, its outputs). The states of all its tokens are there at one time, by doubling: after step i
+    each is the sum of what the 2^i tokens up to its own have added (Hillis and Steele, 1986)."""
+    A, D = shared
+    x, dt, B, C = (y.astype(jnp.float32) for y in xs)
+    decay = jnp.exp(dt[..., None] * A.astype(jnp.float32))  # [B, C, F, H]
+    if tokens.resets is not None:
+        decay = jnp.where(tokens.resets[..., None, None], 0, decay)
+    states = (dt * x)[..., None] * B[:, :, None]
+    length, by = x.shape[1], 1
+    while by < length:
+        shift = ((0, 0), (by, 0), (0, 0), (0, 0))
+        states += decay * jnp.pad(states[:, :-by], shift)
+        decay *= jnp.pad(decay[:, :-by], shift, constant_values=1)
+        by *= 2
+    states += decay * state[:, None]
+    out = jnp.einsum("bcfh,bch->bcf", states, C, precision=jax.lax.Precision.HIGHEST)
+    out = out if D is None else out + D.astype(jnp.float32) * x
+    return states[:, -1], out.astype(xs[0].dtype)
+
+
+def _both_ways(chunk, size, state_shape):
+    """Returns (forward, backward) of a state space, of the function of one chunk."""
+
+    def start(x, dt, A, B, segment_ids, initial_state, num_states):
+        rows, length = x.shape[:2]
+        lies = chunks.Chunks(rows, length, min(size, length), segment_ids, num_states)
+        if initial_state is None:
+            initial_state = jnp.zeros((rows, num_states, *state_shape(x, A, B)), jnp.float32)
+        return lies, initial_state.astype(jnp.float32)
+
+    def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states):
+        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states)
+        final, out = chunks.forward(chunk, lies, initial, (x, dt, B, C), (A, D))
+        return out, final
+
+    def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states):
+        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states)
+        d_initial, (dx, ddt, dB, dC), (dA, dD) = chunks.backward(
+            chunk, lies, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
+        )
+        given = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC}
+        given |= {} if D is None else {"D": dD}
+        return given | ({} if initial_state is None else {"initial_state": d_initial})
+
+    return forward, backward
+
+
+v2_op.register(
+    *_both_ways(_chunk_v2, CHUNK_V2, lambda x, A, B: (x.shape[2], B.shape[3], x.shape[3])), name="xla", **EVERYWHERE
+)
+v1_op.register(*_both_ways(_chunk_v1, CHUNK_V1, lambda x, A, B: A.shape), name="xla", **EVERYWHERE)
+
+
+# -- the convolution ---------------------------------------------------------------------------------------------------
+
+
+def _rows(x, index):
+    """Returns x[b, index[b, t]] for positions that are not repeated."""
+    return jax.vmap(lambda row, at: row.at[at].get(unique_indices=True, mode="promise_in_bounds"))(x, index)
+
+
+def _arrange(segment_ids, num_states):
+    """Returns (order, key, begin, count): the positions of the tokens [B, T] with those of each segment together and padding at
+    the end; which segment they are of then; where those that continue a state begin, and how many they are, [B, G]."""
+    valid = segment_ids >= 0
+    last = segment_ids.shape[1]
+    if num_states == 1:
+        key = jnp.where(valid, jnp.cumsum(resets(segment_ids), axis=1), last)
+    else:
+        key = jnp.where(valid & (segment_ids < num_states), segment_ids, last)
+    order = jnp.argsort(key, axis=1, stable=True)
+    key = jnp.take_along_axis(key, order, axis=1)
+    edges = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(num_states + 1)))(key)
+    return order, key, edges[:, :-1], jnp.diff(edges)
+
+
+def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
+    """Each tap is a shift of the tokens. For that padding is moved to the end: nothing lies between two of a segment then."""
+    check_activation(activation)
+    (rows, length, width), taps = x.shape, weight.shape[1]
+    weight = weight.astype(jnp.float32)
+    state = jnp.zeros((rows, num_states, width, taps - 1), jnp.float32) if initial_state is None else initial_state
+    state = jnp.swapaxes(state.astype(jnp.float32), 2, 3)  # [B, G, W - 1, F]
+    order = key = None
+    begin, count = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), length)
+    if segment_ids is not None:
+        order, key, begin, count = _arrange(segment_ids, num_states)
+        x = jnp.where((key < length)[..., None], _rows(x, order), 0)
+    out = x * weight[:, -1]
+    for back in range(1, min(taps, length)):
+        before = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0)))
+        if key is not None:
+            same = key == jnp.pad(key[:, :-back], ((0, 0), (back, 0)), constant_values=-1)
+            before = jnp.where(same[..., None], before, 0)
+        out += before * weight[:, taps - 1 - back]
+    if taps > 1:
+        out += _of_state(state, weight, begin, count, length)
+        final = _last_inputs(x, state, key, begin, count, num_states)
+    else:
+        final = state
+    out = out if bias is None else out + bias.astype(jnp.float32)
+    out = (jax.nn.silu(out) if activation else out).astype(x.dtype)
+    if order is not None:
+        out = _rows(jnp.where((key < length)[..., None], out, 0), jnp.argsort(order, axis=1))
+    return out, jnp.swapaxes(final, 2, 3)
+
+
+def _of_state(state, weight, begin, count, length):
+    """Returns [B, T, F]: what the first W - 1 tokens after a state [B, G, W - 1, F] see of it."""
+    rows, states, kept, width = state.shape
+    padded = jnp.pad(state, ((0, 0), (0, 0), (0, kept), (0, 0)))
+    seen = jnp.zeros_like(state)
+    for j in range(kept):  # token i sees state[i:], so its tap j is state[i + j]
+        seen += padded[:, :, j : j + kept] * weight[:, j]
+    at = jnp.arange(kept)
+    where = jnp.where(at < count[..., None], begin[..., None] + at, length)
+    where = jnp.broadcast_to(where, (rows, states, kept)).reshape(rows, -1)
+    seen = seen.reshape(rows, -1, width)
+    zeros = jnp.zeros((length, width), jnp.float32)
+    return jax.vmap(lambda at, s: zeros.at[at].add(s, mode="drop"))(where, seen)
+
+
+def _last_inputs(x, state, key, begin, count, num_states):
+    """Returns [B, G, W - 1, F]: the last inputs of each sequence, and before them, where they are fewer, those of its state."""
+    rows, length = x.shape[:2]
+    kept = state.shape[2]
+    continues = jnp.ones((1, 1, 1, 1), bool)
+    if key is not None and num_states == 1:  # of the last segment, which need not be the first
+        end = jnp.sum(key < length, axis=1, keepdims=True)
+        last = jnp.take_along_axis(key, jnp.maximum(end - 1, 0), axis=1)
+        last = jnp.where(end > 0, last, 0)
+        begin = jax.vmap(jnp.searchsorted)(key, last)
+        count, continues = end - begin, (last == 0)[..., None, None]
+    back = jnp.arange(kept) - kept
+    own = jnp.broadcast_to((count[..., None] + back >= 0), (rows, num_states, kept))
+    at = jnp.broadcast_to((begin + count)[..., None] + back, own.shape).clip(0, length - 1)
+    old = jnp.broadcast_to(count[..., None] + jnp.arange(kept), own.shape).clip(0, kept - 1)
+    tokens = jax.vmap(lambda row, at: row[at])(x, at).astype(jnp.float32)
+    before = jnp.where(continues, jnp.take_along_axis(state, old[..., None], axis=2), 0)
+    return jnp.where(own[..., None], tokens, before)
+
+
+conv_op.register(_conv, backward_of(conv_op, _conv), name="xla", **EVERYWHERE)

@@ -1,0 +1,401 @@
+"""The delta rules: against a float64 loop in NumPy, over long sequences, packed, in a pool of states, and on meshes."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ejdist
+import kernels
+from ejdist import make_mesh
+from kernels.ops.delta_rule import DeltaRuleConfig, op, rwkv7_op
+from kernels.ops.delta_rule.chunk import inverse
+
+RNG = np.random.default_rng(0)
+NAMES = {"delta_rule": ("query", "key", "value", "beta"), "rwkv7": ("r", "w", "k", "v", "a", "b")}
+NAMES["gated_delta_rule"] = NAMES["kernel_delta_attention"] = (*NAMES["delta_rule"], "g")
+
+
+def unit(rng, *shape):
+    x = rng.standard_normal(shape)
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def decays(rng, *shape, low=1e-4, high=20.0):
+    return -np.exp(rng.uniform(np.log(low), np.log(high), shape))
+
+
+def arrays(name, B=1, T=9, K=1, N=2, H=4, Hv=3, seed=0, beta=2.0, **spread):
+    """Returns the arrays of a function, float32: keys of norm 1, decays of all sizes."""
+    rng = np.random.default_rng(seed)
+    if name == "rwkv7":
+        a = {"r": unit(rng, B, T, N, H), "w": decays(rng, B, T, N, H, **spread), "k": unit(rng, B, T, N, H)}
+        a |= {"v": rng.standard_normal((B, T, N, Hv)), "a": -unit(rng, B, T, N, H)}
+        a["b"] = unit(rng, B, T, N, H) * rng.random((B, T, N, H))
+    else:
+        a = {"query": unit(rng, B, T, K, H), "key": unit(rng, B, T, K, H), "value": rng.standard_normal((B, T, N, Hv))}
+        a["beta"] = beta * rng.random((B, T, N))
+        if name == "gated_delta_rule":
+            a["g"] = decays(rng, B, T, N, **spread)
+        if name == "kernel_delta_attention":
+            a["g"] = decays(rng, B, T, N, H, **spread)
+    return {n: x.astype(np.float32) for n, x in a.items()}
+
+
+def numpy_loop(name, a, state=None, ids=None, scale=None, l2norm=False):
+    """Returns (out, final states [B, N, H, Hv]) in float64: one row, head and token at a time, the formulas as documented."""
+    a = {n: np.asarray(x, np.float64) for n, x in a.items()}
+    q, k, v = (a["r"], a["k"], a["v"]) if name == "rwkv7" else (a["query"], a["key"], a["value"])
+    (B, T, N, Hv), H, per = v.shape, q.shape[-1], v.shape[2] // k.shape[2]
+    scale = H**-0.5 if scale is None else scale
+    if l2norm:
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    out, finals = np.zeros((B, T, N, Hv)), np.zeros((B, N, H, Hv))
+    for b, n in np.ndindex(B, N):
+        S = np.zeros((H, Hv)) if state is None else np.asarray(state[b, n], np.float64)
+        before = None
+        for t in range(T):
+            now = 0 if ids is None else ids[b, t]
+            if now < 0:
+                continue
+            if before is not None and now != before:
+                S = np.zeros((H, Hv))
+            before = now
+            qt, kt, vt = q[b, t, n // per], k[b, t, n // per], v[b, t, n]
+            if name == "rwkv7":
+                read = S.T @ a["a"][b, t, n]
+                S = np.exp(a["w"][b, t, n])[:, None] * S + np.outer(a["b"][b, t, n], read) + np.outer(kt, vt)
+            else:
+                g = np.broadcast_to(a["g"][b, t, n], (H,)) if "g" in a else np.zeros(H)
+                S = np.exp(g)[:, None] * S
+                S = S + a["beta"][b, t, n] * np.outer(kt, vt - S.T @ kt)
+            out[b, t, n] = scale * S.T @ qt
+        finals[b, n] = S
+    return out, finals
+
+
+def call(name, a, **options):
+    return getattr(kernels, name)(*(a[n] for n in NAMES[name]), **options)
+
+
+IDS = np.array([[0, 0, 1, -1, 1, 2, 0, -1, -1], [-1, 3, 3, 3, 3, 3, 3, 3, -1]])
+STATE = RNG.standard_normal((2, 2, 4, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_against_numpy(name):
+    """In value; with states, segments and padding."""
+    a = arrays(name, B=2)
+    options = {} if name == "rwkv7" else {"use_qk_l2norm": True}
+    given = {"segment_ids": IDS, "initial_state": STATE, "softmax_scale": 0.7, **options}
+    want = numpy_loop(name, a, STATE, IDS, 0.7, bool(options))
+    for got, w in zip(call(name, a, **given, return_state=True), want, strict=True):
+        assert error(got, w) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["kernel_delta_attention", "rwkv7"])
+def test_gradients_against_finite_differences(name):
+    """Of every input, on the float64 loop, along random ways."""
+    a, rng = arrays(name, B=2, high=3.0), np.random.default_rng(5)
+    given = {**a, "initial_state": STATE}
+    d = rng.standard_normal((2, 9, 2, 3)), rng.standard_normal(STATE.shape)
+
+    def loss(x):
+        x = dict(x)
+        outputs = call(name, x, initial_state=x.pop("initial_state"), segment_ids=IDS, return_state=True)
+        return sum(jnp.vdot(y, c) for y, c in zip(outputs, d, strict=True))
+
+    def exact(x):
+        outputs = numpy_loop(name, x, x["initial_state"], IDS)
+        return sum(np.vdot(y, c) for y, c in zip(outputs, d, strict=True))
+
+    gradient = jax.jit(jax.grad(loss))(given)
+    for argument, g in gradient.items():
+        way, eps = rng.standard_normal(g.shape), 1e-5
+        plus, minus = ({**given, argument: given[argument].astype(np.float64) + s * eps * way} for s in (1, -1))
+        want = (exact(plus) - exact(minus)) / (2 * eps)
+        np.testing.assert_allclose(np.vdot(g, way), want, rtol=1e-4, atol=1e-5, err_msg=argument)
+
+
+@pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kernel_delta_attention", "rwkv7"])
+@pytest.mark.parametrize("block", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 32))])
+def test_chunks_of_any_size_are_the_loop(name, block):
+    """With a length that is no multiple of it."""
+    cfg = DeltaRuleConfig(block)
+    a = arrays(name, T=37)
+    for got, want in zip(call(name, a, return_state=True, cfg=cfg), numpy_loop(name, a), strict=True):
+        assert error(got, want) < 3e-6
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kernel_delta_attention"])
+def test_decays_of_zero_and_one(name):
+    """Side by side: exp(-inf) forgets all, and what is summed up before such a token is in no sum after it."""
+    a = arrays(name, T=40)
+    a["g"] = np.where(RNG.random(a["g"].shape) < 0.5, 0, RNG.choice([-np.inf, -1e4, -1e-7], a["g"].shape)).astype("f4")
+    want = numpy_loop(name, a)
+    cfg = DeltaRuleConfig(32)
+    for got, w in zip(call(name, a, return_state=True, cfg=cfg), want, strict=True):
+        assert error(got, w) < 2e-6
+    gradients = jax.jit(jax.grad(lambda a: jnp.sum(call(name, a, cfg=cfg) ** 2)))(a)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
+def test_the_inverse_of_a_chunk():
+    A = np.tril(RNG.standard_normal((2, 16, 16)), -1)
+    np.testing.assert_allclose(
+        inverse(jnp.asarray(A, jnp.float32)), np.linalg.inv(np.eye(16) - A), rtol=1e-3, atol=1e-3
+    )
+
+
+# -- packed sequences, and a pool of states ----------------------------------------------------------------------------
+
+CUTS = np.array([0, 5, 5, 6, 20])
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "rwkv7"])
+def test_packed_sequences_are_each_by_themselves(name):
+    a, states = arrays(name, T=22), RNG.standard_normal((4, 2, 4, 3)).astype(np.float32)
+    cfg = DeltaRuleConfig(4)
+    out, final = call(name, a, cu_seqlens=CUTS, state=states, return_state=True, cfg=cfg)
+    for i, (begin, end) in enumerate(itertools.pairwise(CUTS)):
+        one = {n: x[:, begin:end] for n, x in a.items()}
+        want, state = numpy_loop(name, one, states[i : i + 1])
+        assert end == begin or error(out[:, begin:end], want) < 2e-6
+        assert error(final[i], state[0]) < 2e-6
+    assert not out[:, 20:].any()
+    np.testing.assert_array_equal(final[1], states[1])
+    # Without states there is one at a time.
+    again = call(name, a, cum_seqlens=list(CUTS), cfg=cfg)
+    want, _ = numpy_loop(name, a, ids=np.searchsorted(CUTS, np.arange(22), side="right")[None] % 5 - 1)
+    assert error(again[:, :20], want[:, :20]) < 2e-6 and not again[:, 20:].any()
+
+
+POOL = RNG.standard_normal((7, 2, 4, 3)).astype(np.float32)
+SLOTS = np.array([5, 2, -1, 0])
+
+
+@pytest.mark.parametrize("longest", [None, 14])
+def test_requests_in_a_pool_of_states(longest):
+    a = {n: x[0] for n, x in arrays("gated_delta_rule", T=22).items()}
+    begun = np.array([True, False, True, False])
+    given = (*a.values(), jnp.asarray(POOL), CUTS, SLOTS)
+    out, pool = kernels.ragged_gated_delta_rule(*given, begun, max_query_len=longest)
+    for i, (begin, end) in enumerate(itertools.pairwise(CUTS)):
+        one = {n: x[None, begin:end] for n, x in a.items()}
+        want, state = numpy_loop("gated_delta_rule", one, POOL[SLOTS[i]][None] if begun[i] else None)
+        if SLOTS[i] < 0:
+            assert not out[begin:end].any()
+        elif end > begin:
+            assert error(out[begin:end], want[0]) < 2e-6 and error(pool[SLOTS[i]], state[0]) < 2e-6
+    assert not out[20:].any()
+    for slot in (1, 2, 3, 4, 6):  # 2 is that of a request without tokens
+        assert pool[slot].tobytes() == POOL[slot].tobytes()
+
+
+def test_decoding_a_token_of_each_request():
+    a = {n: x[0] for n, x in arrays("gated_delta_rule", T=4).items()}
+    run = jax.jit(functools.partial(kernels.ragged_gated_delta_rule, max_query_len=1))
+    narrow = jnp.asarray(POOL, jnp.bfloat16)
+    out, pool = run(*a.values(), narrow, np.arange(5), np.array([6, 3, 1, 4]))
+    assert pool.dtype == jnp.bfloat16 and out.dtype == jnp.float32
+    for i, slot in enumerate((6, 3, 1, 4)):
+        want, state = numpy_loop("gated_delta_rule", {n: x[None, i : i + 1] for n, x in a.items()}, narrow[slot][None])
+        assert error(out[i], want[0, 0]) < 2e-6 and error(pool[slot], state[0]) < 4e-3
+    for slot in (0, 2, 5):
+        assert pool[slot].tobytes() == narrow[slot].tobytes()
+
+
+# -- long sequences ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_65536_steps(name):
+    """Nothing overflows, and errors do not pile up. Decays from 0.99999 to 0.05, beta up to 2."""
+    spread = {} if name == "delta_rule" else {"low": 1e-5, "high": 3.0}
+    a = arrays(name, T=65536, N=1, H=8, Hv=4, **spread)
+    got, want = call(name, a, return_state=True), numpy_loop(name, a)
+    for g, w in zip(got, want, strict=True):
+        assert error(g, w) < 5e-6, error(g, w)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", pytest.param("rwkv7", marks=pytest.mark.slow)])
+def test_memory_is_linear_in_the_length(name):
+    def temporaries(T):
+        shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays(name, T=T, H=16, Hv=16).items()}
+        run = jax.jit(jax.grad(lambda a: jnp.sum(call(name, a) ** 2)))
+        return run.lower(shapes).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporaries(1024), temporaries(4096)
+    assert long < 4.2 * short, (short, long)
+
+
+@pytest.mark.parametrize("name", ["kernel_delta_attention"])
+def test_narrow_inputs_have_a_state_in_float32(name):
+    a = arrays(name, T=70)
+    narrow = {n: jnp.asarray(x, jnp.bfloat16 if n != "g" else jnp.float32) for n, x in a.items()}
+    out, state = call(name, narrow, return_state=True)
+    assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+    want = numpy_loop(name, {n: np.asarray(x, np.float32) for n, x in narrow.items()})
+    assert error(out, want[0]) < 4e-3 and error(state, want[1]) < 3e-6
+
+
+# -- random calls ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw):
+    name = draw(st.sampled_from(list(NAMES)))
+    T, N = draw(st.sampled_from([1, 2, 7, 16, 21])), draw(st.sampled_from([1, 2]))
+    sizes = {"B": 1, "T": T, "N": N, "H": draw(st.sampled_from([1, 4])), "Hv": draw(st.sampled_from([1, 3]))}
+    sizes |= {"K": draw(st.sampled_from([k for k in (1, 2) if N % k == 0])), "seed": draw(st.integers(0, 99))}
+    ids = draw(st.none() | st.lists(st.integers(-1, 2), min_size=T, max_size=T))
+    return name, sizes, ids, draw(st.booleans()), draw(st.sampled_from([1, 4, 16]))
+
+
+def random_call(drawn):
+    name, sizes, ids, stated, block = drawn
+    a = arrays(name, **sizes)
+    state = RNG.standard_normal((1, sizes["N"], sizes["H"], sizes["Hv"])).astype(np.float32) if stated else None
+    ids = None if ids is None else np.array([ids])
+    got = call(name, a, initial_state=state, segment_ids=ids, return_state=True, cfg=DeltaRuleConfig(block))
+    for g, want in zip(got, numpy_loop(name, a, state, ids), strict=True):
+        assert error(g, want) < 1e-5
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@given(calls())
+def test_random_calls(drawn):
+    random_call(drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, database=None)
+@given(calls())
+def test_many_random_calls(drawn):
+    random_call(drawn)
+
+
+# -- with the sequence split -------------------------------------------------------------------------------------------
+
+# Documents that begin and end on any rank, one over all of them, and padding at a rank's edges.
+ACROSS = np.array([[0] * 3 + [-1] * 2 + [1] * 8 + [2] * 2 + [-1], [-1] + [5] * 15])
+
+
+def on_a_mesh(name, sizes, packed):
+    a = arrays(name, B=1 if packed else 2, T=16, high=2.0)
+    if packed:
+        options = {"cum_seqlens": np.array([0, 3, 3, 13, 15])}
+        states = RNG.standard_normal((4, 2, 4, 3)).astype(np.float32)
+    else:
+        options, states = {"segment_ids": ACROSS}, STATE
+
+    def run(function):
+        def loss(x):
+            outputs = function(*(x[n] for n in NAMES[name]), state=x["state"], return_state=True, **options)
+            return sum(jnp.sum(jnp.sin(y)) for y in outputs), outputs
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))({**a, "state": states})
+
+    got = run(functools.partial(getattr(ejdist, name), mesh=make_mesh(**sizes)))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(run(getattr(kernels, name))), strict=True):
+        assert error(g, w) < 2e-6, error(g, w)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "packed"),
+    [("kernel_delta_attention", {"sp": 4}, False), ("rwkv7", {"sp": 2, "tp": 2}, True)],
+)
+def test_with_the_sequence_split(name, sizes, packed):
+    """Values and gradients, of the states too."""
+    on_a_mesh(name, sizes, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_with_the_sequence_split_over_any_number(name, ranks, packed):
+    on_a_mesh(name, {"sp": ranks}, packed)
+
+
+def test_traffic_does_not_depend_on_the_length():
+    def traffic(T):
+        shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays("gated_delta_rule", T=T).items()}
+        run = jax.jit(lambda a: ejdist.gated_delta_rule(**a, mesh=make_mesh(sp=4)))
+        found = re.findall(
+            r"= (\S+) (collective-permute|all-gather|all-reduce|all-to-all)\(", run.lower(shapes).compile().as_text()
+        )
+        return sorted(found)
+
+    assert traffic(64) == traffic(256) != []
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+D, G, R = arrays("gated_delta_rule", B=2), arrays("kernel_delta_attention", B=2), arrays("rwkv7", B=2)
+POOLED = [x[0] for x in D.values()]
+
+
+def without(arrays, **changed):
+    return {**arrays, **changed}
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "options", "said"),
+    [
+        ("delta_rule", without(D, query=D["query"][0]), {}, r"'query' must be a float array \[B, T, K, H\]"),
+        ("delta_rule", without(D, beta=D["beta"].astype(int)), {}, r"'beta' must be a float array .* got int"),
+        ("delta_rule", without(D, beta=D["beta"][..., :1]), {}, r"'beta' of shape .* has N = 1, but N = 2"),
+        ("delta_rule", without(D, key=G["value"][:, :, :, :3]), {}, r"'key'"),
+        ("delta_rule", without(D, query=D["key"].repeat(2, 2)), {}, r"'key' must have as many heads as 'query'"),
+        ("delta_rule", D, {"state": STATE, "initial_state": STATE}, "'initial_state' and 'state' are two names of one"),
+        ("delta_rule", D, {"state": STATE[:1]}, "'initial_state' must be"),
+        ("delta_rule", D, {"cu_seqlens": CUTS}, "'cum_seqlens' cuts one packed row"),
+        ("delta_rule", D, {"segment_ids": IDS[:, :3]}, "'segment_ids' must have the shape"),
+        ("gated_delta_rule", without(D, g=G["g"]), {}, "'g' .* those of kernel_delta_attention"),
+        ("gated_delta_rule", without(D, g=None), {}, "'g' .* without decays it is delta_rule"),
+        ("gated_delta_rule", D, {"decay": D["g"]}, "'g' and 'decay' are two names of one"),
+        ("kernel_delta_attention", D, {}, "'g' .* is gated_delta_rule"),
+        ("kernel_delta_attention", without(G, g=G["g"][..., :2]), {}, "'g' must have a decay for each"),
+        ("rwkv7", without(R, w=R["w"][:, :, 0]), {}, r"'w' must be a float array \[B, T, N, H\]"),
+        ("rwkv7", without(R, a=R["a"][:, :4]), {}, "'a'"),
+    ],
+)
+def test_a_wrong_call_is_a_value_error(name, a, options, said):
+    with pytest.raises(ValueError, match=f"(?s){said}"):
+        call(name, a, **options)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (0, D["query"], r"'query' must be a float array \[M, K, H\]"),
+        (5, POOL[:, :1], r"'state_pool' must be \[slots, N, H, Hv\] = \[slots, 2, 4, 3\]"),
+        (6, CUTS[:-1], r"'query_start_loc' must be integers \[requests \+ 1\] = \[5\]"),
+        (7, SLOTS.astype(float), r"'state_indices' must be integers \[requests\]"),
+        (8, np.ones(4), r"'has_initial_state' must be bool \[requests\]"),
+    ],
+)
+def test_a_wrong_call_of_a_pool_is_a_value_error(at, value, said):
+    given = [*POOLED, POOL, CUTS, SLOTS, None]
+    given[at] = value
+    with pytest.raises(ValueError, match=f"ragged_gated_delta_rule: argument {said}"):
+        kernels.ragged_gated_delta_rule(*given)
+    with pytest.raises(ValueError, match="'max_query_len' must be an integer of at least 1, or None, got 0"):
+        kernels.ragged_gated_delta_rule(*POOLED, POOL, CUTS, SLOTS, max_query_len=0)
+
+
+def test_states_and_their_number_go_together():
+    a = {n: x for n, x in D.items() if n != "g"}
+    with pytest.raises(ValueError, match=r"'initial_state' must be .* num_states = 3"):
+        op(**a, initial_state=jnp.zeros((2, 1, 2, 4, 3)), segment_ids=IDS, num_states=3)
+    with pytest.raises(ValueError, match="'segment_ids' must say"):
+        rwkv7_op(**R, num_states=2)

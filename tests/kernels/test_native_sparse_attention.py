@@ -1,0 +1,332 @@
+"""native_sparse_attention: against loops over NumPy float64, alone and on meshes; its memory; wrong calls."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import error
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import ejdist
+import kernels
+from ejdist import make_mesh
+from kernels import Unsupported
+from kernels.ops.native_sparse_attention import NativeSparseConfig, native_sparse_attention, op
+
+RNG = np.random.default_rng(0)
+B, T, N, K, H, HV = 2, 19, 4, 2, 6, 5
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+ARRAYS = {"query": normal(B, T, N, H), "key": normal(B, T, K, H), "value": normal(B, T, K, HV)}
+GATES = {name: normal(B, T, N) for name in ("g_cmp", "g_slc", "g_swa")}
+COUNTS = RNG.integers(0, 4, (B, T, K)).astype(np.int32)
+PER_TOKEN = RNG.integers(-1, 6, (B, T, K, 3)).astype(np.int32)
+PER_BLOCK = RNG.integers(-1, 5, (B, 5, K, 3)).astype(np.int32)
+SEGMENTS = np.stack([np.repeat([0, -1, 3, 1, 0], [4, 1, 9, 2, 3]), np.repeat([5, -1], [16, 3])]).astype(np.int32)
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def loop(
+    query, key, value, g_cmp=None, g_slc=None, g_swa=None, *, block_size, block_counts=None, block_indices=None, **rest
+):
+    """Returns the output in float64: for each query the tokens of each branch are listed, one by one."""
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    (b_, t_, n_, h), (s_, k_) = q.shape, k.shape[1:3]
+    scale = rest.get("softmax_scale") or 1 / np.sqrt(h)
+    out = np.zeros((b_, t_, n_, v.shape[-1]))
+    for b, t in np.ndindex(b_, t_):
+        at = s_ - t_ + t
+        begin = document_of(rest, b, at)
+        if begin is None:
+            continue
+        own = (at - begin) // block_size
+        tokens_of = [
+            [j for j in range(begin + c * block_size, begin + (c + 1) * block_size) if j <= at] for c in range(own + 1)
+        ]
+        whole = [c for c in range(own + 1) if begin + (c + 1) * block_size - 1 <= at]
+        for kv in range(k_):
+            heads = range(kv * (n_ // k_), (kv + 1) * (n_ // k_))
+            mean_k = [k[b, tokens_of[c], kv].mean(0) for c in whole]
+            mean_v = [v[b, tokens_of[c], kv].mean(0) for c in whole]
+            weights = {n: softmax(np.array([m @ q[b, t, n] * scale for m in mean_k])) if whole else [] for n in heads}
+            if block_indices is None:
+                rank = {c: np.mean([weights[n][c] for n in heads]) if c in whole else 0.0 for c in range(own + 1)}
+                rank |= {c: 9.0 - i for i, c in reversed(list(enumerate((own, 0, own - 1)))) if c >= 0}
+                named = sorted(rank, key=lambda c: (-rank[c], c))
+                most = 16 if block_counts is None else block_counts
+            else:
+                row = block_indices[b, t if block_indices.shape[1] == t_ else t // block_size, kv]
+                named, most = list(row), len(row) if block_counts is None else block_counts
+            most = most if np.ndim(most) == 0 else most[b, t, kv]
+            chosen = {c for c in named[:most] if 0 <= c <= own}
+            branches = [(g_slc, [j for c in sorted(chosen) for j in tokens_of[c]])]
+            if rest.get("sliding_window"):
+                branches.append((g_swa, [j for j in range(begin, at + 1) if j > at - rest["sliding_window"]]))
+            for n in heads:
+                if g_cmp is not None and whole:
+                    out[b, t, n] += g_cmp[b, t, n] * (weights[n] @ np.array(mean_v))
+                for gate, js in branches:
+                    if js:
+                        p = softmax(k[b, js, kv] @ q[b, t, n] * scale)
+                        out[b, t, n] += (1 if gate is None else gate[b, t, n]) * (p @ v[b, js, kv])
+    return out
+
+
+def document_of(rest, b, at):
+    """Returns the place of the first token of the document that a token is in, None for padding."""
+    if "cu_seqlens" in rest:
+        return next((i for i, j in itertools.pairwise(rest["cu_seqlens"]) if i <= at < j), None)
+    if "segment_ids" not in rest:
+        return 0
+    ids, begin = rest["segment_ids"][b], at
+    while begin and ids[begin - 1] == ids[at]:
+        begin -= 1
+    return None if ids[at] < 0 else begin
+
+
+def row(x):
+    return {name: a[:1] for name, a in x.items()}
+
+
+CALLS = {
+    "chosen": (ARRAYS | GATES, {"block_size": 3, "block_counts": 4, "sliding_window": 4}),
+    "per token": (ARRAYS | {"g_slc": GATES["g_slc"]}, {"block_size": 4, "block_indices": PER_TOKEN, "block_counts": 2}),
+    "per block of queries": (
+        ARRAYS,
+        {"block_size": 4, "block_indices": PER_BLOCK, "sliding_window": 3, "softmax_scale": 0.6},
+    ),
+    "packed": (
+        row(ARRAYS | {"g_cmp": GATES["g_cmp"]}),
+        {"block_size": 3, "block_counts": COUNTS[:1], "cu_seqlens": [0, 5, 5, 17]},
+    ),
+    "segments": (ARRAYS | GATES, {"block_size": 2, "block_counts": 3, "segment_ids": SEGMENTS, "sliding_window": 5}),
+    "last queries": (
+        ARRAYS | {n: x[:, -5:] for n, x in (GATES | {"query": ARRAYS["query"]}).items()},
+        {"block_size": 4, "block_counts": 2, "sliding_window": 30},
+    ),
+}
+QUICK = ("chosen", "per block of queries", "packed")
+
+
+def output_and_gradients(function, arrays, options):
+    def loss(arrays, others):
+        out = function(**arrays, **others, **rest)
+        return jnp.sum(jnp.sin(out)), out
+
+    others = {n: x for n, x in options.items() if isinstance(x, np.ndarray) and n != "block_counts"}
+    rest = {n: x for n, x in options.items() if n not in others}
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays, others)
+    return out, gradients
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow,)) for n in CALLS])
+def test_value_and_gradients_against_a_loop_over_tokens(name):
+    arrays, options = CALLS[name]
+    run = functools.partial(native_sparse_attention, cfg=NativeSparseConfig(8))
+    out, gradients = output_and_gradients(run, arrays, options)
+    assert error(out, loop(**arrays, **options)) < 3e-6
+    rng = np.random.default_rng(1)
+    for argument, gradient in gradients.items():  # in a random direction, by central differences of the loop
+        way = rng.standard_normal(gradient.shape)
+        ends = [
+            np.sum(np.sin(loop(**{**arrays, argument: arrays[argument].astype(np.float64) + e * way}, **options)))
+            for e in (1e-5, -1e-5)
+        ]
+        slope = (ends[0] - ends[1]) / 2e-5
+        assert abs(np.vdot(gradient, way) - slope) < 2e-5 * max(1, np.linalg.norm(gradient) * np.sqrt(way.size)), (
+            argument
+        )
+
+
+def test_all_blocks_selected_is_attention_and_nothing_goes_through_the_choice():
+    out = native_sparse_attention(**ARRAYS, block_size=3, block_counts=100)
+    assert error(out, kernels.flash_attention(**ARRAYS, causal=True)) < 1e-6
+    # The compressed branch has no gate: its weights choose, and have no gradient. One block alone is the query's own.
+    own = {"block_size": 3, "block_counts": 1}
+    index = np.broadcast_to((np.arange(T) // 3)[None, :, None, None], (B, T, K, 1))
+    chosen, given = (
+        output_and_gradients(native_sparse_attention, ARRAYS, o)
+        for o in (own, {"block_size": 3, "block_indices": index})
+    )
+    for a, b in zip(jax.tree.leaves(chosen), jax.tree.leaves(given), strict=True):
+        assert error(a, b) < 1e-6
+
+
+def test_documented_calls():
+    query, key, value = normal(1, 130, 4, 8), normal(1, 130, 2, 8), normal(1, 130, 2, 8)
+    block_indices = RNG.integers(0, 3, (1, 3, 2, 20))
+    output = native_sparse_attention(query, key, value, block_indices=block_indices, block_counts=16)
+    want = loop(query, key, value, block_indices=block_indices, block_counts=16, block_size=64)
+    assert error(output, want) < 3e-6
+    cu_seqlens = jnp.array([0, 70, 130])
+    output = native_sparse_attention(query, key, value, cu_seqlens=cu_seqlens, block_indices=block_indices)
+    assert (
+        error(output, loop(query, key, value, cu_seqlens=[0, 70, 130], block_indices=block_indices, block_size=64))
+        < 3e-6
+    )
+    assert kernels.operations()["native_sparse_attention"] is op
+    np.testing.assert_array_equal(
+        ejdist.NativeSparseAttention()(query, key, value, window_size=8, scale=0.2),
+        native_sparse_attention(query, key, value, sliding_window=8, softmax_scale=0.2),
+    )
+
+
+def test_memory_is_linear_in_the_length():
+    def bytes_at(length):
+        shapes = [(1, length, 4, 16), (1, length, 1, 16), (1, length, 4)]
+        q, k, gate = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+        options = {"block_size": 32, "block_counts": 4, "sliding_window": 64, "cfg": NativeSparseConfig(16)}
+
+        def loss(q, k, gate):
+            return jnp.sum(jnp.sin(native_sparse_attention(q, k, k, gate, gate, gate, **options)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, gate).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = bytes_at(4096), bytes_at(16384)
+    assert long < 4.2 * short and long < 16384**2 / 4
+
+
+# -- on a mesh ---------------------------------------------------------------------------------------------------------
+
+LONG = {"query": normal(2, 24, 4, 8), "key": normal(2, 24, 2, 8), "value": normal(2, 24, 2, 8)}
+LONG |= {name: normal(2, 24, 4) for name in GATES}
+IDS = np.stack([np.repeat([0, -1, 1, 2], [7, 2, 11, 4]), np.repeat([0, 1], [3, 21])]).astype(np.int32)
+ON_MESH: dict[str, dict[str, Any]] = {
+    "chosen": {"block_size": 3, "block_counts": 4, "sliding_window": 5, "segment_ids": IDS},
+    "given": {"block_size": 4, "block_indices": RNG.integers(0, 6, (2, 24, 2, 3)), "sliding_window": 5},
+}
+MESHES = {"sp4": {"sp": 4}, "dp2_sp2_tp2": {"dp": 2, "sp": 2, "tp": 2}, "sp8": {"sp": 8}, "sp2": {"sp": 2}}
+
+
+@functools.cache
+def on_one_device(name):
+    return output_and_gradients(native_sparse_attention, LONG, ON_MESH[name])
+
+
+def mesh_grid():
+    quick = {("chosen", "dp2_sp2_tp2"), ("given", "sp4")}
+    for name in ON_MESH:
+        for mesh in MESHES:
+            yield pytest.param(name, mesh, marks=() if (name, mesh) in quick else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize(("name", "mesh"), list(mesh_grid()))
+def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
+    run = functools.partial(ejdist.native_sparse_attention, mesh=make_mesh(**MESHES[mesh]))
+    got = output_and_gradients(run, LONG, ON_MESH[name])
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(on_one_device(name)), strict=True):
+        assert error(g, w) < 3e-6
+
+
+# -- wrong calls, and right ones drawn at random -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        (r"'query' must be floats .* got int64", {"query": np.ones((B, T, N, H), np.int64)}),
+        (r"'key' must be floats .* shape \(19, 2, 6\)", {"key": ARRAYS["key"][0]}),
+        (r"'query' has N = 3 heads and 'key' has K = 2", {"query": ARRAYS["query"][:, :, :3]}),
+        (r"'query' has 19 tokens and 'key' has 18", {"key": ARRAYS["key"][:, 1:], "value": ARRAYS["value"][:, 1:]}),
+        (r"'g_cmp' must be floats \[B, T, N\] = \(2, 19, 4\), got .* \(2, 19, 2\)", {"g_cmp": GATES["g_cmp"][..., :2]}),
+        (r"'g_swa' is the gate of the sliding branch, and there is none", {"g_swa": GATES["g_swa"]}),
+        (r"'block_size' must be an integer of at least 1, got 0", {"block_size": 0}),
+        (r"'block_size' must be an integer of at least 1, got 2.0", {"block_size": 2.0}),
+        (r"'sliding_window' must be an integer of at least 0, got -1", {"sliding_window": -1}),
+        (r"'sliding_window' must be an integer .* got \(3, 0\)", {"sliding_window": (3, 0)}),
+        (r"'block_counts' must be an integer of at least 1, got 0", {"block_counts": 0}),
+        (r"'block_counts' must be integers of dims \[2, 19, 2\]", {"block_counts": np.ones((2, 19))}),
+        (r"'block_counts' must be \[B, T, K\] or one integer, got shape", {"block_counts": np.ones((2, 19, 2, 1), int)}),
+        (r"'block_indices' must be integers of dims \[2, 19, 2\] or \[2, 5, 2\] and", {"block_indices": PER_TOKEN[:, :4]}),
+        (r"'block_indices' must be \[B, T, K, n\] with at least one", {"block_indices": PER_TOKEN[..., :0]}),
+        (r"'cu_seqlens' must be integers .* got int\d+ of shape \(2,\) for 2 rows", {"cu_seqlens": [0, 4]}),
+        (r"'segment_ids' must be integers \[B, T\] = \(2, 19\), got", {"segment_ids": np.ones(19, int)}),
+        (r"'segment_ids' needs queries for all tokens", {"query": ARRAYS["query"][:, :3], "segment_ids": SEGMENTS}),
+        (r"s 'cu_seqlens' and 'segment_ids' both say", {"segment_ids": SEGMENTS, "cu_seqlens": [0, 4]}),
+        (r"s 'sliding_window' and 'window_size' are two names of one", {"sliding_window": 3, "window_size": 3}),
+        (r"s 'softmax_scale' and 'scale' are two names", {"softmax_scale": 1.0, "scale": 1.0}),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_a_value_error(said, options):
+    for function in (native_sparse_attention, ejdist.native_sparse_attention):
+        with pytest.raises(ValueError, match=f"native_sparse_attention: argument ?{said}"):
+            function(**{**ARRAYS, "block_size": 4, **options})
+
+
+def test_other_wrong_calls():
+    with pytest.raises(ValueError, match="'block_counts' is traced"):
+        jax.jit(lambda n: native_sparse_attention(**ARRAYS, block_counts=n))(COUNTS)
+    with pytest.raises(ValueError, match="'num_blocks' must be at least 1, got 0"):
+        op(**ARRAYS, num_blocks=0)
+    with pytest.raises(Unsupported, match="no pallas backend"):
+        native_sparse_attention(**ARRAYS, platform="pallas")
+    with pytest.raises(ValueError, match=r"native_sparse_attention: .*sp=4"):
+        ejdist.native_sparse_attention(**ARRAYS, mesh=make_mesh(sp=4))
+
+
+@st.composite
+def legal_calls(draw):
+    k, t = draw(st.sampled_from([1, 2])), draw(st.integers(1, 16))
+    b, n, s = draw(st.integers(1, 2)), k * draw(st.integers(1, 2)), t + draw(st.sampled_from([0, 0, 3]))
+    h, hv, size = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**20)))
+    shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, hv)}
+    shapes |= {name: (b, t, n) for name in ("g_cmp", "g_slc") if draw(st.booleans())}
+    options: dict[str, Any] = {"block_size": size, "sliding_window": draw(st.sampled_from([None, 1, 5]))}
+    if options["sliding_window"] and draw(st.booleans()):
+        shapes["g_swa"] = (b, t, n)
+    if draw(st.booleans()):
+        rows = draw(st.sampled_from([t, -(-t // size)]))
+        options["block_indices"] = rng.integers(-1, -(-s // size) + 1, (b, rows, k, draw(st.integers(1, 4))))
+    counts = draw(st.sampled_from([None, 1, 3, "each"]))
+    options["block_counts"] = rng.integers(0, 4, (b, t, k)) if counts == "each" else counts
+    if s == t and draw(st.booleans()):
+        if b == 1:
+            options["cu_seqlens"] = np.sort(np.append(rng.integers(0, t + 1, 3), 0)).tolist()
+        else:
+            options["segment_ids"] = np.sort(rng.integers(-1, 3, (b, t)), 1)
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return arrays, options, NativeSparseConfig(draw(st.sampled_from([1, 5, 64])))
+
+
+# A smaller example costs a compilation each, and these are small.
+DRAWN: Any = {"deadline": None, "derandomize": True, "phases": (Phase.generate,)}
+
+
+def check_legal(call):
+    arrays, options, cfg = call
+    out, gradients = output_and_gradients(functools.partial(native_sparse_attention, cfg=cfg), arrays, options)
+    assert error(out, loop(**arrays, **options)) < 3e-6
+
+    def contract(**call):
+        return op.function(**native_sparse_attention.prepare(**call).call.arguments)
+
+    _, wanted = output_and_gradients(contract, arrays, options)
+    for name, got in gradients.items():
+        assert error(got, wanted[name]) < 1e-5, name
+
+
+@settings(max_examples=2, **DRAWN)
+@given(legal_calls())
+def test_legal_calls(call):
+    check_legal(call)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, **DRAWN)
+@given(legal_calls())
+def test_many_legal_calls(call):
+    check_legal(call)

@@ -1,0 +1,266 @@
+"""What every recurrence stands on: arguments, chunks, the scan over them, and states passed between ranks. Shown by the
+smallest recurrence there is, S = exp(a) S + x."""
+
+import functools
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from ejdist import make_mesh
+from ejdist.sequence.state_passing import Linear, StatePassing, halo
+from ejdist.sharded import map_shards, run
+from kernels._core import chunks, recurrence
+from kernels._core.contract import Op
+from kernels._core.public import Prepared
+
+RNG = np.random.default_rng(0)
+
+
+def decayed_sum(
+    x: Float[Array, "B T D"],
+    a: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B G D"] | None = None,
+    *,
+    num_states: int = 1,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B G D"]]:
+    def step(state, now):
+        state = jnp.exp(now[1]) * state + now[0]
+        return state, state
+
+    return recurrence.loop(step, (x, a), jnp.zeros_like(x[:, 0]), segment_ids, initial_state, num_states)
+
+
+op = Op(decayed_sum, outputs=("out", "final_state"), local_dims={"B"})
+
+
+def _step(shared, state, xs, tokens):
+    """A chunk, a token at a time."""
+    x, a = xs
+    outs = []
+    for t in range(x.shape[1]):
+        if tokens.resets is not None:
+            state = jnp.where(tokens.resets[:, t, None], 0, state)
+        state = shared * (jnp.exp(a[:, t]) * state + x[:, t])
+        outs.append(state)
+    return state, jnp.stack(outs, 1)
+
+
+def _chunked(x, a, segment_ids, initial_state, num_states):
+    own = jnp.zeros((x.shape[0], num_states, x.shape[2])) if initial_state is None else initial_state
+    return chunks.Chunks(*x.shape[:2], 4, segment_ids, num_states), own, (x, a), jnp.ones(())
+
+
+def _forward(x, a, segment_ids, initial_state, num_states):
+    cut, own, xs, one = _chunked(x, a, segment_ids, initial_state, num_states)
+    final, out = chunks.forward(_step, cut, own, xs, one)
+    return out, final
+
+
+def _backward(saved, x, a, segment_ids, initial_state, num_states):
+    cut, own, xs, one = _chunked(x, a, segment_ids, initial_state, num_states)
+    d_own, (dx, da), d_one = chunks.backward(_step, cut, own, xs, saved.d_final_state, saved.d_out, one)
+    assert d_one.shape == ()
+    return {"x": dx, "a": da} | ({} if initial_state is None else {"initial_state": d_own})
+
+
+op.register(_forward, _backward, name="xla", platforms={"cpu"}, dtypes={"float32"})
+
+
+@dataclass(frozen=True)
+class DecayedSum(Linear):
+    def start(self, arguments):
+        return jnp.zeros_like(arguments["x"][:, 0])
+
+    def summary(self, arguments, valid):
+        a = jnp.where(valid[..., None], arguments["a"], 0)
+        after = jnp.cumsum(a[:, ::-1], 1)[:, ::-1] - a
+        x = jnp.where(valid[..., None], arguments["x"], 0)
+        return jnp.exp(a.sum(1)), (jnp.exp(after) * x).sum(1)
+
+
+PASSING = StatePassing(op, DecayedSum())
+
+_ = -1
+IDS = {
+    "one": None,
+    "documents": [[5, 5, 5, 2, 2, 2, 2, 9, 9, 9, 9, 9, 9, 9, 9, 9], [1] * 16],
+    "padding": [[_, _, 3, 3, _, 3, _, 4, 4, _, _, _, _, _, 4, 4], [_] * 16],
+    "padded to a rank": [[_] * 12 + [7, 7, 7, 8], [3, 3, 4] + [_] * 13],
+    "the same id again": [[1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1]] * 2,
+    "packed": [[0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2, 3, _, _], [0, 1, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3]],
+    "packed, long": [[2] * 16, [_] * 6 + [1] + [_] * 5 + [1, 3, 3, 3]],
+}
+
+
+def arguments(name):
+    rng, packed = np.random.default_rng(1), name.startswith("packed")
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    given = {"x": normal(2, 16, 3), "a": -jnp.exp(normal(2, 16, 3))}
+    if IDS[name] is not None:
+        given["segment_ids"] = jnp.asarray(IDS[name], jnp.int32)
+    given["initial_state"] = normal(2, 4 if packed else 1, 3)
+    return given | ({"num_states": 4} if packed else {})
+
+
+def value_and_gradients(function, given):
+    floats = {n: given[n] for n in ("x", "a", "initial_state")}
+    rest = {n: v for n, v in given.items() if n not in floats}
+
+    @jax.jit
+    def both(floats):
+        outputs, pull = jax.vjp(lambda f: function(**f, **rest), floats)
+        return outputs, pull(tuple(jnp.cos(jnp.arange(y.size)).reshape(y.shape) for y in outputs))[0]
+
+    return both(floats)
+
+
+def numpy_loop(x, a, segment_ids=None, initial_state=None, num_states=1):
+    """Returns (out, final_state), float64: the words of the contract, a token and a row at a time."""
+    out, final = np.zeros(x.shape), np.array(initial_state, np.float64)
+    for b in range(x.shape[0]):
+        last = None
+        for t in range(x.shape[1]):
+            i = 0 if segment_ids is None else int(segment_ids[b, t])
+            if i < 0:
+                continue
+            g = i if num_states > 1 else 0
+            if num_states == 1 and last not in (None, i):
+                final[b, g] = 0
+            last = i
+            final[b, g] = np.exp(np.float64(a[b, t])) * final[b, g] + x[b, t]
+            out[b, t] = final[b, g]
+    return out, final
+
+
+@functools.cache
+def truth(name):
+    return value_and_gradients(decayed_sum, arguments(name))
+
+
+def close(got, want):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_loop_and_the_chunks(name):
+    close(truth(name)[0], numpy_loop(**arguments(name)))
+    close(value_and_gradients(op, arguments(name)), truth(name))
+
+
+def test_nothing_of_padding_is_in_a_chunk():
+    given = arguments("padding")
+    bad = given | {"x": jnp.where(given["segment_ids"][..., None] < 0, jnp.nan, given["x"])}
+    want_out, want = truth("padding")
+    close(value_and_gradients(op, bad), (want_out, want))
+
+
+def test_the_places_of_packed_sequences():
+    ids = jnp.asarray(IDS["packed"], jnp.int32)
+    cut = chunks.Chunks(2, 16, 4, ids, num_states=4)
+    assert cut.number == (16 + 4 * 3) // 4
+    there = cut.spread(ids + 1)  # 0 where there is no token
+    for b in range(2):
+        for of, tokens in zip(cut.owners.of[:, b], there[:, b], strict=True):
+            assert set(np.asarray(tokens)) <= {0, int(of) + 1}
+    np.testing.assert_array_equal(cut.collect(there), jnp.maximum(ids + 1, 0))
+
+
+MESHES = {1: {"dp": 2}, 2: {"sp": 2}, 4: {"dp": 2, "sp": 4}, 8: {"sp": 8}}
+
+
+def on_mesh(mesh, given, in_specs=None):
+    prepared = Prepared(op.bind(**given), returns=op.outputs)
+    return run(prepared, op, mesh=mesh, in_specs=in_specs, local=PASSING, handles=("T",))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(r, n) if (r, n) in {(8, "packed"), (4, "padding")} else pytest.param(r, n, marks=pytest.mark.slow)
+     for r in MESHES for n in IDS],
+)  # fmt: skip
+def test_states_pass_between_ranks(ranks, name):
+    mesh = make_mesh(**MESHES[ranks], devices=jax.devices()[: 2 * ranks if "dp" in MESHES[ranks] else ranks][:8])
+    close(value_and_gradients(lambda **a: on_mesh(mesh, a), arguments(name)), truth(name))
+
+
+def test_ranks_over_two_axes():
+    """Whichever of them the mesh lists first."""
+    mesh = jax.make_mesh((4, 2), ("minor", "major"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    lies = (P(None, ("major", "minor")),) * 2
+    got = value_and_gradients(lambda **a: on_mesh(mesh, a, lies), arguments("padded to a rank"))
+    close(got, truth("padded to a rank"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 5])
+def test_halo(size):
+    """Two tokens a rank, so up to three ranks before it are asked."""
+    x = jnp.arange(1, 17.0).reshape(1, 16, 1)
+    ids = jnp.arange(16)[None]
+    mesh = make_mesh(sp=8)
+    both = map_shards(lambda t: halo(t, ("sp",), size), mesh, ((P(None, "sp"),) * 2,), (P(None, "sp"),) * 2)
+    got, got_ids = both((x, ids))
+    padded = np.pad(np.arange(1, 17.0), (size, 0))
+    np.testing.assert_array_equal(got.ravel(), [padded[t + i] for t in range(0, 16, 2) for i in range(size)])
+    np.testing.assert_array_equal(got_ids.ravel(), got.ravel() - 1)
+    if size == 3:
+        slope = jax.grad(lambda x: jnp.sum(both((x, ids))[0]))(x)
+        np.testing.assert_array_equal(slope.ravel(), _handed_on(size))
+
+
+def _handed_on(size):
+    """How many ranks get each token."""
+    return [sum(1 for begin in range(0, 16, 2) if begin - size <= t < begin) for t in range(16)]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def sequences(B=2, T=8, **given):
+    return recurrence.sequences("op", (B, T), (3,), **given)
+
+
+def test_what_arguments_mean():
+    found = sequences()
+    assert (found.segment_ids, found.initial_state, found.num_states, found.arguments) == (None, None, 1, {})
+    state = jnp.ones((2, 3), "bfloat16")
+    found = sequences(initial_state=state)
+    assert found.initial_state.shape == (2, 1, 3) and found.initial_state.dtype == jnp.float32
+    assert found.state(found.initial_state).shape == (2, 3) and found.state_dims(("D",)) == ("B", "D")
+    cuts = [0, 3, 3, 6]
+    found = sequences(B=1, cu_seqlens=cuts)
+    assert found.num_states == 1 and found.segment_ids.tolist() == [[0, 0, 0, 2, 2, 2, -1, -1]]
+    found = sequences(B=1, cum_seqlens=cuts, return_state=True)
+    assert found.num_states == 3 and found.state_dims(("D",)) == ("G", "D")
+    found = sequences(B=1, cum_seqlens=jnp.asarray(cuts), initial_state=jnp.ones((3, 3)))
+    assert found.initial_state.shape == (1, 3, 3) and found.state(found.initial_state).shape == (3, 3)
+    assert sequences(B=1, segment_ids=np.zeros(8, int)).segment_ids.shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [
+        ("arguments 'cum_seqlens' and 'cu_seqlens' are two names", {"B": 1, "cum_seqlens": [0, 8], "cu_seqlens": [0, 8]}),
+        ("'segment_ids' and 'cum_seqlens' both say", {"cum_seqlens": [0, 8], "segment_ids": np.zeros((2, 8), int)}),
+        ("'segment_ids' must hold integers, got float", {"segment_ids": np.zeros((2, 8))}),
+        ("'segment_ids' must have the shape [B, T] = (2, 8), got (2, 7)", {"segment_ids": np.zeros((2, 7), int)}),
+        ("'cum_seqlens' cuts one packed row, and there are B = 2", {"cum_seqlens": [0, 8]}),
+        ("'cum_seqlens' must be integers [0, n1", {"B": 1, "cum_seqlens": [0.0, 8.0]}),
+        ("'cum_seqlens' must rise from 0 to at most T = 8, got [0, 9]", {"B": 1, "cum_seqlens": [0, 9]}),
+        ("they are the sums of the lengths", {"B": 1, "cum_seqlens": [3, 2, 3]}),
+        ("'initial_state' must be a float array [B, ...] = [2, 3], got float32 of shape (1, 3)",
+         {"initial_state": jnp.ones((1, 3))}),
+        ("'initial_state' must be a float array [sequences, ...] = [2, 3]",
+         {"B": 1, "cum_seqlens": [0, 4, 8], "initial_state": jnp.ones((1, 3))}),
+        ("'initial_state' must be a float array", {"initial_state": "zeros"}),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(said, given):
+    with pytest.raises(ValueError, match="op: argument.*" + re.escape(said.removeprefix("arguments "))):
+        sequences(**given)
