@@ -155,7 +155,7 @@ def test_documented_calls():
     output = blocksparse_attention(x, x, x, block_mask=block_mask, block_size=64)
     assert output.shape == x.shape
     np.testing.assert_array_equal(output, kernels.blocksparse_attention(x, x, x, sparsity_mask=block_mask))
-    np.testing.assert_array_equal(output, ejdist.BlocksparseAttention()(x, x, x, block_mask))
+    np.testing.assert_array_equal(output, ejdist.BlockSparseAttention()(x, x, x, block_mask))
 
 
 # -- the cost ----------------------------------------------------------------------------------------------------------

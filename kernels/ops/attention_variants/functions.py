@@ -210,6 +210,7 @@ def performer_attention(
     Source: Choromanski et al., Rethinking Attention with Performers, 2021, equations 4 to 7.
 
     >>> import jax, jax.numpy as jnp
+    >>> from ejdist import orthogonal_features
     >>> features = orthogonal_features(jax.random.key(0), 16, 4)
     >>> x = jnp.ones((1, 6, 2, 4))
     >>> performer_attention(x, x, x, features, causal=True).shape

@@ -50,7 +50,7 @@ def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
     return given if given.dtype == bool else given != 0
 
 
-@public(op)
+@public(op, module="BlockSparseAttention")
 def blocksparse_attention(
     query: jax.Array,
     key: jax.Array,

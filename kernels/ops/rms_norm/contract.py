@@ -152,6 +152,7 @@ op = Op(
 add_op = Op(
     fused_add_rms_norm,
     outputs=("out", "stream", "rstd"),
+    order=("xla",),  # the other files of this folder are of `rms_norm` alone
     residuals=("stream", "rstd"),
     local_dims={"lead"},
     cases=(
@@ -168,6 +169,7 @@ add_op = Op(
 linear_op = Op(
     rms_norm_linear,
     local_dims={"lead", "F"},
+    order=("xla",),  # the other files of this folder are of `rms_norm` alone
     weights=("projection",),
     same_dtype=("x", "projection"),
     cases=(
