@@ -173,6 +173,7 @@ def test_memory_is_linear_in_the_length():
 
 
 def test_the_functions_are_these_recurrences():
+    """Among them the calls of the documents: gate=, decay=, and a state in and out."""
     rng = np.random.default_rng(1)
     q, k, v = normal(rng, 2, 6, 4, 3), normal(rng, 2, 6, 2, 3), normal(rng, 2, 6, 2, 5)
     g, gk, gv = (-jnp.abs(normal(rng, 2, 6, 4, *w)) for w in ((), (3,), (5,)))
