@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,9 +47,23 @@ def _lens(*lens: int):
     return lambda rng, dims: _integers(lens)
 
 
-def _full(max_pages: int):
-    """Returns a maker of lengths that fill every table."""
-    return lambda rng, dims: _integers([max_pages * dims["C"]] * (dims.get("requests") or dims["B"]))
+# Of a benchmark, whatever it is scaled to: as many pages for each request, all of them full.
+def _requests(dims) -> int:
+    return dims.get("requests") or dims["B"]
+
+
+def _own_pages(rng, dims):
+    each = max(1, dims["pages"] // _requests(dims))
+    return _integers(np.arange(_requests(dims) * each).reshape(-1, each) % dims["pages"])
+
+
+def _full(rng, dims):
+    keys = dims["S"] if "S" in dims else dims["C"] * max(1, dims["pages"] // _requests(dims))
+    return _integers([keys] * _requests(dims))
+
+
+def _decodes_and_a_prompt(rng, dims):
+    return _integers([*range(dims["requests"]), dims["M"]])
 
 
 def _slots(dims) -> tuple[int, ...]:
@@ -64,7 +79,9 @@ def _pages(dtype: str = ""):
             shape = (*_slots(dims), dims[width])
             if dtype == "int8":
                 return jnp.asarray(rng.integers(-128, 128, shape), jnp.int8)
-            return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+            # Of what is large, a part again and again: a benchmark's numbers need not all be others.
+            size = math.prod(shape)
+            return jnp.asarray(np.resize(rng.standard_normal(min(size, 2**18)), shape), jnp.float32)
 
         return of
 
@@ -113,12 +130,12 @@ RAGGED = (
     ),
     Case(
         "mixed_8k",
-        {"M": 2048 + 63, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 4096, "C": 16, "requests": 64},
+        {"M": 2048 + 31, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 16384, "C": 16, "requests": 32},
         make={
             **_pages(),
-            "query_start_loc": _cuts(*[1] * 63, 2048),
-            "kv_lens": _full(512),
-            "block_tables": _tables(512),
+            "query_start_loc": _decodes_and_a_prompt,
+            "kv_lens": _full,
+            "block_tables": _own_pages,
         },
         tags=frozenset({"bench"}),
     ),
@@ -137,8 +154,8 @@ PAGES = (
     ),
     Case(
         "decode_8k",
-        {"B": 32, "T": 1, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 8192, "C": 16},
-        make={**_pages(), "kv_lens": _full(512), "block_tables": _tables(512)},
+        {"B": 32, "T": 1, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 16384, "C": 16},
+        make={**_pages(), "kv_lens": _full, "block_tables": _own_pages},
         tags=frozenset({"bench"}),
     ),
 )
@@ -163,7 +180,7 @@ DENSE = (
     Case(
         "decode_8k",
         {"B": 16, "T": 1, "S": 8192, "N": 32, "K": 8, "H": 128, "Hv": 128},
-        make={**_pages(), "kv_lens": lambda rng, dims: _integers([dims["S"]] * dims["B"])},
+        make={**_pages(), "kv_lens": _full},
         tags=frozenset({"bench"}),
     ),
 )
