@@ -230,7 +230,7 @@ def test_memory_is_linear_in_the_length(name):
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 200), st.sampled_from([(1, 1), (2, 1), (4, 2)]), st.booleans(), st.integers(0, 99))
+@given(st.sampled_from([1, 5, 64, 65, 150]), st.sampled_from([(1, 1), (4, 2)]), st.booleans(), st.integers(0, 99))
 def test_any_performer(length, heads, causal, seed):
     rng = np.random.default_rng(seed)
     make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731

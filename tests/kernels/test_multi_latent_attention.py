@@ -143,14 +143,14 @@ def test_the_absorbed_form_is_the_same_attention():
         assert error(g, pull(jnp.cos(want))[0][n]) < 5e-6, n
 
 
-def paged(lens, counts, C=4, pages=40, rest=0, seed=0):
+def paged(lens, counts, C=4, pages=40, rest=0, seed=0, width=0):
     """Returns (call, what it should give) of requests whose pages lie in any order; NaN where nothing was written."""
     rng = np.random.default_rng(seed)
     M = sum(counts) + rest
     weights = rng.standard_normal((R, N, H)), rng.standard_normal((R, N, HV))
     query, rope = rng.standard_normal((M, N, H)), rng.standard_normal((M, N, HR))
     cache = np.full((pages, C, R + HR), np.nan)
-    tables = np.full((len(lens), max(1, *(-(-n // C) for n in lens)) + 2), 2**30)
+    tables = np.full((len(lens), max(width, *(-(-n // C) for n in lens)) + 2), 2**30)
     free = list(rng.permutation(pages))
     want, start = np.zeros((M, N, HV)), 0
     for r, (n, count) in enumerate(zip(lens, counts, strict=True)):
@@ -183,10 +183,11 @@ def test_pages_against_numpy():
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), min_size=1, max_size=5), st.integers(0, 9))
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), min_size=4, max_size=4), st.integers(0, 9))
 def test_any_requests_against_numpy(requests, seed):
     lens, counts = [max(n, t) for n, t in requests], [t for _, t in requests]
-    call, want = paged(lens, counts, pages=70, rest=1, seed=seed)
+    # Always of the same shapes, so one program serves them all.
+    call, want = paged(lens, counts, pages=70, rest=33 - sum(counts), seed=seed, width=10)
     assert error(multi_latent_ragged_page_attention(*call), want) < 3e-6
 
 
