@@ -907,6 +907,13 @@ FAULTS = (
         "q_start = first + jax.lax.axis_index(ranks_of) * 0",
         OF_SELECTED + " -k on_a_mesh",
     ),
+    Fault(
+        "a state of zeros is a constant of the program",
+        "kernels/_core/chunks.py",
+        "jax.lax.optimization_barrier(carry)",
+        "carry",
+        "tests/kernels/test_linear_attention.py -k one_chunk",
+    ),
 )
 
 
