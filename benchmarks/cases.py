@@ -62,8 +62,12 @@ def _shape(p: Any, dims: Any, unnamed: tuple = ()) -> tuple:
     """Returns the shape of a parameter; `unnamed` stands where its dims say `...`."""
     shape: list = []
     for d in p.dims:
-        some = dims.get(d.name, unnamed) if d.variadic else (d.size if d.size is not None else dims[d.name] + d.offset,)
-        shape += some
+        if d.variadic:
+            shape += dims.get(d.name, unnamed)
+        elif d.name:
+            shape.append(dims[d.name] + d.offset)
+        else:
+            shape.append("?" if d.size is None else d.size)  # `_`: whatever the case says
     return tuple(shape)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grid import FLOOR, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,8 @@ def test_against_float64(options):
         value, got = jax.jit(jax.value_and_grad(function, (0, 1)))(hidden, head)
         np.testing.assert_allclose(value, np.sum(each * counted), rtol=1e-5)
         for g, w in zip(got, gradients, strict=True):
-            np.testing.assert_allclose(g, w, atol=2e-6, rtol=1e-4)
+            # Small entries are differences of large ones: by themselves they are no nearer in a plain float32 program.
+            assert error(g, w) < FLOOR["float32"]
 
 
 def test_reductions_and_ignored_tokens():

@@ -73,7 +73,9 @@ def _case(name: str, mode: str, bits: int, group_size: int, lead: tuple, D: int,
     make = {"w": _fp8 if mode == "mxfp8" else _words(bits)}
     make["scales"] = _exponents if mode.startswith("mx") else _floats(group_size)
     if mode == "affine":
-        make["biases"] = lambda rng, dims: jnp.asarray(rng.standard_normal((D // group_size, F)), jnp.float32)
+        make["biases"] = lambda rng, dims: jnp.asarray(
+            rng.standard_normal((dims["D"] // group_size, dims["F"])), jnp.float32
+        )
     return Case(name, {"lead": lead, "D": D, "F": F}, options, make=make, tags=frozenset(tags))
 
 
