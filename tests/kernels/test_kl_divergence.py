@@ -76,12 +76,22 @@ def test_against_float64(options):
         z, zt = (jnp.dot(a, b, precision="highest") for a, b in ((hidden, head), teacher))
         return fused_kl_divergence(logits=z, teacher_logits=zt, **how)
 
+    def plain(hidden, head):
+        def logs(x, w, cap):
+            z = jnp.dot(x, w, precision="highest")
+            return jax.nn.log_softmax((z if cap is None else cap * jnp.tanh(z / cap)) / options.get("temperature", 1.0))
+
+        s, t = logs(hidden, head, caps[0]), logs(*teacher, caps[1])
+        a, b = (s, t) if how.get("direction") == "reverse" else (t, s)
+        return jnp.sum(jnp.sum(jnp.exp(a) * (a - b), axis=-1) * counted.astype(np.float32))
+
+    rounding = [error(g, w) for g, w in zip(jax.grad(plain, (0, 1))(hidden, head), gradients, strict=True)]
     for function in (fused, of_logits):
         value, got = jax.jit(jax.value_and_grad(function, (0, 1)))(hidden, head)
         np.testing.assert_allclose(value, np.sum(each * counted), rtol=1e-5)
-        for g, w in zip(got, gradients, strict=True):
-            # Small entries are differences of large ones: by themselves they are no nearer in a plain float32 program.
-            assert error(g, w) < FLOOR["float32"]
+        for g, w, plainly in zip(got, gradients, rounding, strict=True):
+            # The measure of every operation: twice what a plain program in float32 is off, and a floor.
+            assert error(g, w) <= 2 * plainly + FLOOR["float32"]
 
 
 def test_reductions_and_ignored_tokens():
