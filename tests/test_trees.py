@@ -42,7 +42,7 @@ def test_attention_to_a_tree_is_attention_along_its_paths():
 
 def test_verification_is_greedy_decoding():
     for _ in range(50):
-        T, B = int(RNG.integers(1, 12)), 3
+        T, B = int(RNG.choice([1, 2, 5, 11])), 3
         parents = np.array([RNG.integers(-1, i) if i else -1 for i in range(T)])
         drafts, following = RNG.integers(0, 2, (B, T)), RNG.integers(0, 2, (B, T))
         first = RNG.integers(0, 2, B)
