@@ -168,7 +168,6 @@ op = Op(
     tied_dims=(("N", "K"),),
     elsewhere={"T": "blocksparse_attention", "S": "blocksparse_attention"},
     same_dtype=("query", "key", "value"),
-    order=("triton_gpu", "pallas_tpu", "xla"),
     config=BlockSparseConfig,
     cases=CASES,
     work=work,

@@ -175,7 +175,6 @@ op = Op(
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_bias"),
     same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
-    order=("triton_gpu", "pallas_tpu", "xla"),
     cases=(
         _case("small", (5, 0, 2, 4), "smoke", M=11, D=8, E=4, G=4, F=6),
         _case(
@@ -203,7 +202,6 @@ quantized_op = Op(
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_scale", "rhs_bias"),
     same_dtype=("lhs", "rhs_bias"),
-    order=("triton_gpu", "pallas_tpu", "xla"),
     cases=(
         _case(
             "int8", (5, 0, 2, 4), "smoke", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (4, 2, 6)},

@@ -177,7 +177,6 @@ op = Op(
     tied_dims=(("N", "K"),),
     elsewhere={"T": _HERE, "S": _HERE},
     same_dtype=("query", "key", "value"),
-    order=("triton_gpu", "pallas_tpu", "xla"),
     config=NativeSparseConfig,
     cases=CASES,
     work=work,

@@ -84,7 +84,6 @@ op = Op(
     no_gradient=("scales", "biases"),
     local_dims={"lead", "F"},
     weights=("w", "scales", "biases"),
-    order=("triton_gpu", "pallas_tpu", "xla"),
     cases=(
         _case("int4", "affine", 4, 32, (2, 5), 64, 24, "smoke"),
         _case("three_bits", "affine", 3, 24, (7,), 96, 5),
