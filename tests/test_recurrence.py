@@ -254,6 +254,11 @@ def test_what_arguments_mean():
     found = sequences(B=1, cum_seqlens=jnp.asarray(cuts), initial_state=jnp.ones((3, 3)))
     assert found.initial_state.shape == (1, 3, 3) and found.state(found.initial_state).shape == (3, 3)
     assert sequences(B=1, segment_ids=np.zeros(8, int)).segment_ids.shape == (1, 8)
+    # As an int32 it would be negative, and so padding.
+    assert (sequences(segment_ids=jnp.full((2, 8), 2**31 + 5, jnp.uint32)).segment_ids == 5).all()
+    with jax.enable_x64(True):
+        found = sequences(segment_ids=jnp.arange(16).reshape(2, 8), initial_state=jnp.ones((2, 3)))
+    assert found.segment_ids.dtype == jnp.int32 and found.initial_state.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -261,12 +266,17 @@ def test_what_arguments_mean():
     [
         ("arguments 'cum_seqlens' and 'cu_seqlens' are two names", {"B": 1, "cum_seqlens": [0, 8], "cu_seqlens": [0, 8]}),
         ("'segment_ids' and 'cum_seqlens' both say", {"cum_seqlens": [0, 8], "segment_ids": np.zeros((2, 8), int)}),
-        ("'segment_ids' must hold integers, got float", {"segment_ids": np.zeros((2, 8))}),
+        ("'segment_ids' must hold integers [B, T], got float64 of shape (2, 8)", {"segment_ids": np.zeros((2, 8))}),
         ("'segment_ids' must have the shape [B, T] = (2, 8), got (2, 7)", {"segment_ids": np.zeros((2, 7), int)}),
         ("'cum_seqlens' cuts one packed row, and there are B = 2", {"cum_seqlens": [0, 8]}),
         ("'cum_seqlens' must be integers [0, n1", {"B": 1, "cum_seqlens": [0.0, 8.0]}),
         ("'cum_seqlens' must rise from 0 to at most T = 8, got [0, 9]", {"B": 1, "cum_seqlens": [0, 9]}),
         ("they are the sums of the lengths", {"B": 1, "cum_seqlens": [3, 2, 3]}),
+        ("'cum_seqlens' must rise from 0", {"B": 1, "cum_seqlens": [2, 8]}),
+        ("'cum_seqlens' must be integers [0, n1, n1 + n2, ...], one more than there are sequences, got str",
+         {"B": 1, "cum_seqlens": "x"}),
+        ("'segment_ids' must hold integers [B, T], got list", {"segment_ids": [[0], [1, 2]]}),
+        ("'segment_ids' must be at most 2147483647, got 1099511627776", {"segment_ids": np.full((2, 8), 2**40)}),
         ("'initial_state' must be a float array [B, ...] = [2, 3], got float32 of shape (1, 3)",
          {"initial_state": jnp.ones((1, 3))}),
         ("'initial_state' must be a float array [sequences, ...] = [2, 3]",

@@ -41,6 +41,7 @@ class Parameter:
     required: bool
     positional: bool
     static: bool  # declared as a Python number, string or bool: compiled in, never traced
+    text: bool  # a string is one of the values that it is declared for
 
     def shape(self, dims: Mapping[str, Any]) -> tuple[int, ...]:
         """Returns the shape of the argument for those sizes."""
@@ -87,6 +88,7 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
             required=p.default is p.empty,
             positional=p.kind is not p.KEYWORD_ONLY,
             static=array is None and bool(members) and all(m in _STATIC_TYPES for m in members),
+            text=str in members,
         )
     return result
 
@@ -272,6 +274,8 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
         raise ValueError(
             f"{op_name}: argument {p.name!r} is compiled into the program and must be a Python value, not an array"
         )
+    if p.static and isinstance(value, str) and not p.text:
+        raise ValueError(f"{op_name}: argument {p.name!r} must be a number or a bool, got {value!r}")
     if p.kind is None or value is None:
         return value
     if isinstance(value, (bool, int, float)):

@@ -157,7 +157,7 @@ def sizes(
         if not is_array(x) or not is_float_array(x) or x.ndim != len(dims.split()):
             raise ValueError(f"{said} must be a float array [{', '.join(dims.split())}], got {described(x)}{remedy}")
         if any(isinstance(n, int) and n == 0 for n in x.shape):
-            raise ValueError(f"{said} of shape {x.shape} has no elements; give it at least one token")
+            raise ValueError(f"{said} of shape {x.shape} has no elements; every dim must be at least 1")
         own = dict(zip(dims.split(), x.shape, strict=True))
         wanted = own | {d: n for d, n in found.items() if d in own}
         for d in own:
@@ -169,6 +169,20 @@ def sizes(
             first.setdefault(d, name)
         found |= own
     return found
+
+
+def array_of(value: Any) -> Any:
+    """Returns an array, in NumPy where it is none yet; None where it cannot be one."""
+    try:
+        return value if is_array(value) else np.asarray(value)
+    except ValueError:  # lists of several lengths
+        return None
+
+
+def integers(value: Any) -> Any:
+    """Returns `array_of`; None where it does not hold integers."""
+    array = array_of(value)
+    return None if array is None or not jnp.issubdtype(array.dtype, jnp.integer) else array
 
 
 def described(x: Any) -> str:
@@ -212,28 +226,35 @@ def prepared(
 
 
 def _ids(op_name: str, segment_ids: Any, B: Any, T: Any) -> jax.Array:
-    ids = jnp.asarray(segment_ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"{op_name}: argument 'segment_ids' must hold integers, got {ids.dtype}; cast it")
+    ids = integers(segment_ids)
+    if ids is None:
+        raise ValueError(
+            f"{op_name}: argument 'segment_ids' must hold integers [B, T], got {described(segment_ids)}; cast it"
+        )
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.shape != (B, T):
         raise ValueError(f"{op_name}: argument 'segment_ids' must have the shape [B, T] = {(B, T)}, got {ids.shape}")
-    return ids.astype(jnp.int32)
+    most = np.iinfo(np.int32).max
+    if isinstance(ids, np.ndarray) and (ids > most).any():
+        raise ValueError(f"{op_name}: argument 'segment_ids' must be at most {most}, got {ids.max()}; number them anew")
+    if not np.can_cast(ids.dtype, np.int32):  # cast, what is past an int32 could turn negative, which is padding
+        ids = jnp.where(ids < 0, -1, ids & most) if isinstance(ids, jax.Array) else np.maximum(ids, -1)
+    return jnp.asarray(ids.astype(np.int32))
 
 
 def _of_cuts(op_name: str, cuts: Any, B: Any, T: Any) -> tuple[jax.Array, int]:
-    values = np.asarray(cuts) if isinstance(cuts, (list, tuple, np.ndarray)) else jnp.asarray(cuts)
-    if values.ndim != 1 or values.shape[0] < 2 or not jnp.issubdtype(values.dtype, jnp.integer):
+    values = integers(cuts)
+    if values is None or values.ndim != 1 or values.shape[0] < 2:
         raise ValueError(
             f"{op_name}: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], one more than there are sequences, "
-            f"got {values.dtype} of shape {values.shape}"
+            f"got {described(cuts if values is None else values)}"
         )
     if B != 1:
         raise ValueError(
             f"{op_name}: argument 'cum_seqlens' cuts one packed row, and there are B = {B}; reshape the arrays to [1, B * T, "
             "...], or say by 'segment_ids' where sequences begin in each row"
         )
-    if isinstance(values, np.ndarray) and (values[0] < 0 or (np.diff(values) < 0).any() or values[-1] > T):
+    if isinstance(values, np.ndarray) and (values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > T):
         raise ValueError(
             f"{op_name}: argument 'cum_seqlens' must rise from 0 to at most T = {T}, got {values.tolist()[:8]}; they are the "
             "sums of the lengths, not the lengths"
@@ -247,7 +268,7 @@ def _state(op_name: str, state: Any, wanted: tuple, packed: bool) -> jax.Array:
             f"{op_name}: argument 'initial_state' must be a float array [{'sequences' if packed else 'B'}, ...] = "
             f"{list(wanted)}, got {described(state)}"
         )
-    return jnp.asarray(state, jnp.promote_types(state.dtype, jnp.float32))
+    return jnp.asarray(state, jnp.float32)
 
 
 # -- segment ids -------------------------------------------------------------------------------------------------------

@@ -379,6 +379,8 @@ def without(arrays, **changed):
         ("delta_rule", D, {"state": STATE, "initial_state": STATE}, "'initial_state' and 'state' are two names of one"),
         ("delta_rule", D, {"state": STATE[:1]}, "'initial_state' must be"),
         ("delta_rule", D, {"cu_seqlens": CUTS}, "'cum_seqlens' cuts one packed row"),
+        ("delta_rule", D, {"softmax_scale": "x"}, "'softmax_scale' must be a number"),
+        ("delta_rule", D, {"use_qk_l2norm": "no"}, "'use_qk_l2norm' must be a number or a bool, got 'no'"),
         ("delta_rule", D, {"segment_ids": IDS[:, :3]}, "'segment_ids' must have the shape"),
         ("gated_delta_rule", without(D, g=G["g"]), {}, "'g' .* those of kernel_delta_attention"),
         ("gated_delta_rule", without(D, g=None), {}, "'g' .* without decays it is delta_rule"),

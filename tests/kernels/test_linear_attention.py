@@ -246,11 +246,20 @@ WRONG = {
     "'decay' [N] says how fast": ("lightning_attention", (X, X, X, 1, 2), {"decay": 0.5}),
     "'decay' [N] says": ("lightning_attention", (X, X, X, 1), {}),
     "'layer_idx' must be in [0, num_layers = 2), got 2": ("lightning_attention", (X, X, X, 2, 2), {}),
+    "'layer_idx' must be an integer, got nan": ("lightning_attention", (X, X, X, float("nan"), 2), {}),
+    "'layer_idx' must be an integer, got 'x'": ("lightning_attention", (X, X, X, "x", 2), {}),
+    "'layer_idx' must be in [0, num_layers = 2), got -1": ("lightning_attention", (X, X, X, jnp.int32(-1), 2), {}),
     "'num_layers' must be a positive integer, got 2.0": ("lightning_attention", (X, X, X, 1, 2.0), {}),
     "'decay' must be a float or a float array [N]": ("lightning_attention", (X, X, X), {"decay": jnp.ones((4, 1))}),
+    "'decay' must be a float or a float array [N] = [4], one for each head, got <U1": (
+        "lightning_attention", (X, X, X), {"decay": "x"},
+    ),
+    "'g_gamma' must be a float or a float array [N] = [4], one for each head, got list": (
+        "gla_attention", (X, X, X), {"g_gamma": [[-1.0], [-1.0, -2.0]]},
+    ),
     "'initial_state' must be a float array [B, ...] = [2, 4, 3, 3]": ("rwkv6", (X, X, X, X, X[0, 0]), {"state": X}),
     "'cum_seqlens' cuts one packed row": ("recurrent_attention", (X, X, X), {"cu_seqlens": [0, 4]}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", WRONG)

@@ -24,34 +24,38 @@ def normal(*shape):
 
 
 QKV = {"query": normal(B, T, N, H), "key": normal(B, T, K, H), "value": normal(B, T, K, HV)}
+RKV = dict(zip("rkv", QKV.values(), strict=True))
 GK, GV, G = (-jnp.exp(normal(B, T, N, *w)) for w in ((H,), (HV,), ()))
-STATE, U = normal(B, N, H, HV), normal(N, H)
-ONE_ROW = {n: x[:1] for n, x in QKV.items()}
+GAMMA = -jnp.abs(normal(N))
+TOKENS = {*QKV, *RKV, "g", "gk", "gv", "w"}
 
-# name -> (function, arrays that are differentiated, options)
+# name -> (function, arrays that are differentiated)
 CALLS = {
-    "gla": ("gla_attention", {**QKV, "g": GK, "initial_state": STATE}, {"segment_ids": IDS, "return_state": True}),
-    "packed": (
-        "gla_attention",
-        {**ONE_ROW, "g": GK[:1], "initial_state": normal(4, N, H, HV)},
-        {"cu_seqlens": [0, 3, 3, 11, 14], "return_state": True},
-    ),
-    "rwkv6": (
-        "rwkv6",
-        {"r": QKV["query"], "k": QKV["key"], "v": QKV["value"], "w": GK, "u": U, "initial_state": STATE},
-        {"segment_ids": IDS},
-    ),
-    "recurrent": ("recurrent_attention", {**QKV, "g": G, "gk": GK, "gv": GV, "state": STATE}, {}),
-    "lightning": ("lightning_attention", {**QKV, "decay": jnp.abs(normal(N))}, {"segment_ids": IDS}),
-    "retention": ("retention", QKV, {"return_state": True}),
+    "gla_of_heads": ("gla_attention", {**QKV, "g": G, "g_gamma": GAMMA}),
+    "gla_of_channels": ("gla_attention", {**QKV, "g": GK}),
+    "recurrent": ("recurrent_attention", {**QKV, "g": G, "gk": GK, "gv": GV}),
+    "lightning": ("lightning_attention", {**QKV, "decay": -GAMMA}),
+    "retention": ("retention", QKV),
+    "rwkv6": ("rwkv6", {**RKV, "w": GK, "u": normal(N, H)}),
 }
-MESHES = {
-    "sp8": {"sp": 8},
-    "dp2_sp2_tp2": {"dp": 2, "sp": 2, "tp": 2},
+# Rows of documents; or one of packed sequences. Each with the states before them.
+KINDS = {
+    "documents": ({"segment_ids": IDS}, normal(B, N, H, HV)),
+    "packed": ({"cu_seqlens": [0, 3, 3, 11, 14]}, normal(4, N, H, HV)),
+}
+MESHES = {f"sp{n}": {"sp": n} for n in (1, 2, 4, 8)} | {
     "sp4_tp2": {"sp": 4, "tp": 2},
-    "sp2": {"sp": 2},
+    "dp2_sp2_tp2": {"dp": 2, "sp": 2, "tp": 2},
 }
-QUICK = {("sp8", "packed"), ("dp2_sp2_tp2", "rwkv6")}
+QUICK = {("sp8", "gla_of_channels", "packed"), ("dp2_sp2_tp2", "rwkv6", "documents")}
+
+
+def call_of(name, kind):
+    """Returns (function, arrays with the states, options)."""
+    function, arrays = CALLS[name]
+    options, states = KINDS[kind]
+    arrays = {n: x[:1] if kind == "packed" and n in TOKENS else x for n, x in arrays.items()}
+    return function, {**arrays, "initial_state": states}, {**options, "return_state": True}
 
 
 def value_and_gradients(function, arrays, options):
@@ -65,30 +69,29 @@ def value_and_gradients(function, arrays, options):
 
 
 @functools.cache
-def plain(name):
-    function, arrays, options = CALLS[name]
+def plain(name, kind):
+    function, arrays, options = call_of(name, kind)
     return value_and_gradients(getattr(kernels, function), arrays, options)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "name"),
-    [(m, n) if (m, n) in QUICK else pytest.param(m, n, marks=pytest.mark.slow)
-     for m in MESHES for n in CALLS if n != "packed" or "dp" not in MESHES[m]],
+    ("name", "kind", "mesh"),
+    [pytest.param(n, k, m, marks=() if (m, n, k) in QUICK else pytest.mark.slow)
+     for n in CALLS for k in KINDS for m in MESHES if k != "packed" or "dp" not in MESHES[m]],
 )  # fmt: skip
-def test_the_numbers_and_gradients_of_one_device(mesh, name):
-    function, arrays, options = CALLS[name]
+def test_the_numbers_and_gradients_of_one_device(mesh, name, kind):
+    function, arrays, options = call_of(name, kind)
     sizes = MESHES[mesh]
     mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
     got = value_and_gradients(functools.partial(getattr(ejdist, function), mesh=mesh), arrays, options)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-5), got, plain(name))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-5), got, plain(name, kind))
 
 
 def collective_bytes(T):
     """Returns (bytes that collectives of a forward and backward over 8 ranks write, how many of them there are)."""
     x = jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)
     run = functools.partial(ejdist.gla_attention, mesh=make_mesh(sp=8))
-    loss = lambda q, k, v, g: jnp.sum(run(q, k, v, g))  # noqa: E731
-    program = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(x, x, x, x).compile().as_text()
+    program = jax.jit(jax.grad(lambda *a: jnp.sum(run(*a)), (0, 1, 2, 3))).lower(x, x, x, x).compile().as_text()
     kinds = r"= (.*?) (?:collective-permute|all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\("
     found = re.findall(kinds, program)
     sizes = [

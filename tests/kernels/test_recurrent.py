@@ -295,7 +295,7 @@ def test_memory_is_linear_in_the_length(name):
 
 # -- on a mesh ---------------------------------------------------------------------------------------------------------
 
-MESHES = {"sp2": {"dp": 2, "sp": 2}, "sp4": {"sp": 4}, "sp8": {"sp": 8}}
+MESHES = {"sp1": {"sp": 1}, "sp2": {"dp": 2, "sp": 2}, "sp4": {"sp": 4}, "sp8": {"sp": 8}}
 ON_A_MESH = {("lstm2", "documents", "sp2"), ("gru", "packed", "sp4"), ("rwkv4", "documents", "sp8")}
 
 
@@ -348,6 +348,9 @@ W1 = WEIGHTS["lstm", 1]
         (r"'inputs' must be a float array \[B, T, D\], got float32 of shape \(16, 4\)", (X[0], None, W1), {}),
         (r"'inputs' of shape \(2, 0, 4\) has no elements", (X[:, :0], None, W1), {}),
         ("'cell_type' = 'mgu' is unknown; use one of lstm, gru, rnn", (X, None, W1, "mgu"), {}),
+        ("'cell_type' = \\['lstm'\\] is unknown", (X, None, W1, ["lstm"]), {}),
+        (r"'hidden' of lstm must be \(h, c\)", (X, (), W1), {}),
+        (r"'lengths' must be integers \[B\] = \[2\], got list", (X, None, W1), {"lengths": [[1], [1, 2]]}),
         ("'activation' = 'gelu' is unknown; use one of tanh", (X, None, W1), {"activation": "gelu"}),
         ("'weights' must be a dict of arrays, weight_ih", (X, None, W1["weight_ih"]), {}),
         ("'weights' must have weight_ih, weight_hh, .*_l0", (X, None, {"weight_ih_l0": W1["weight_ih"]}), {}),

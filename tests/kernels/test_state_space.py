@@ -261,7 +261,7 @@ def test_memory_is_linear_in_the_length(name):
 
 # -- on a mesh ---------------------------------------------------------------------------------------------------------
 
-MESHES = {"sp2": {"dp": 2, "sp": 2, "tp": 2}, "sp4": {"sp": 4}, "sp8": {"sp": 8}}
+MESHES = {"sp1": {"sp": 1}, "sp2": {"dp": 2, "sp": 2, "tp": 2}, "sp4": {"sp": 4}, "sp8": {"sp": 8}}
 QUICK = {("v2", "documents", "sp2"), ("v1", "packed", "sp4"), ("conv", "documents", "sp8"), ("conv", "plain", "sp4")}
 
 
@@ -323,6 +323,8 @@ def test_what_is_sent_does_not_grow_with_the_length(name):
         (state_space_v2, r"'norm_weight' must have a factor .* \[N \* P\] = \[20\]", V2, {"norm_weight": normal(5)}),
         (state_space_v2, "'norm_groups' is of the norm", V2, {"norm_groups": 2}),
         (state_space_v2, "'norm_groups' = 3 must divide the 4 heads", V2, {"norm_weight": normal(20), "norm_groups": 3}),
+        (state_space_v2, "'norm_eps' must be a number, got str", V2, {"norm_weight": normal(20), "norm_eps": "x"}),
+        (state_space_v2, "'norm_weight' .* got int", V2, {"norm_weight": np.ones(20, int)}),
         (state_space_v2, "'initial_state' must be a float array", V2, {"initial_state": normal(B, N, P, S)}),
         (state_space_v2, "'initial_state' and 'state' are two names", V2, dict.fromkeys(("initial_state", "state"), V2["x"])),
         (state_space_v2, "'cum_seqlens' cuts one packed row", V2, {"cu_seqlens": CUTS}),

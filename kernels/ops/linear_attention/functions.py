@@ -47,25 +47,25 @@ def _constant(name: str, called: str, x: Any, N: int) -> jax.Array | None:
     """Returns a number for each head, [N]."""
     if x is None:
         return None
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.shape not in {(), (N,)}:
+    each = recurrence.array_of(x)
+    if not is_float_array(each) or each.shape not in {(), (N,)}:
         raise ValueError(
-            f"{name}: argument {called!r} must be a float or a float array [N] = {[N]}, one for each head, got {x.dtype} of "
-            f"shape {x.shape}"
+            f"{name}: argument {called!r} must be a float or a float array [N] = {[N]}, one for each head, got "
+            f"{described(x if each is None else each)}"
         )
-    return jnp.broadcast_to(x, (N,))
+    return jnp.broadcast_to(each if is_array(x) else jnp.asarray(x, jnp.float32), (N,))
 
 
 def _layer(name: str, layer_idx: Any, num_layers: Any) -> jax.Array:
     """Returns how deep the layer lies, in [0, 1)."""
     if not isinstance(num_layers, (int, np.integer)) or num_layers < 1:
         raise ValueError(f"{name}: argument 'num_layers' must be a positive integer, got {num_layers!r}")
-    layer = jnp.asarray(layer_idx)
-    if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
-        raise ValueError(f"{name}: argument 'layer_idx' must be an integer, got {layer.dtype} of shape {layer.shape}")
+    layer = recurrence.integers(layer_idx)
+    if layer is None or layer.shape != ():
+        raise ValueError(f"{name}: argument 'layer_idx' must be an integer, got {layer_idx!r}")
     if not isinstance(layer, jax.core.Tracer) and not 0 <= layer < num_layers:
         raise ValueError(f"{name}: argument 'layer_idx' must be in [0, num_layers = {num_layers}), got {layer}")
-    return layer.astype(jnp.float32) / num_layers
+    return jnp.asarray(layer, jnp.float32) / num_layers
 
 
 def _prepared(

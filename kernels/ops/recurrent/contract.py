@@ -57,7 +57,7 @@ def check_weights(
     Raises:
       ValueError: naming the argument, and the entry of 'weights'.
     """
-    if cell_type not in CELLS:
+    if not isinstance(cell_type, str) or cell_type not in CELLS:
         raise ValueError(f"recurrent: argument 'cell_type' = {cell_type!r} is unknown; use one of {', '.join(CELLS)}")
     if activation not in ACTIVATIONS:
         raise ValueError(

@@ -6,10 +6,11 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
-from kernels._core.recurrence import Where, either, prepared, sequences, sizes
+from kernels._core.recurrence import Where, described, either, integers, prepared, sequences, sizes
 from kernels.ops.recurrent.contract import CELLS, check_weights, op, rwkv4_op
 
 
@@ -20,12 +21,11 @@ def _of_lengths(lengths: Any, segment_ids: Any, B: Any, T: Any) -> Any:
         raise ValueError(
             "recurrent: arguments 'lengths' and 'segment_ids' both say which tokens there are; give one of them"
         )
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (B,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(
-            f"recurrent: argument 'lengths' must be integers [B] = [{B}], got {lengths.dtype} of shape {lengths.shape}"
-        )
-    return jnp.where(jnp.arange(T) < lengths[:, None], 0, -1)
+    each = integers(lengths)
+    if each is None or each.shape != (B,):
+        got = described(lengths if each is None else each)
+        raise ValueError(f"recurrent: argument 'lengths' must be integers [B] = [{B}], got {got}")
+    return jnp.where(jnp.arange(T) < jnp.asarray(each)[:, None], 0, -1)
 
 
 def _stacked(hidden: Any, cell_type: str, bidirectional: bool, count: Any, F: int) -> Any:
@@ -35,7 +35,7 @@ def _stacked(hidden: Any, cell_type: str, bidirectional: bool, count: Any, F: in
     n = CELLS[cell_type][1]
     parts = list(hidden) if isinstance(hidden, (tuple, list)) else [hidden]
     wanted = (2, count, F) if bidirectional else (count, F)
-    if len(parts) > n or any(not is_array(x) or not is_float_array(x) or x.shape != wanted for x in parts):
+    if not 1 <= len(parts) <= n or any(not is_array(x) or not is_float_array(x) or x.shape != wanted for x in parts):
         got = ", ".join(str(getattr(x, "shape", type(x).__name__)) for x in parts)
         form = "(h, c), or h alone for c = 0," if n == 2 else "h"
         raise ValueError(
@@ -94,7 +94,7 @@ def recurrent(
     F = check_weights(weights, D, cell_type, activation, bidirectional)
     ids = _of_lengths(lengths, where.get("segment_ids"), B, T)
     cuts = either(op.name, cum_seqlens=where.get("cum_seqlens"), cu_seqlens=where.get("cu_seqlens"))
-    count = B if cuts is None else jnp.shape(cuts)[0] - 1 if jnp.ndim(cuts) else 0
+    count = B if cuts is None else np.size(integers(cuts)) - 1
     n, ways = CELLS[cell_type][1], 2 if bidirectional else 1
     hidden = either(op.name, hidden=hidden, initial_state=where.get("initial_state"))
     state = _stacked(hidden, cell_type, bidirectional, count, F)

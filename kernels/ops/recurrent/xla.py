@@ -137,7 +137,8 @@ def _directions(inputs, weights, segment_ids, initial_state, cell_type, activati
     for i, end in enumerate(("", "_reverse") if bidirectional else ("",)):
         way, rows = -1 if end else 1, slice(i * n, (i + 1) * n)
         ids = None if segment_ids is None else segment_ids[:, ::way]
-        own = jnp.zeros((inputs.shape[0], num_states, n, F)) if initial_state is None else initial_state[:, :, rows]
+        zeros = jnp.zeros((inputs.shape[0], num_states, n, F), jnp.float32)
+        own = zeros if initial_state is None else initial_state[:, :, rows]
         tokens = _tokens(ids, num_states)
         x = inputs[:, ::way]
         x = x if ids is None else jnp.where((ids >= 0)[..., None], x, 0)

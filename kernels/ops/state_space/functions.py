@@ -37,6 +37,8 @@ def _gated_and_normed(
             raise ValueError(f"{name}: argument 'norm_groups' is of the norm, and there is no 'norm_weight'; give it")
         return gated
     heads, width = x.shape[2:]
+    if not isinstance(norm_eps, (int, float)) and not is_float_array(norm_eps):
+        raise ValueError(f"{name}: argument 'norm_eps' must be a number, got {described(norm_eps)}")
     if not is_array(norm_weight) or not is_float_array(norm_weight) or norm_weight.size != heads * width:
         raise ValueError(
             f"{name}: argument 'norm_weight' must have a factor for each channel, [N * P] = [{heads * width}], got "
