@@ -221,11 +221,17 @@ def test_blocks_of_a_mask_lose_nothing_that_it_lets_through(mask):
 @pytest.mark.parametrize(
     ("said", "call"),
     [
-        ("'before' and 'after' must not be negative", lambda: local_blocks(4, before=-1)),
-        ("'stride' must be at least 1, got 0", lambda: strided_blocks(4, stride=0)),
+        ("'before' must be an integer of at least 0, got -1", lambda: local_blocks(4, before=-1)),
+        ("'after' must be an integer of at least 0, got 1.5", lambda: local_blocks(4, after=1.5)),
+        ("'stride' must be an integer of at least 1, got 0", lambda: strided_blocks(4, stride=0)),
         (r"'blocks' = \[4\] must be within the 4 key blocks", lambda: global_blocks(4, blocks=[4])),
+        ("'blocks' must be an integer of at least 0, got 0.5", lambda: global_blocks(4, blocks=[0.5])),
         ("'count' = 5 must be between 0 and the 4 key blocks", lambda: random_blocks(4, count=5)),
-        ("'q_blocks' must be at least 1 block, got 0", lambda: local_blocks(0)),
+        ("'q_blocks' must be an integer of at least 1 block, got 0", lambda: local_blocks(0)),
+        ("'kv_blocks' must be an integer of at least 1 block, got '4'", lambda: local_blocks(4, "4")),
+        ("'mask' must be a MaskInfo, got int", lambda: blocks_of_mask(3, 8)),
+        ("'q_length' must be an integer of at least 1, got 0", lambda: blocks_of_mask(MaskInfo(), 0)),
+        ("'block_size' must be a positive integer, or .* got 0", lambda: blocks_of_mask(MaskInfo(), 8, block_size=0)),
     ],
 )
 def test_a_pattern_that_cannot_be(said, call):
@@ -313,6 +319,8 @@ RIGHT = {"block_mask": np.ones((4, 6), bool), "block_size": (4, 3)}
         (r"'block_size' must be a positive integer, or .* got 0", {"block_size": 0}),
         (r"'block_size' must be a positive integer, or .* got \(4,\)", {"block_size": (4,)}),
         (r"'block_size' must be a positive integer, or .* got True", {"block_size": True}),
+        (r"'block_mask' has rows of different lengths", {"block_mask": [[1, 0], [1]]}),
+        (r"'softmax_scale' must be a number, .* got 'x'", {"softmax_scale": "x"}),
         (r"'logits_soft_cap' must be positive", {"logits_soft_cap": -1.0}),
         (r"'sliding_window' must be at least 1", {"sliding_window": 0}),
         (r"'softmax_aux' must be \[N\]", {"softmax_aux": np.ones(3, np.float32)}),
@@ -356,15 +364,9 @@ def drawn(
         return arrays, {"block_mask": blocks, **extra(rng)}
 
     options = {**options, "block_size": size}
-    of_loop = {n: np.asarray(x) if n == "softmax_aux" else x for n, x in options.items()}
     run = functools.partial(both, **options, cfg=BlockSparseConfig(2, 3))
-    return (
-        run,
-        functools.partial(contract_of(blocksparse_attention, op), **options),
-        draw,
-        lambda **call: loop(**call, **of_loop),
-        True,
-    )
+    contract = functools.partial(contract_of(blocksparse_attention, op), **options)
+    return run, contract, draw, functools.partial(loop, **options), True
 
 
 def segments(t, s, b=2):
