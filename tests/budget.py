@@ -26,7 +26,7 @@ MORE: dict[str, tuple[float, str]] = {
         150,
         "26 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",
     ),
-    "attention_variants": (150, "five operations, all of them differentiated"),
+    "attention_variants": (90, "five operations, all of them differentiated"),
     "multi_latent_attention": (70, "three operations, two of them differentiated"),
     "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),
     "recurrent": (100, "two operations, one of them with three cells and two directions"),

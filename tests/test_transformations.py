@@ -17,7 +17,24 @@ from kernels._core.contract import Op
 from kernels._core.platforms import PLATFORMS
 
 OPS = kernels.operations()
-ROWS = [pytest.param(op, b, id=f"{op.name}-{b.name}") for op in OPS.values() for b in op.backends.values()]
+# These are calls of flash attention with something before or after them, and that is here itself: slow.
+BUILT_ON_ANOTHER = (
+    "differential_attention",
+    "linformer_attention",
+    "mixture_of_attention_heads",
+    "quantized_attention",
+)
+
+
+def marks_of(op):
+    return (pytest.mark.slow,) if op.name in BUILT_ON_ANOTHER else ()
+
+
+ROWS = [
+    pytest.param(op, b, id=f"{op.name}-{b.name}", marks=marks_of(op))
+    for op in OPS.values()
+    for b in op.backends.values()
+]
 each = pytest.mark.parametrize(("op", "backend"), ROWS)
 DIFFERENTIABLE = {name: op for name, op in OPS.items() if differentiable(op)}
 each_differentiable = pytest.mark.parametrize(("op", "backend"), [r for r in ROWS if differentiable(r.values[0])])
@@ -161,7 +178,7 @@ def test_forward_mode_and_foreign_residuals_are_refused_by_name(op):
         jax.grad(total)(saved)
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("op", [pytest.param(op, id=name, marks=marks_of(op)) for name, op in OPS.items()])
 def test_one_export_for_every_platform_gives_the_numbers_here(op):
     """Also on a machine without the accelerator, and differentiated."""
     floats, others, rest = parts(op)
@@ -181,7 +198,7 @@ def test_one_export_for_every_platform_gives_the_numbers_here(op):
     close(exported.call(floats), want(floats), 1e-6)
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
+@pytest.mark.parametrize("op", [pytest.param(op, id=name, marks=marks_of(op)) for name, op in DIFFERENTIABLE.items()])
 def test_the_size_of_the_batch_may_be_a_symbol(op):
     """In an export for any size of it; a backend that needs the size is refused by name."""
     floats, others, rest = parts(op)

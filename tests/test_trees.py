@@ -57,6 +57,27 @@ def test_verification_is_greedy_decoding():
             assert list(np.flatnonzero(accepted[b])) == longest and last[b] == (longest[-1] if longest else -1)
 
 
+@pytest.mark.slow
+def test_300_random_trees():
+    """Masks, depths and attention, with keys of a prefix that are not valid; of a few lengths, so that programs are reused."""
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        T, prefix, B = int(rng.choice([1, 4, 9])), int(rng.choice([0, 3])), 2
+        # Of a chain, of siblings, and of what lies between.
+        nearest = rng.choice([0, 1, T])
+        parents = np.array([[rng.integers(max(-1, i - 1 - nearest), i) for i in range(T)] for _ in range(B)])
+        real = rng.random((B, prefix)) < rng.choice([0, 0.5, 1])
+        mask, depths = tree_attention_mask(parents, prefix, real), tree_depths(parents)
+        q, k, v = (jnp.asarray(rng.standard_normal((B, n, 1, 4)), jnp.float32) for n in (T, prefix + T, prefix + T))
+        out = np.asarray(flash_attention(q, k, v, attention_mask=mask))
+        for b, i in np.ndindex(B, T):
+            up = path(parents[b], i)
+            keys = [*np.flatnonzero(real[b]), *(prefix + j for j in up[::-1])]
+            assert list(np.flatnonzero(mask[b, i])) == keys and depths[b, i] == len(up) - 1, seed
+            weights = np.exp(np.asarray(k[b, keys, 0] @ q[b, i, 0], np.float64) / 2)
+            np.testing.assert_allclose(out[b, i, 0], weights / weights.sum() @ np.asarray(v[b, keys, 0]), atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("said", "call"),
     [

@@ -1,7 +1,7 @@
 """Native sparse attention whose sequence is split over a mesh axis: each rank gathers the keys and values of all.
 
 Which blocks a query selects is known only when it has looked at the means of all of them, so any rank may need any token. The
-gradients of what was gathered are summed where they belong.
+gradients of what was gathered are summed where they belong. What it costs, and what would cost less: README of the operation.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grid import error
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from sparse_calls import check_draws, contract_of
 
 import ejdist
 import kernels
@@ -218,7 +217,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", [n if n == "performer" else pytest.param(n, marks=pytest.mark.slow) for n in LINEAR])
 def test_memory_is_linear_in_the_length(name):
     def temporaries(length):
         shapes = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -226,19 +225,6 @@ def test_memory_is_linear_in_the_length(name):
         return run.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(8192) < 5 * temporaries(2048)
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(st.sampled_from([1, 5, 64, 65, 150]), st.sampled_from([(1, 1), (4, 2)]), st.booleans(), st.integers(0, 99))
-def test_any_performer(length, heads, causal, seed):
-    rng = np.random.default_rng(seed)
-    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    q, k, v = make(1, length, heads[0], 4), make(1, length, heads[1], 4), make(1, length, heads[1], 3)
-    op = kernels.operations()["performer_attention"]
-    features = make(6, 4)
-    got = performer_attention(q, k, v, features, causal)
-    assert error(got, op.reference(q, k, v, features, causal=causal)) < 5e-6
 
 
 # -- on a mesh ---------------------------------------------------------------------------------------------------------
@@ -284,6 +270,70 @@ def test_on_a_mesh(name):
         assert error(got[n], w) < 1e-5, n
 
 
+# -- calls drawn at random ---------------------------------------------------------------------------------------------
+
+
+def drawn(name, shapes, extra=lambda rng: {}, dtype=jnp.float32, **options):
+    """Returns the entry of a table of draws: floats of these shapes, and what `extra` draws."""
+
+    def draw(rng):
+        large = rng.choice([0.1, 0.5, 0.8])  # a softmax that is all one key has gradients of rounding errors alone
+        return {n: jnp.asarray(large * rng.standard_normal(s), dtype) for n, s in shapes.items()}, extra(rng)
+
+    public, op = getattr(kernels, name), kernels.operations()[name]
+    contract = functools.partial(contract_of(public, op, 0), **options)
+    return functools.partial(public, **options), contract, draw, None, True
+
+
+def attended(t, s, n, k, more=()):
+    shapes = {"query": (2, t, n, 6), "key": (2, s, k, 6), "value": (2, s, k, 5), **dict(more)}
+    return shapes | ({"query_2": shapes["query"], "key_2": shapes["key"]} if "lambda_" in shapes else {})
+
+
+def ids(t):
+    return lambda rng: {"segment_ids": jnp.asarray(rng.integers(-1, 3, (2, t)), jnp.int32)}  # in any order
+
+
+def valid(s):
+    return lambda rng: {"key_mask": jnp.asarray(rng.random((2, s)) < rng.choice([0.0, 0.5, 1.0]))}
+
+
+def experts(s):
+    shapes = {"x": (2, s, D), "key": (2, s, H), "value": (2, s, HV), "router_logits": (2, s, E)}
+    return shapes | {"w_query": (E, D, H), "w_out": (E, HV, D)}
+
+
+DRAWN = {
+    "differential, segments": drawn(
+        "differential_attention", attended(11, 11, 4, 2, [("lambda_", (4,))]), ids(11), causal=True
+    ),
+    "differential, window": drawn(
+        "differential_attention", attended(7, 10, 2, 2, [("lambda_", ())]), sliding_window=(3, 1), softmax_scale=0.3
+    ),
+    "linformer, padding": drawn("linformer_attention", attended(9, 12, 4, 2, [("key_projection", (5, 12))]), valid(12)),
+    "linformer, two projections": drawn(
+        "linformer_attention", attended(3, 8, 2, 1, [("key_projection", (4, 8)), ("value_projection", (4, 8))])
+    ),
+    "performer, causal": drawn(
+        "performer_attention", attended(70, 70, 2, 1, [("features", (6, 6))]), valid(70), causal=True
+    ),
+    "performer": drawn(
+        "performer_attention", attended(5, 9, 4, 2, [("features", (7, 6))]), valid(9), softmax_scale=0.5
+    ),
+    "mixture, segments": drawn("mixture_of_attention_heads", experts(10), ids(10), causal=True, top_k=2),
+    "mixture, all": drawn("mixture_of_attention_heads", experts(6), top_k=5, sliding_window=2),
+    "quantized, segments": drawn("quantized_attention", attended(12, 12, 4, 2), ids(12), causal=True, block_size=5),
+    "quantized": drawn("quantized_attention", attended(5, 9, 2, 2), block_size=4, softmax_scale=0.4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWN)
+def test_many_legal_calls(name):
+    # A mean that differs by its last bit may round an entry to the next integer.
+    check_draws(DRAWN, name, range(150), (5e-3, 1e-4) if "quantized" in name else (5e-6, 5e-5))
+
+
 def test_a_split_sequence_is_refused():
     with pytest.raises(ValueError, match=r"linformer_attention: .* dim [TS] split over sp"):
         x = normal(2, 4, 2, 4)
@@ -310,6 +360,7 @@ def of(name, **changes):
         (r"'query' has N = 4 heads and 'key' has K = 3", of("quantized_attention", key=normal(B, T, 3, H))),
         (r"'segment_ids' is of queries and keys alike", of("quantized_attention", query=Q[:, :4])),
         (r"'causal' is compiled into the program", of("differential_attention", causal=jnp.bool_(True))),
+        (r"'softmax_scale' must be a number, .* got 'x'", of("linformer_attention", softmax_scale="x")),
         (r"'mask_info' must be a MaskInfo, got int", of("differential_attention", mask_info=3)),
         (
             r"'key_projection' of shape \(7, 10\) has S = 10, but S = 11",

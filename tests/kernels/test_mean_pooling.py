@@ -111,7 +111,7 @@ def test_many_tokens_of_a_narrow_dtype_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nothing_of_a_token_that_is_not_valid_is_in_a_mean(name, packed):
     x = jnp.where(MASK[:1, :, None], X[:1], jnp.nan)
     cuts = {"cum_seqlens": CUTS} if packed else {}
@@ -133,7 +133,7 @@ def test_sequences_do_not_know_each_other(name):
 MESHES = {"dp2": {"dp": 2}, "dp2_sp2_tp2": {"dp": 2, "sp": 2, "tp": 2}, "sp8": {"sp": 8}}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param("dp2", marks=pytest.mark.slow), "dp2_sp2_tp2", "sp8"])
 @pytest.mark.parametrize("name", ["mask", "packed and mask"])
 def test_on_a_mesh(name, mesh):
     x, options = CALLS[name]
@@ -220,7 +220,8 @@ OWN["pallas_tpu"] = MeanPoolingConfig(384, 256, backward_block_t=384, backward_b
 
 
 @pytest.mark.parametrize("backend", OWN)
-@pytest.mark.parametrize("name", ["long_row", pytest.param("scattered", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["long_row", "scattered"])
 def test_numbers_of_the_tuning_candidates(backend, name):
     a, backend = op.case_inputs(CASES[name]), op.backends[backend]
     candidates = backend.candidates(op.bind(**a))

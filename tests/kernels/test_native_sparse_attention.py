@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grid import error
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from sparse_calls import check_draws, check_on_a_mesh, check_slopes, contract_of, mesh_grid, with_gradients
 
 import ejdist
 import kernels
@@ -122,14 +121,9 @@ QUICK = ("chosen", "packed")
 
 
 def output_and_gradients(function, arrays, options):
-    def loss(arrays, others):
-        out = function(**arrays, **others, **rest)
-        return jnp.sum(jnp.sin(out)), out
-
-    others = {n: x for n, x in options.items() if isinstance(x, np.ndarray) and n != "block_counts"}
-    rest = {n: x for n, x in options.items() if n not in others}
-    (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays, others)
-    return out, gradients
+    data = {n: x for n, x in options.items() if isinstance(x, np.ndarray) and n != "block_counts"}
+    rest = {n: x for n, x in options.items() if n not in data}
+    return with_gradients(functools.partial(function, **rest))(arrays, data)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow,)) for n in CALLS])
@@ -138,17 +132,7 @@ def test_value_and_gradients_against_a_loop_over_tokens(name):
     run = functools.partial(native_sparse_attention, cfg=NativeSparseConfig(8))
     out, gradients = output_and_gradients(run, arrays, options)
     assert error(out, loop(**arrays, **options)) < 3e-6
-    rng = np.random.default_rng(1)
-    for argument, gradient in gradients.items():  # in a random direction, by central differences of the loop
-        way = rng.standard_normal(gradient.shape)
-        ends = [
-            np.sum(np.sin(loop(**{**arrays, argument: arrays[argument].astype(np.float64) + e * way}, **options)))
-            for e in (1e-5, -1e-5)
-        ]
-        slope = (ends[0] - ends[1]) / 2e-5
-        assert abs(np.vdot(gradient, way) - slope) < 2e-5 * max(1, np.linalg.norm(gradient) * np.sqrt(way.size)), (
-            argument
-        )
+    check_slopes(functools.partial(loop, **options), arrays, gradients)
 
 
 @pytest.mark.slow
@@ -179,10 +163,11 @@ def test_documented_calls():
         < 3e-6
     )
     assert kernels.operations()["native_sparse_attention"] is op
-    np.testing.assert_array_equal(
-        ejdist.NativeSparseAttention()(query, key, value, window_size=8, scale=0.2),
-        native_sparse_attention(query, key, value, sliding_window=8, softmax_scale=0.2),
-    )
+    again = ejdist.NativeSparseAttention()(query, key, value, cum_seqlens=cu_seqlens, block_indices=block_indices)
+    np.testing.assert_array_equal(again, output)
+    names = ({"window_size": 8, "scale": 0.2}, {"sliding_window": 8, "softmax_scale": 0.2})
+    one, other = (native_sparse_attention.prepare(query, key, value, **n).call.arguments for n in names)
+    assert one["window"] == other["window"] == 8 and one["softmax_scale"] == other["softmax_scale"] == 0.2
 
 
 def test_memory_is_linear_in_the_length():
@@ -209,27 +194,18 @@ ON_MESH: dict[str, dict[str, Any]] = {
     "chosen": {"block_size": 3, "block_counts": 4, "sliding_window": 5, "segment_ids": IDS},
     "given": {"block_size": 4, "block_indices": RNG.integers(0, 6, (2, 24, 2, 3)), "sliding_window": 5},
 }
-MESHES = {"sp4": {"sp": 4}, "dp2_sp2_tp2": {"dp": 2, "sp": 2, "tp": 2}, "sp8": {"sp": 8}, "sp2": {"sp": 2}}
 
 
 @functools.cache
 def on_one_device(name):
-    return output_and_gradients(native_sparse_attention, LONG, ON_MESH[name])
+    return output_and_gradients(contract_of(native_sparse_attention, op), LONG, ON_MESH[name])
 
 
-def mesh_grid():
-    quick = {("chosen", "dp2_sp2_tp2"), ("given", "sp4")}
-    for name in ON_MESH:
-        for mesh in MESHES:
-            yield pytest.param(name, mesh, marks=() if (name, mesh) in quick else (pytest.mark.slow,))
-
-
-@pytest.mark.parametrize(("name", "mesh"), list(mesh_grid()))
+@pytest.mark.parametrize(("name", "mesh"), mesh_grid(ON_MESH, {("chosen", "dp2_sp2_tp2")}))
 def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
-    run = functools.partial(ejdist.native_sparse_attention, mesh=make_mesh(**MESHES[mesh]))
-    got = output_and_gradients(run, LONG, ON_MESH[name])
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(on_one_device(name)), strict=True):
-        assert error(g, w) < 3e-6
+    options = dict(ON_MESH[name])
+    data = {n: options.pop(n) for n in ("segment_ids", "block_indices") if n in options}
+    check_on_a_mesh(functools.partial(ejdist.native_sparse_attention, **options), mesh, LONG, data, on_one_device(name))
 
 
 # -- wrong calls, and right ones drawn at random -----------------------------------------------------------------------
@@ -258,6 +234,7 @@ def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
         (r"'segment_ids' needs queries for all tokens", {"query": ARRAYS["query"][:, :3], "segment_ids": SEGMENTS}),
         (r"s 'cu_seqlens' and 'segment_ids' both say", {"segment_ids": SEGMENTS, "cu_seqlens": [0, 4]}),
         (r"s 'sliding_window' and 'window_size' are two names of one", {"sliding_window": 3, "window_size": 3}),
+        (r"'scale' must be a number, .* got 'x'", {"scale": "x"}),
         (r"s 'softmax_scale' and 'scale' are two names", {"softmax_scale": 1.0, "scale": 1.0}),
     ],
 )  # fmt: skip
@@ -278,56 +255,67 @@ def test_other_wrong_calls():
         ejdist.native_sparse_attention(**ARRAYS, mesh=make_mesh(sp=4))
 
 
-@st.composite
-def legal_calls(draw):
-    k, t = draw(st.sampled_from([1, 2])), draw(st.integers(1, 16))
-    b, n, s = draw(st.integers(1, 2)), k * draw(st.integers(1, 2)), t + draw(st.sampled_from([0, 0, 3]))
-    h, hv, size = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    rng = np.random.default_rng(draw(st.integers(0, 2**20)))
-    shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, hv)}
-    shapes |= {name: (b, t, n) for name in ("g_cmp", "g_slc") if draw(st.booleans())}
-    options: dict[str, Any] = {"block_size": size, "sliding_window": draw(st.sampled_from([None, 1, 5]))}
-    if options["sliding_window"] and draw(st.booleans()):
-        shapes["g_swa"] = (b, t, n)
-    if draw(st.booleans()):
-        rows = draw(st.sampled_from([t, -(-t // size)]))
-        options["block_indices"] = rng.integers(-1, -(-s // size) + 1, (b, rows, k, draw(st.integers(1, 4))))
-    counts = draw(st.sampled_from([None, 1, 3, "each"]))
-    options["block_counts"] = rng.integers(0, 4, (b, t, k)) if counts == "each" else counts
-    if s == t and draw(st.booleans()):
-        if b == 1:
-            options["cu_seqlens"] = np.sort(np.append(rng.integers(0, t + 1, 3), 0)).tolist()
-        else:
-            options["segment_ids"] = np.sort(rng.integers(-1, 3, (b, t)), 1)
-    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    return arrays, options, NativeSparseConfig(draw(st.sampled_from([1, 5, 64])))
+def drawn(t, s, *gates, heads=(4, 2), b=2, dtype=np.float32, extra=lambda rng: {}, compiled=True, **options):
+    """Returns the entry of a table of draws: arrays of these shapes, and what `extra` draws."""
+
+    def draw(rng):
+        n, k = heads
+        shapes = {"query": (b, t, n, 6), "key": (b, s, k, 6), "value": (b, s, k, 5)} | dict.fromkeys(gates, (b, t, n))
+        large = rng.choice([0.3, 1.0, 4.0])
+        return {name: (large * rng.standard_normal(x)).astype(dtype) for name, x in shapes.items()}, extra(rng)
+
+    run = functools.partial(native_sparse_attention, **options, cfg=NativeSparseConfig(5))
+    contract = functools.partial(contract_of(native_sparse_attention, op), **options)
+    return run, contract, draw, functools.partial(loop, **options), compiled
 
 
-# A smaller example costs a compilation each, and these are small.
-DRAWN: Any = {"deadline": None, "derandomize": True, "phases": (Phase.generate,)}
+def given(rows, blocks, names=4, counts=False, b=2):
+    """Draws blocks, some of them twice, some -1 or after the query, some past the end; and how many count, some 0."""
+
+    def extra(rng):
+        found = {"block_indices": rng.integers(-1, blocks + 2, (b, rows, 2, names)).astype(np.int32)}
+        return found | ({"block_counts": rng.integers(0, names + 2, (b, rows, 2)).astype(np.int32)} if counts else {})
+
+    return extra
 
 
-def check_legal(call):
-    arrays, options, cfg = call
-    out, gradients = output_and_gradients(functools.partial(native_sparse_attention, cfg=cfg), arrays, options)
-    assert error(out, loop(**arrays, **options)) < 3e-6
+def cuts(length):
+    def extra(rng):
+        inside = np.sort(rng.integers(0, length + 1, 3))  # empty documents too
+        return {"cu_seqlens": np.array([0, *inside, rng.choice([length, inside[-1]])], np.int32)}
 
-    def contract(**call):
-        return op.function(**native_sparse_attention.prepare(**call).call.arguments)
-
-    _, wanted = output_and_gradients(contract, arrays, options)
-    for name, got in gradients.items():
-        assert error(got, wanted[name]) < 1e-5, name
+    return extra
 
 
-@settings(max_examples=1, **DRAWN)
-@given(legal_calls())
-def test_legal_calls(call):
-    check_legal(call)
+def runs(length):
+    return lambda rng: {
+        "segment_ids": np.sort(rng.integers(-1, 3, (2, length)), 1)[:, :: rng.choice([1, -1])].astype(np.int32)
+    }
+
+
+def counts_of_each(rng):
+    counts = rng.integers(0, 4, (2, 13, 2))
+    counts[0, 0] = 4  # the most, which is part of the program
+    return {"block_counts": counts}
+
+
+DRAWN: dict[str, Any] = {
+    "chosen, three gates": drawn(17, 17, *GATES, block_size=4, block_counts=3, sliding_window=5),
+    "chosen, counts of each": drawn(13, 13, "g_cmp", block_size=3, extra=counts_of_each, compiled=False),
+    "given, counts of each": drawn(14, 14, "g_slc", block_size=3, extra=given(14, 5, counts=True)),
+    "given to blocks of the last queries": drawn(9, 13, block_size=4, sliding_window=30, extra=given(3, 4)),
+    "packed": drawn(16, 16, *GATES, b=1, block_size=3, block_counts=2, sliding_window=1, extra=cuts(16)),
+    "segments, window without its gate": drawn(15, 15, "g_cmp", block_size=2, sliding_window=4, extra=runs(15)),
+    "one token, one head": drawn(1, 1, *GATES, heads=(1, 1), b=1, block_size=1, sliding_window=1, block_counts=9),
+    "bfloat16": drawn(11, 11, *GATES, dtype=jnp.bfloat16, block_size=4, sliding_window=3, extra=given(11, 3)),
+}
+
+
+def test_legal_calls():
+    check_draws(DRAWN, "given, counts of each", [0])
 
 
 @pytest.mark.slow
-@settings(max_examples=300, **DRAWN)
-@given(legal_calls())
-def test_many_legal_calls(call):
-    check_legal(call)
+@pytest.mark.parametrize("name", DRAWN)
+def test_many_legal_calls(name):
+    check_draws(DRAWN, name, range(38))

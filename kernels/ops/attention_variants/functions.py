@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core import segments
-from kernels._core.binding import is_array, is_float_array
+from kernels._core.binding import check_number, is_array, is_float_array
 from kernels._core.masks import MaskInfo, window_of
 from kernels._core.public import Prepared, public
 from kernels.ops.attention_variants.contract import (
@@ -56,8 +56,10 @@ def _mask(
     return {"mask": mask} if parts or mask.causal or mask.window else {}
 
 
-def _given(**options: Any) -> dict[str, Any]:
-    return {n: x for n, x in options.items() if x is not None}
+def _given(name: str, *, softmax_scale: Any, **options: Any) -> dict[str, Any]:
+    """Returns the options that were given."""
+    check_number(name, "softmax_scale", softmax_scale)
+    return {n: x for n, x in {"softmax_scale": softmax_scale, **options}.items() if x is not None}
 
 
 @public(differential_op)
@@ -110,7 +112,7 @@ def differential_attention(
         )
     mask = _mask(name, query, key.shape[1], N, causal, sliding_window, segment_ids, mask_info)
     arrays = (query, key, query_2, key_2, value, jnp.broadcast_to(weight, (N,)))
-    return Prepared(differential_op.bind(*arrays, **mask, **_given(softmax_scale=softmax_scale)))
+    return Prepared(differential_op.bind(*arrays, **mask, **_given(name, softmax_scale=softmax_scale)))
 
 
 def _key_mask(name: str, key_mask: Any, batch: int, keys: int) -> dict[str, jax.Array]:
@@ -163,7 +165,9 @@ def linformer_attention(
     _check(name, arrays)
     check_heads(name, query.shape[2], key.shape[2])
     mask = _key_mask(name, key_mask, *key.shape[:2])
-    return Prepared(linformer_op.bind(query, key, value, *projections, **mask, **_given(softmax_scale=softmax_scale)))
+    return Prepared(
+        linformer_op.bind(query, key, value, *projections, **mask, **_given(name, softmax_scale=softmax_scale))
+    )
 
 
 def orthogonal_features(key: jax.Array, num_features: int, width: int) -> jax.Array:
@@ -224,7 +228,7 @@ def performer_attention(
         raise ValueError(f"{name}: argument 'causal' is compiled into the program and must be a Python value")
     check_square(query.shape[1], key.shape[1], causal)
     mask = _key_mask(name, key_mask, *key.shape[:2])
-    options = _given(causal=True if causal else None, softmax_scale=softmax_scale)
+    options = _given(name, softmax_scale=softmax_scale, causal=True if causal else None)
     return Prepared(performer_op.bind(query, key, value, features, **mask, **options))
 
 
@@ -277,7 +281,7 @@ def mixture_of_attention_heads(
             f"{name}: argument 'top_k' must be an integer from 1 to E = {router_logits.shape[-1]}, got {top_k!r}"
         )
     mask = _mask(name, x, key.shape[1], top_k, causal, sliding_window, segment_ids, mask_info)
-    options = _given(softmax_scale=softmax_scale)
+    options = _given(name, softmax_scale=softmax_scale)
     return Prepared(mixture_op.bind(x, key, value, router_logits, w_query, w_out, **mask, **options, top_k=top_k))
 
 
@@ -322,5 +326,5 @@ def quantized_attention(
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"{name}: argument 'block_size' must be a positive number of tokens, got {block_size!r}")
     mask = _mask(name, query, key.shape[1], query.shape[2], causal, sliding_window, segment_ids, mask_info)
-    options = _given(softmax_scale=softmax_scale, block_size=None if block_size == 64 else block_size)
+    options = _given(name, softmax_scale=softmax_scale, block_size=None if block_size == 64 else block_size)
     return Prepared(quantized_op.bind(query, key, value, **mask, **options))

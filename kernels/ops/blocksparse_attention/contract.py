@@ -80,6 +80,24 @@ def blocksparse_attention(
     return dot("bkgts,bskv->btkgv", weights, value).reshape(B, T, N, -1).astype(query.dtype), lse
 
 
+def sides_of(block_size: Any, of: str = "blocksparse_attention") -> tuple[int, int]:
+    """Returns (queries, keys) of a block, given as such or as one integer for both.
+
+    Raises:
+      ValueError: it is neither; the message begins with `of`.
+    """
+    sides = (block_size, block_size) if _is_size(block_size) else block_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(map(_is_size, sides)):
+        raise ValueError(
+            f"{of}: argument 'block_size' must be a positive integer, or (queries, keys) of a block, got {block_size!r}"
+        )
+    return int(sides[0]), int(sides[1])
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value > 0)
+
+
 def check_blocks(block_mask: Any, block_size: tuple[int, int], B: Any, T: int, S: int, N: int, K: int) -> None:
     """Raises ValueError, naming the argument, where blocks and heads do not fit the queries and keys."""
     if N % K:

@@ -7,24 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernels._core.binding import is_array
+from kernels._core.binding import check_number, is_array
 from kernels._core.masks import MaskInfo
 from kernels._core.public import Prepared, public
-from kernels.ops.blocksparse_attention.contract import check_blocks, op
-
-
-def _block_size(value: Any) -> tuple[int, int]:
-    sides = (value, value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else value
-    if (
-        not isinstance(sides, (tuple, list))
-        or len(sides) != 2
-        or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in sides)
-    ):
-        raise ValueError(
-            "blocksparse_attention: argument 'block_size' must be a positive integer, or (queries, keys) of a block, got "
-            f"{value!r}"
-        )
-    return int(sides[0]), int(sides[1])
+from kernels.ops.blocksparse_attention.contract import check_blocks, op, sides_of
 
 
 def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
@@ -35,7 +21,12 @@ def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
             f"for it: give one of them, got {'neither' if block_mask is None else 'both'}"
         )
     name, given = ("block_mask", block_mask) if sparsity_mask is None else ("sparsity_mask", sparsity_mask)
-    given = given if is_array(given) else np.asarray(given)
+    try:
+        given = given if is_array(given) else np.asarray(given)
+    except ValueError:
+        raise ValueError(
+            f"blocksparse_attention: argument {name!r} has rows of different lengths, got {given!r}"
+        ) from None
     if not (jax.dtypes.issubdtype(given.dtype, np.bool_) or jax.dtypes.issubdtype(given.dtype, np.integer)):
         raise ValueError(
             f"blocksparse_attention: argument {name!r} must be boolean or 0/1 integers, true where a block is computed, got "
@@ -105,7 +96,7 @@ def blocksparse_attention(
         flash_attention,
     )  # one meaning of every other argument; imported late, since `kernels` imports this
 
-    size, blocks = _block_size(block_size), _blocks(block_mask, sparsity_mask)
+    size, blocks = sides_of(block_size), _blocks(block_mask, sparsity_mask)
     flash = flash_attention.prepare(
         query,
         key,
@@ -125,6 +116,7 @@ def blocksparse_attention(
         q_positions=q_positions,
         kv_positions=kv_positions,
     ).call
+    check_number(op.name, "softmax_scale", softmax_scale)
     check_blocks(blocks, size, *(flash.dims[d] for d in "BTSNK"))
     names = ("query", "key", "value", "mask", "softmax_aux", "softmax_scale", "logits_soft_cap")
     arguments = {n: flash.arguments[n] for n in names if flash.arguments[n] is not None}

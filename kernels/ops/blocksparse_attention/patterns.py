@@ -12,16 +12,22 @@ from typing import Any
 import numpy as np
 
 from kernels._core.masks import MaskInfo, active_blocks
+from kernels.ops.blocksparse_attention.contract import sides_of
 
 Size = int | tuple[int, int]
+
+
+def _integer(name: str, value: Any, least: int, what: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"argument {name!r} must be an integer of at least {least}{what}, got {value!r}")
+    return int(value)
 
 
 def _distance(q_blocks: int, kv_blocks: int | None) -> np.ndarray:
     """Returns how many blocks each key block lies before each query block."""
     kv_blocks = q_blocks if kv_blocks is None else kv_blocks
     for name, n in (("q_blocks", q_blocks), ("kv_blocks", kv_blocks)):
-        if n < 1:
-            raise ValueError(f"argument {name!r} must be at least 1 block, got {n}")
+        _integer(name, n, 1, " block")
     return np.arange(q_blocks)[:, None] + (kv_blocks - q_blocks) - np.arange(kv_blocks)[None]
 
 
@@ -33,8 +39,8 @@ def local_blocks(q_blocks: int, kv_blocks: int | None = None, *, before: int = 1
            [1, 1, 0],
            [0, 1, 1]])
     """
-    if before < 0 or after < 0:
-        raise ValueError(f"arguments 'before' and 'after' must not be negative, got {before} and {after}")
+    for name, n in (("before", before), ("after", after)):
+        _integer(name, n, 0)
     distance = _distance(q_blocks, kv_blocks)
     return (distance <= before) & (distance >= -after)
 
@@ -48,9 +54,7 @@ def strided_blocks(q_blocks: int, kv_blocks: int | None = None, *, stride: int) 
            [1, 0, 1, 0],
            [0, 1, 0, 1]])
     """
-    if stride < 1:
-        raise ValueError(f"argument 'stride' must be at least 1, got {stride}")
-    return _distance(q_blocks, kv_blocks) % stride == 0
+    return _distance(q_blocks, kv_blocks) % _integer("stride", stride, 1) == 0
 
 
 def global_blocks(q_blocks: int, kv_blocks: int | None = None, *, blocks: int | Sequence[int] = 1) -> np.ndarray:
@@ -62,7 +66,10 @@ def global_blocks(q_blocks: int, kv_blocks: int | None = None, *, blocks: int | 
            [0, 1, 0]])
     """
     distance = _distance(q_blocks, kv_blocks)
-    named = np.arange(blocks) if isinstance(blocks, (int, np.integer)) else np.asarray(blocks, int)
+    if isinstance(blocks, (int, np.integer)):
+        named = np.arange(_integer("blocks", blocks, 0))
+    else:
+        named = np.array([_integer("blocks", n, 0) for n in blocks], int)
     columns = distance.shape[1]
     if named.size and not (0 <= named.min() and named.max() < columns):
         raise ValueError(f"argument 'blocks' = {blocks} must be within the {columns} key blocks")
@@ -74,7 +81,7 @@ def global_blocks(q_blocks: int, kv_blocks: int | None = None, *, blocks: int | 
 def random_blocks(q_blocks: int, kv_blocks: int | None = None, *, count: int, seed: int = 0) -> np.ndarray:
     """Returns the pattern in which each query block sees `count` key blocks, drawn without replacement, the same for a seed."""
     shape = _distance(q_blocks, kv_blocks).shape
-    if not 0 <= count <= shape[1]:
+    if _integer("count", count, 0) > shape[1]:
         raise ValueError(f"argument 'count' = {count} must be between 0 and the {shape[1]} key blocks")
     return np.random.default_rng(seed).random(shape).argsort(1).argsort(1) < count
 
@@ -105,5 +112,9 @@ def blocks_of_mask(mask: MaskInfo, q_length: int, kv_length: int | None = None, 
     array([[1, 0],
            [1, 1]])
     """
-    q, k = (block_size, block_size) if isinstance(block_size, int) else block_size
-    return active_blocks(mask, q_length, q_length if kv_length is None else kv_length, q, k)
+    if not isinstance(mask, MaskInfo):
+        raise ValueError(f"blocks_of_mask: argument 'mask' must be a MaskInfo, got {type(mask).__name__}")
+    lengths = q_length, q_length if kv_length is None else kv_length
+    for name, n in zip(("q_length", "kv_length"), lengths, strict=True):
+        _integer(name, n, 1)
+    return active_blocks(mask, *lengths, *sides_of(block_size, "blocks_of_mask"))

@@ -44,9 +44,11 @@ def _case(name, dims, *tags, gates=GATES, make=(), **options) -> Case:
 
 _LONG = {"B": 1, "T": 16384, "S": 16384, "N": 16, "K": 1, "H": 128, "Hv": 128}
 CASES = (
-    _case("best_blocks", SMALL, "smoke"),
-    _case("given", {**SMALL, "Hv": 8}, make={"block_indices": _indices(5)}.items()),
-    _case("documents", SMALL, make={"starts": documents, "block_counts": _counts}.items()),
+    # One branch, and the choice: of everything that is tried with the first case, transformations above all, most is compiling.
+    _case("best_blocks", SMALL, "smoke", gates=("g_slc",), window=0, num_blocks=3),
+    _case("three_branches", SMALL, "slow"),
+    _case("given", {**SMALL, "Hv": 8}, "slow", make={"block_indices": _indices(5)}.items()),
+    _case("documents", SMALL, "slow", make={"starts": documents, "block_counts": _counts}.items()),
     _case(
         "selected_alone",
         {**SMALL, "T": 9},
@@ -59,6 +61,7 @@ CASES = (
     _case(
         "part_of_the_queries",
         {**SMALL, "T": 8},
+        "slow",
         make={"q_start": lambda rng, dims: jnp.int32(11), "starts": documents}.items(),
         softmax_scale=0.4,
     ),
