@@ -26,10 +26,10 @@ def _packed(rng, dims):
 
 CASES = (
     Case("small", SMALL, arrays=ROPE, make={"mask": _causal}, tags=frozenset({"smoke"})),
-    Case("no_rope", {**SMALL, "T": 7, "S": 23, "N": 6, "K": 2, "Hv": 5, "R": 9}),
+    Case("no_rope", {**SMALL, "T": 7, "S": 23, "N": 6, "K": 2, "Hv": 5, "R": 9}, tags=frozenset({"slow"})),
     Case(
         "together",
-        {**SMALL, "H": 5, "Hr": 6, "Hv": 7, "sinks": 1},
+        {**SMALL, "K": 2, "H": 5, "Hr": 6, "Hv": 7, "sinks": 1},
         {"softmax_scale": 0.7, "logits_soft_cap": 2.0},
         arrays=(*ROPE, "softmax_aux"),
         make={"mask": _packed},

@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels._core.backend import Case
 
+# The options together, and quantised caches, are held to a loop by tests of their own: here they are slow.
 SLOW = frozenset({"slow"})
 SMOKE = frozenset({"smoke"})
 
@@ -113,12 +114,14 @@ RAGGED = (
         arrays=("value_cache", "softmax_aux", "alibi_slopes"),
         shapes=APART["shapes"],
         make=RAGGED_MAKE,
+        tags=SLOW,
     ),
     Case("two_sided", SMALL, **APART, options={"causal": False, "window": (3, 2)}, make=RAGGED_MAKE, tags=SLOW),
     Case(
         "int8",
         SMALL,
         make={**RAGGED_MAKE, **INT8, "k_scale": _scale, "v_scale": _scale_of_slots},
+        tags=SLOW,
     ),
     Case(
         "keys_and_values_in_a_slot",
@@ -146,6 +149,7 @@ PAGES = (
         options={**OPTIONS, "causal": False},
         arrays=("softmax_aux", "alibi_slopes"),
         make={**PAGES_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
+        tags=SLOW,
     ),
     Case(
         "decode_8k",
@@ -172,6 +176,7 @@ DENSE = (
             "k_scale": _scale_of_slots,
             "v_scale": _scale,
         },
+        tags=SLOW,
     ),
     Case(
         "decode_8k",
@@ -211,5 +216,6 @@ APPEND_AND_ATTEND = (
         options={**OPTIONS, "causal": False},
         arrays=("softmax_aux", "alibi_slopes"),
         make={**UPDATE_MAKE, **INT8, "k_scale": _scale, "v_scale": _scale_of_slots},
+        tags=SLOW,
     ),
 )
