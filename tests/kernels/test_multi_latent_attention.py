@@ -279,6 +279,11 @@ NARROW = (A["query"], A["query_rope"], normal(B, 16, R + HR - 1), jnp.full(B, 9)
 DECODE = (A["query"], A["query_rope"], normal(B, 16, R + HR), jnp.full(B, 9), A["w_kc"], A["w_vc"])
 
 
+def pages(**changes):
+    names = ("query", "query_rope", "kv_cache", "kv_lens", "block_tables", "query_start_loc", "w_kc", "w_vc")
+    return multi_latent_ragged_page_attention(**{**dict(zip(names, CALL)), **changes})
+
+
 def mla(**changes):
     return lambda: flash_mla(**{**A, **changes})
 
@@ -308,6 +313,16 @@ def mla(**changes):
         (r"'w_kc' \(8, 3, 6\) .* must be \[R, N, H\]", lambda: mla_decode(*DECODE[:4], A["w_kc"][:, :3], A["w_vc"])),
         (r"'kv_lens' must have a int dtype", lambda: mla_decode(*DECODE[:3], jnp.ones(B), *DECODE[4:])),
         (r"'query_start_loc' of shape \(2,\)", lambda: multi_latent_ragged_page_attention(*CALL[:5], CALL[5][1:], *CALL[6:])),
+        (r"'softmax_scale' must be a finite number, got 'x'", mla(softmax_scale="x")),
+        (r"'kv_lens' is missing", lambda: mla_decode(*DECODE[:3], None, *DECODE[4:])),
+        (r"'kv_lens' has 17 keys, .* 'kv_cache' has room for 16", lambda: mla_decode(*DECODE[:3], [3, 17], *DECODE[4:])),
+        (r"'sliding_window' must be a number of entries", lambda: mla_decode(*DECODE, sliding_window=True)),
+        (r"'kv_lens' has 17 keys, .*4 pages of 4. has room for 16", lambda: pages(kv_lens=[17, 2])),
+        (r"'kv_lens' must be at least 0, got -1", lambda: pages(kv_lens=[-1, 2])),
+        (r"'block_tables' has page -7 for request 1", lambda: pages(block_tables=CALL[4].at[1].set(-7))),
+        (r"'block_tables' of shape \(2, 0\) is empty", lambda: pages(block_tables=CALL[4][:, :0])),
+        (r"'query_start_loc' must rise from 0", lambda: pages(query_start_loc=[0, 2, 1])),
+        (r"'query_start_loc' ends at row 3, and there are 2", lambda: pages(query_start_loc=[0, 1, 3])),
         (r"'kv_cache' must be a float array", lambda: multi_latent_ragged_page_attention(*CALL[:2], CALL[2][0], *CALL[3:])),
     ],
 )  # fmt: skip

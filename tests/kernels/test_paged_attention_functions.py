@@ -185,6 +185,10 @@ def unified(**changes):
     return lambda: kernels.unified_attention(**{**PAGE, "query": QUERY, **REQUESTS, **changes})
 
 
+def v2(**changes):
+    return kernels.ragged_page_attention_v2(QUERY, np.concatenate(PAGES, axis=2), LENS, TABLES, CUTS, **changes)
+
+
 ILLEGAL = [
     ("page_attention: argument 'query' must be an array .*got shape", of_rows(query=QUERY[0])),
     ("'key_cache' must be an array .num_blocks, block_size, kv_heads, head_dim.", of_rows(key_cache=normal(4, 2, 16))),
@@ -218,6 +222,28 @@ ILLEGAL = [
     ("'k_scale' must be one number, .*got .3,.", of_rows(**QUANTISED, k_scale=normal(3), v_scale=1.0)),
     ("the cache is float32 and 'query' is float16; cast", of_rows(query=QUERY[:3].astype(np.float16))),
     ("the cache is uint8; it must be int8", of_rows(**{n: x.astype(np.uint8) for n, x in QUANTISED.items()})),
+    ("'k_scale' must be a float, or floats, got 'a'", of_rows(**QUANTISED, k_scale="a", v_scale=1.0)),
+    ("'softmax_scale' must be a finite number, got nan", of_rows(softmax_scale=float("nan"))),
+    ("'logits_soft_cap' must be a finite number, got '5'", of_rows(logits_soft_cap="5")),
+    ("'context_lens' has 13 keys, and a row of 'block_tables' .3 pages of 4. has room for 12", of_rows(context_lens=LENS + 4)),
+    ("'context_lens' must be at least 0, got -1", of_rows(context_lens=LENS - 2)),
+    ("'block_tables' has page -1 for request 0, which has keys in it", of_rows(block_tables=np.where(TABLES == 5, -1, TABLES))),
+    ("'block_tables' has page 8 for request 1, .* pages 0 to 7", of_rows(block_tables=np.where(TABLES == 1, 8, TABLES))),
+    ("'query_start_loc' must rise from 0", unified(query_start_loc=np.int32([0, 5, 3, 7]))),
+    ("'query_start_loc' ends at row 9, and there are 7", unified(query_start_loc=np.int32([0, 5, 6, 9]))),
+    ("'kv_lens' is missing", unified(kv_lens=None)),
+    ("'context_lens' is missing", lambda: kernels.prefill_page_attention(QUERY, *PAGES, None, TABLES[0])),
+    ("'num_seqs' must be between 0 and the 3 requests, got 5", lambda: v2(num_seqs=5)),
+    ("'cu_seqlens_k' must be at least 0, got -4", lambda: kernels.ragged_page_attention_v3(
+        QUERY, *PAGES, cu_seqlens_q=CUTS, cu_seqlens_k=np.int32([0, 9, 5, 6]), page_indices=TABLES)),
+    ("'kv_lens' has 13 keys, and a row of 'key_cache' has room for 12", lambda: kernels.decode_attention(
+        QUERY[:3], *[x[:3] for x in DENSE], LENS + 4)),
+    ("'sequence_start' must be between 0 and 'sequence_end'", lambda: kernels.ragged_decode_attention(
+        QUERY[:3], *[x[:3] for x in DENSE], LENS + 1, LENS)),
+    ("'slots' has a slot twice", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 3])),
+    ("'slots' has slot 32, past the 8 pages", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 32])),
+    ("the cache is float32 and 'key' is float16; cast the key", lambda: kernels.append_to_cache(
+        *[x[:2].astype(np.float16) for x in NEW], *PAGES, [3, 4])),
     ("unified_attention: argument 'query' must be an array .M, N, H.", unified(query=QUERY[None])),
     ("'query' of shape .* is empty", unified(query=QUERY[:0])),
     ("'query_start_loc' is for 2 requests .* and 'kv_lens' for 3", unified(query_start_loc=CUTS[:-1])),

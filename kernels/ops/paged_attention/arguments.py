@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core.binding import is_array
+from kernels._core.requests import check_cuts, check_tables, known
 
 PAGES = "[num_blocks, block_size, kv_heads, head_dim]"
 
@@ -35,6 +36,8 @@ def array(function: str, name: str, x: Any, *ndims: int, form: str) -> Any:
 
 def integers(function: str, name: str, x: Any, *ndims: int, form: str) -> jax.Array:
     """Returns int32 of an array or list of integers."""
+    if x is None:
+        raise ValueError(f"{function}: argument {name!r} is missing")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise wrong(function, name, f"must hold integers, got {x.dtype}")
@@ -93,9 +96,19 @@ def check_pages(function: str, query: Any, key_cache: Any, value_cache: Any, blo
 
 
 def of_requests(
-    function: str, query_start_loc: Named, kv_lens: Named, block_tables: Named, num_seqs: Any = None
+    function: str,
+    rows: Any,
+    cache: Any,
+    query_start_loc: Named,
+    kv_lens: Named,
+    block_tables: Named,
+    num_seqs: Any = None,
 ) -> dict[str, jax.Array]:
-    """Returns query_start_loc, kv_lens and block_tables; requests from `num_seqs` on have no queries."""
+    """Returns query_start_loc, kv_lens and block_tables; requests from `num_seqs` on have no queries.
+
+    Args:
+      rows: of the packed queries. cache: the pages.
+    """
     cuts = integers(function, *query_start_loc, 1, form="[0, n1, n1 + n2, ...], one more than there are requests")
     lens = integers(function, *kv_lens, 1, form="[requests]")
     tables = integers(function, *block_tables, 2, form="[requests, pages of the longest]")
@@ -109,8 +122,13 @@ def of_requests(
         count = jnp.asarray(num_seqs)
         if not jnp.issubdtype(count.dtype, jnp.integer) or count.size != 1:
             raise wrong(function, "num_seqs", f"must be one integer, got {count.dtype} of shape {count.shape}")
+        said = known(num_seqs)
+        if said is not None and not 0 <= int(said.reshape(())) <= lens.shape[0]:
+            raise wrong(function, "num_seqs", f"must be between 0 and the {lens.shape[0]} requests, got {said}")
         last = cuts[jnp.clip(count.reshape(()), 0, lens.shape[0])]
         cuts = jnp.where(jnp.arange(cuts.shape[0]) <= count.reshape(()), cuts, last)
+    check_cuts(function, query_start_loc.name, query_start_loc.value, rows, num_seqs)
+    check_tables(function, kv_lens, block_tables, cache.shape[0], cache.shape[1], num_seqs)
     return {"query_start_loc": cuts, "kv_lens": lens, "block_tables": tables}
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core.public import Prepared
+from kernels._core.requests import check_lengths, check_tables
 from kernels.ops.paged_attention import arguments as given
 from kernels.ops.paged_attention.arguments import Named
 from kernels.ops.paged_attention.contract import decode_op, page_op
@@ -45,6 +46,7 @@ def _over_pages(
     if tables.shape[0] != B:
         raise given.wrong(f, "block_tables", f"has {tables.shape[0]} rows, and 'query' {B}")
     lengths = given.lengths(f, *lens, B)
+    check_tables(f, lens, ("block_tables", block_tables), *key_cache.shape[:2])
     return _of_rows(query, page_op, key_cache, lengths, tables, value_cache, **options(f, query, key_cache, **how))
 
 
@@ -65,6 +67,7 @@ def _over_rows(f: str, query: Any, key: Named, value: Named, lens: Named, starts
         hint = hint if N % cache.shape[1] == 0 else ""
         raise given.wrong(f, key.name, f"has {K} heads, no divisor of the {N} of 'query'{hint}")
     lengths = [None if x is None else given.lengths(f, *x, B) for x in (lens, starts)]
+    check_lengths(f, *lens, cache.shape[1], f"a row of {key.name!r}", starts)
     return _of_rows(query, decode_op, cache, value.value, *lengths, **options(f, query, cache, **how))
 
 
@@ -133,10 +136,11 @@ def prefill_page_attention(
     """
     f = "prefill_page_attention"
     given.array(f, "query", query, 3, 4, form="[T, N, H] or [B, T, N, H]")
-    lens, tables = jnp.asarray(context_lens), jnp.asarray(block_tables)
+    lens = given.integers(f, "context_lens", context_lens, 0, 1, form="of one number, or [B]")
+    tables = given.integers(f, "block_tables", block_tables, 1, 2, form="[pages], or [B, pages]")
     rows = query[None] if query.ndim == 3 else query
-    lens = Named("context_lens", lens[None] if lens.ndim == 0 else lens)
-    tables = tables[None] if tables.ndim == 1 else tables
+    lens = Named("context_lens", jnp.atleast_1d(lens))
+    tables = jnp.atleast_2d(tables)
     prepared = _over_pages(f, rows, key_cache, value_cache, lens, tables, how)
     if query.ndim == 4:
         return prepared

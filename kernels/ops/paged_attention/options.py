@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -34,14 +36,21 @@ _DOC = """
 """
 
 
-def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any) -> dict[str, Any]:
-    """Returns the scales of a cache [pages, C, K, H] by name, each [#pages, #C, #K]."""
+def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any, rows: str = "query") -> dict[str, Any]:
+    """Returns the scales of a cache [pages, C, K, H] by name, each [#pages, #C, #K].
+
+    Args:
+      rows: the name of `query`.
+    """
     dims = tuple(cache.shape[:3])
     found: dict[str, Any] = {}
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         if x is None:
             continue
-        x = jnp.asarray(x, None if is_array(x) else jnp.float32)
+        try:
+            x = jnp.asarray(x, None if is_array(x) else jnp.float32)
+        except (TypeError, ValueError):
+            raise wrong(function, name, f"must be a float, or floats, got {x!r}") from None
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise wrong(function, name, f"must be a float, or floats, got {x.dtype}")
         shapes = {(): (1, 1, 1), (1,): (1, 1, 1), dims[2:]: (1, 1, dims[2]), dims: dims}
@@ -63,8 +72,8 @@ def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any) ->
             )
         if cache.dtype != query.dtype:
             raise ValueError(
-                f"{function}: the cache is {cache.dtype} and 'query' is {query.dtype}; cast the query, "
-                f"query.astype(key_cache.dtype), or give a cache of int8 or 8-bit floats"
+                f"{function}: the cache is {cache.dtype} and {rows!r} is {query.dtype}; cast the {rows}, "
+                f"{rows}.astype(key_cache.dtype), or give a cache of int8 or 8-bit floats"
             )
     elif np.dtype(cache.dtype) != np.int8 and not jnp.issubdtype(cache.dtype, jnp.floating):
         raise ValueError(f"{function}: the cache is {cache.dtype}; it must be int8, an 8-bit float, or {query.dtype}")
@@ -88,15 +97,17 @@ def options(
     """Returns the options and scales that are used, by the contracts' names."""
     N = query.shape[-2]
     found = scales(function, query, cache, k_scale, v_scale)
-    numbers: dict[str, Any] = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal}
-    for name, x in numbers.items():
+    plain: dict[str, Any] = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal}
+    for name, x in plain.items():
         if isinstance(x, jax.Array):
             raise wrong(function, name, "is compiled into the program and must be a Python value, not an array")
+        if x is not None and not (isinstance(x, numbers.Real) and math.isfinite(x)):
+            raise wrong(function, name, f"must be a finite number, got {x!r}")
     if logits_soft_cap is not None and not logits_soft_cap > 0:
         raise wrong(function, "logits_soft_cap", f"must be positive, got {logits_soft_cap}; None for no cap")
     for name in ("softmax_scale", "logits_soft_cap"):
-        if numbers[name] is not None:
-            found[name] = float(numbers[name])
+        if plain[name] is not None:
+            found[name] = float(plain[name])
     try:
         window = window_of(sliding_window)
     except ValueError as error:

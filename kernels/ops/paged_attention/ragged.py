@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core.public import Prepared, public
+from kernels._core.requests import known
 from kernels.ops.paged_attention import arguments as given
 from kernels.ops.paged_attention.cache import slots_of_new
 from kernels.ops.paged_attention.contract import append_and_attend_op, append_op, op
@@ -67,7 +69,7 @@ def ragged_page_attention_v2(
         )
     # The key and the value of a head lie side by side, so this moves nothing.
     cache = kv_pages.reshape(pages, C, both // 2, 2 * H)
-    requests = given.of_requests(f, cuts, lens, tables, num_seqs)
+    requests = given.of_requests(f, query.shape[0], cache, cuts, lens, tables, num_seqs)
     return Prepared(op.bind(query, cache, **requests, **options(f, query, cache, **how)))
 
 
@@ -117,14 +119,13 @@ def ragged_page_attention_v3(
     tables = given.either(f, page_indices=page_indices, block_tables=block_tables)
     if lens.name == "cu_seqlens_k":
         lens = lens._replace(value=jnp.diff(given.integers(f, *lens, 1, form="[0, n1, n1 + n2, ...]")))
-    requests = given.of_requests(f, cuts, lens, tables, num_seqs)
-    return _ragged(f, query, key, value, key_pages, value_pages, requests, how)
+    return _ragged(f, query, key, value, key_pages, value_pages, (cuts, lens, tables, num_seqs), how)
 
 
-def _requests(f: str, query_start_loc: Any, kv_lens: Any, block_tables: Any) -> dict[str, jax.Array]:
-    """Returns `given.of_requests` of arguments that have one name."""
+def _named(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> list[given.Named]:
+    """Returns the requests, as `given.of_requests` takes them, under the names that most functions have for them."""
     arguments = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
-    return given.of_requests(f, *(given.Named(*x) for x in arguments.items()))
+    return [given.Named(*x) for x in arguments.items()]
 
 
 def _ragged(
@@ -133,7 +134,7 @@ def _ragged(
     """Returns the call of ragged queries; with new keys and values, that which writes them first."""
     given.array(f, "query", query, 3, form=_TOKENS)
     given.check_pages(f, query, key_cache, value_cache)
-    more = requests | options(f, query, key_cache, **how)
+    more = given.of_requests(f, query.shape[0], key_cache, *requests) | options(f, query, key_cache, **how)
     if key is None and value is None:
         return Prepared(op.bind(query, key_cache, value_cache=value_cache, **more))
     given.check_new(f, key, value, key_cache, value_cache, query.shape[0])
@@ -169,7 +170,7 @@ def unified_attention(
     (6, 4, 16)
     """
     f = "unified_attention"
-    requests = _requests(f, query_start_loc, kv_lens, block_tables)
+    requests = _named(query_start_loc, kv_lens, block_tables)
     return _ragged(f, query, None, None, key_cache, value_cache, requests, how | {"causal": causal})
 
 
@@ -202,7 +203,7 @@ def chunked_prefill_paged_decode(
     f = "chunked_prefill_paged_decode"
     given.either(f, key=key)
     given.either(f, value=value)
-    requests = _requests(f, query_start_loc, kv_lens, block_tables)
+    requests = _named(query_start_loc, kv_lens, block_tables)
     return _ragged(f, query, key, value, key_cache, value_cache, requests, how)
 
 
@@ -251,12 +252,20 @@ def append_to_cache(
             f, "slots", "or all of 'query_start_loc', 'kv_lens' and 'block_tables' say where rows go; give one"
         )
     if slots is None:
-        requests = _requests(f, *where)
+        requests = given.of_requests(f, key.shape[0], key_cache, *_named(*where))
         slots = slots_of_new(**requests, block_size=key_cache.shape[1], num_rows=key.shape[0])
     slots = given.integers(f, "slots", slots, 1, form="[M]")
     if slots.shape != key.shape[:1]:
         raise given.wrong(
             f, "slots", f"must have one slot for each of the {key.shape[0]} rows of 'key', got {slots.shape}"
         )
-    found = scales(f, key, key_cache, k_scale, v_scale)
+    values = known(slots)
+    taken = () if values is None else values[values >= 0]
+    if len(np.unique(taken)) < len(taken):
+        raise given.wrong(f, "slots", "has a slot twice, and which row would stay is not said")
+    if len(taken) and np.max(taken) >= key_cache.shape[0] * key_cache.shape[1]:
+        raise given.wrong(
+            f, "slots", f"has slot {np.max(taken)}, past the {key_cache.shape[0]} pages; -1 writes nothing"
+        )
+    found = scales(f, key, key_cache, k_scale, v_scale, rows="key")
     return Prepared(append_op.bind(key, value, slots, key_cache, value_cache, **found), returns=append_op.outputs)
