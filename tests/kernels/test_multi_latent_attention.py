@@ -143,6 +143,18 @@ def test_the_absorbed_form_is_the_same_attention():
         assert error(g, pull(jnp.cos(want))[0][n]) < 5e-6, n
 
 
+def test_decoding_meets_no_entries_but_those_in_sight():
+    """Of a long cache, neither the blocks before the window nor what is behind a row, where NaN lies."""
+    lens, S = jnp.array([600, 580]), 620
+    query, rope, cache = normal(B, 2, N, R), normal(B, 2, N, HR), normal(B, S, R + HR)
+    options = {"softmax_scale": 0.3, "sliding_window": 9}
+    want = jax.jit(functools.partial(decode_op.function, **options))(query, rope, cache, lens)[0]
+    at = jnp.arange(S)
+    hidden = (at < 512) | (at >= lens[:, None])
+    got = mla_decode(query, rope, jnp.where(hidden[..., None], jnp.nan, cache), lens, **options)
+    assert error(got, want) < 2e-6
+
+
 def paged(lens, counts, C=4, pages=40, rest=0, seed=0, width=0):
     """Returns (call, what it should give) of requests whose pages lie in any order; NaN where nothing was written."""
     rng = np.random.default_rng(seed)

@@ -214,13 +214,13 @@ def mla_decode(
     """Returns latent attention of the last tokens over a cache of latents, [B, T, N, Hv]; with `return_lse` also the
     log-sum-exp, float32 [B, T, N].
 
-    No key and no value of a head is made: w_kc is absorbed by the queries, and w_vc follows the weighted sum of latents, so
-    an entry of the cache is read once for all heads.
+    The work follows the longest of the rows, and the window. No key and no value of a head is made: w_kc is absorbed by the
+    queries, and w_vc follows the weighted sum of latents, so an entry of the cache is read once for all heads.
 
     Args:
       query: [B, T, N, H]: the T newest tokens of each row, one in plain decoding. query_rope: [B, T, N, Hr], rotated.
       kv_cache: [B, S, R + Hr]: entry j is the latent of token j and then its rotated key; those of `query` are in it already.
-      kv_lens: int [B]: how many entries of each row count, the T newest with them. What is behind may be anything finite.
+      kv_lens: int [B]: how many entries of each row count, the T newest with them. What is behind, NaN too, is in no output.
       w_kc: [R, N, H]. w_vc: [R, N, Hv]. Without both, `query` is absorbed already, [B, T, N, R], and so is the result.
       softmax_scale: default 1/sqrt(H + Hr); needed where the queries are absorbed.
       sliding_window: W for the last W entries, a query's own counted.
