@@ -77,7 +77,7 @@ def forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window,
 
 
 def backward(saved, query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap):
-    """Returns the gradients. Weights are exp(logits - lse), made again a block at a time; delta = rowsum(d_out * out) - d_lse."""
+    """Returns the gradients. Weights are exp(logits - lse), made again block by block; delta = rowsum(d_out * out) - d_lse."""
     B, T, N, R = query.shape
     rows = _Rows(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap)
     lse, delta = (x.reshape(B, T * N, 1) for x in (saved.lse, saved.delta))
