@@ -19,7 +19,7 @@ STRAIN = 2.5
 # Operations that have more than `SECONDS`, and why.
 MORE: dict[str, tuple[float, str]] = {
     "paged_attention": (
-        80,
+        60,
         "five operations: ragged, of rows, of a dense cache, the writing of a cache, and both at once",
     ),
     "flash_attention": (
@@ -27,7 +27,7 @@ MORE: dict[str, tuple[float, str]] = {
         "26 cases, for each kind of mask and each option alone, and 15 of them again that return the weights",
     ),
     "attention_variants": (90, "five operations, all of them differentiated"),
-    "multi_latent_attention": (70, "three operations, two of them differentiated"),
+    "multi_latent_attention": (60, "three operations, two of them differentiated"),
     "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),
     "recurrent": (100, "two operations, one of them with three cells and two directions"),
     "delta_rule": (

@@ -28,12 +28,12 @@ def window_of(sliding_window: Any) -> Window | None:
     """
     if sliding_window is None:
         return None
-    if _is_integer(sliding_window):
+    if is_integer(sliding_window):
         if sliding_window < 1:
             raise ValueError(f"argument 'sliding_window' must be at least 1 key, got {sliding_window}")
         return (int(sliding_window) - 1, 0)
     sides = tuple(sliding_window) if isinstance(sliding_window, (tuple, list)) else ()
-    if len(sides) != 2 or any(s is not None and (not _is_integer(s) or s < 0) for s in sides):
+    if len(sides) != 2 or any(s is not None and (not is_integer(s) or s < 0) for s in sides):
         raise ValueError(
             f"argument 'sliding_window' must be W or (left, right), each >= 0 or None, got {sliding_window!r}"
         )
@@ -41,7 +41,8 @@ def window_of(sliding_window: Any) -> Window | None:
     return (left, right)
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Returns whether it is a Python or NumPy integer, and no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -276,7 +277,7 @@ class MaskInfo:
 
 
 def _check_chunk_size(chunk_size: Any) -> None:
-    if not _is_integer(chunk_size) or chunk_size < 1:
+    if not is_integer(chunk_size) or chunk_size < 1:
         raise ValueError(f"argument 'chunk_size' must be a positive integer, got {chunk_size!r}")
 
 

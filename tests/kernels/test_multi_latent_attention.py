@@ -14,7 +14,7 @@ import ejdist
 import kernels
 from ejdist import MaskInfo, make_mesh
 from kernels import Unsupported, flash_mla, mla_decode, multi_latent_ragged_page_attention
-from kernels.ops.multi_latent_attention import op, paged_op
+from kernels.ops.multi_latent_attention import decode_op, op, paged_op
 
 RNG = np.random.default_rng(0)
 B, T, N, H, HR, HV, R = 2, 12, 4, 6, 4, 5, 8
@@ -143,6 +143,18 @@ def test_the_absorbed_form_is_the_same_attention():
         assert error(g, pull(jnp.cos(want))[0][n]) < 5e-6, n
 
 
+def test_decoding_meets_no_entries_but_those_in_sight():
+    """Of a long cache, neither the blocks before the window nor what is behind a row, where NaN lies."""
+    lens, S = jnp.array([600, 580]), 620
+    query, rope, cache = normal(B, 2, N, R), normal(B, 2, N, HR), normal(B, S, R + HR)
+    options = {"softmax_scale": 0.3, "sliding_window": 9}
+    want = jax.jit(functools.partial(decode_op.function, **options))(query, rope, cache, lens)[0]
+    at = jnp.arange(S)
+    hidden = (at < 512) | (at >= lens[:, None])
+    got = mla_decode(query, rope, jnp.where(hidden[..., None], jnp.nan, cache), lens, **options)
+    assert error(got, want) < 2e-6
+
+
 def paged(lens, counts, C=4, pages=40, rest=0, seed=0, width=0):
     """Returns (call, what it should give) of requests whose pages lie in any order; NaN where nothing was written."""
     rng = np.random.default_rng(seed)
@@ -203,7 +215,7 @@ def test_a_cost_that_follows_kv_lens():
     assert compiled.memory_analysis().temp_size_in_bytes < 10 * 4 * (1 << 20) + (1 << 20)
 
 
-@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("differentiated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_is_linear_in_the_length(differentiated):
     def temporaries(length):
         shapes = jax.eval_shape(lambda: inputs(1, 64, 64))
@@ -238,17 +250,28 @@ def test_on_a_mesh(sizes):
     """Batch, heads and sequence: the numbers and gradients of one device."""
     a = {**inputs(), "softmax_aux": normal(N)}
     options = {"causal": True, "segment_ids": IDS, "logits_soft_cap": 2.0}
-    want = value_and_gradients(flash_mla, a, **options)
     got = value_and_gradients(functools.partial(ejdist.flash_mla, mesh=make_mesh(**sizes)), a, **options)
+    # The contract compiles in half the time, and the grid holds the operation to it.
+    mask = MaskInfo.from_segments(jnp.asarray(IDS), causal=True)
+    a["softmax_aux"] = a["softmax_aux"][:, None]
+    want = value_and_gradients(lambda **a: op.function(**a, mask=mask, logits_soft_cap=2.0)[0], a)
+    want["softmax_aux"] = want["softmax_aux"][:, 0]
     for n, w in want.items():
         assert error(got[n], w) < 1e-5, n
+
+
+def dense_decode(query, query_rope, kv_cache, kv_lens, w_kc, w_vc, sliding_window):
+    """The contract, which compiles in half the time; the grid holds the operation to it."""
+    absorbed = jnp.einsum("btnh,rnh->btnr", query, w_kc)
+    more = {"softmax_scale": (H + HR) ** -0.5, "sliding_window": sliding_window}
+    return jnp.einsum("btnr,rnv->btnv", decode_op.function(absorbed, query_rope, kv_cache, kv_lens, **more)[0], w_vc)
 
 
 def test_decoding_over_a_cache_that_is_split():
     a = {"query": normal(B, 1, N, H), "query_rope": normal(B, 1, N, HR), "kv_cache": normal(B, 16, R + HR)}
     a |= {"w_kc": normal(R, N, H), "w_vc": normal(R, N, HV)}
     lens = jnp.array([13, 3])  # the second has nothing on most devices
-    want = value_and_gradients(mla_decode, a, kv_lens=lens, sliding_window=9)
+    want = value_and_gradients(dense_decode, a, kv_lens=lens, sliding_window=9)
     mesh = make_mesh(dp=1, sp=4, tp=2)
     got = value_and_gradients(functools.partial(ejdist.mla_decode, mesh=mesh), a, kv_lens=lens, sliding_window=9)
     for n, w in want.items():
@@ -266,6 +289,11 @@ A = inputs()
 CALL = paged((5, 2), (1, 1))[0]
 NARROW = (A["query"], A["query_rope"], normal(B, 16, R + HR - 1), jnp.full(B, 9), A["w_kc"], A["w_vc"])
 DECODE = (A["query"], A["query_rope"], normal(B, 16, R + HR), jnp.full(B, 9), A["w_kc"], A["w_vc"])
+
+
+def pages(**changes):
+    names = ("query", "query_rope", "kv_cache", "kv_lens", "block_tables", "query_start_loc", "w_kc", "w_vc")
+    return multi_latent_ragged_page_attention(**{**dict(zip(names, CALL)), **changes})
 
 
 def mla(**changes):
@@ -297,6 +325,16 @@ def mla(**changes):
         (r"'w_kc' \(8, 3, 6\) .* must be \[R, N, H\]", lambda: mla_decode(*DECODE[:4], A["w_kc"][:, :3], A["w_vc"])),
         (r"'kv_lens' must have a int dtype", lambda: mla_decode(*DECODE[:3], jnp.ones(B), *DECODE[4:])),
         (r"'query_start_loc' of shape \(2,\)", lambda: multi_latent_ragged_page_attention(*CALL[:5], CALL[5][1:], *CALL[6:])),
+        (r"'softmax_scale' must be a finite number, got 'x'", mla(softmax_scale="x")),
+        (r"'kv_lens' is missing", lambda: mla_decode(*DECODE[:3], None, *DECODE[4:])),
+        (r"'kv_lens' has 17 keys, .* 'kv_cache' has room for 16", lambda: mla_decode(*DECODE[:3], [3, 17], *DECODE[4:])),
+        (r"'sliding_window' must be a number of entries", lambda: mla_decode(*DECODE, sliding_window=True)),
+        (r"'kv_lens' has 17 keys, .*4 pages of 4. has room for 16", lambda: pages(kv_lens=[17, 2])),
+        (r"'kv_lens' must be at least 0, got -1", lambda: pages(kv_lens=[-1, 2])),
+        (r"'block_tables' has page -7 for request 1", lambda: pages(block_tables=CALL[4].at[1].set(-7))),
+        (r"'block_tables' of shape \(2, 0\) is empty", lambda: pages(block_tables=CALL[4][:, :0])),
+        (r"'query_start_loc' must rise from 0", lambda: pages(query_start_loc=[0, 2, 1])),
+        (r"'query_start_loc' ends at row 3, and there are 2", lambda: pages(query_start_loc=[0, 1, 3])),
         (r"'kv_cache' must be a float array", lambda: multi_latent_ragged_page_attention(*CALL[:2], CALL[2][0], *CALL[3:])),
     ],
 )  # fmt: skip

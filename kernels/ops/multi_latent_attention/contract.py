@@ -69,13 +69,14 @@ def mla_decode(
     An entry of the cache is a latent of width R and then the rotary key of width Hr; the first kv_lens[b] entries of row b
     count. Query t of a row is the token at position kv_lens[b] - T + t, and sees the entries up to its own position, or the
     last `sliding_window` of them. logits = cap(softmax_scale * (query . latent + query_rope . rotary key)), and out is the
-    weighted sum of latents; a query that sees nothing has out = 0 and lse = -inf. The public function `flash_attention` is the
-    engine of the XLA backend: one key head, whose values are the first R columns of its keys.
+    weighted sum of latents; a query that sees nothing has out = 0 and lse = -inf. What lies in other entries, NaN too, is in no
+    output.
     """
     B, T, _, R = query.shape
     S, width = kv_cache.shape[1:]
     check_cache("mla_decode", width, R, query_rope.shape[-1])
     mask = decode_mask(kv_lens, T, S, sliding_window)
+    kv_cache = jnp.where((jnp.arange(S) < kv_lens[:, None])[..., None], kv_cache, 0)
     logits = _dot("btnr,bsr->bnts", query, kv_cache[..., :R]) + _dot("btnh,bsh->bnts", query_rope, kv_cache[..., R:])
     weights, lse = _softmax(_capped(logits * softmax_scale, logits_soft_cap), mask.visible(T, S), None)
     out = _dot("bnts,bsr->btnr", weights.astype(kv_cache.dtype), kv_cache[..., :R])
@@ -245,6 +246,8 @@ op = Op(
 decode_op = Op(
     mla_decode,
     outputs=("out", "lse"),
+    residuals=("out", "lse"),
+    backward_inputs=backward_inputs,
     local_dims={"B", "N"},
     elsewhere={"S": "mla_decode"},
     same_dtype=("query", "query_rope", "kv_cache"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import jax
@@ -9,8 +11,9 @@ import jax.numpy as jnp
 
 from kernels._core import segments
 from kernels._core.binding import is_array, is_float_array
-from kernels._core.masks import MaskInfo, window_of
+from kernels._core.masks import MaskInfo, is_integer, window_of
 from kernels._core.public import Prepared, public
+from kernels._core.requests import check_cuts, check_lengths, check_tables
 from kernels.ops.multi_latent_attention.contract import check_rope, decode_op, op, paged_op
 from kernels.ops.multi_latent_attention.heads import absorbed, values_of
 
@@ -24,11 +27,23 @@ def _check_array(name: str, what: str, x: Any, dims: str) -> None:
         raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
 
 
+def _integers(name: str, what: str, x: Any) -> jax.Array:
+    """Returns the array. Raises ValueError where there is none, or nothing in it."""
+    if x is None:
+        raise ValueError(f"{name}: argument {what!r} is missing")
+    x = jnp.asarray(x)
+    if any(isinstance(n, int) and n == 0 for n in x.shape):
+        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
+    return x
+
+
 def _options(name: str, softmax_scale: Any, logits_soft_cap: Any) -> dict[str, float]:
     """Returns the options that were given, checked."""
     for what, x in (("softmax_scale", softmax_scale), ("logits_soft_cap", logits_soft_cap)):
         if is_array(x):
             raise ValueError(f"{name}: argument {what!r} is compiled into the program and must be a Python number")
+        if x is not None and not (isinstance(x, numbers.Real) and math.isfinite(x)):
+            raise ValueError(f"{name}: argument {what!r} must be a finite number, got {x!r}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
         raise ValueError(f"{name}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
     given = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
@@ -175,7 +190,7 @@ def in_latent_space(
 
 def check_window(name: str, sliding_window: Any) -> None:
     """Raises ValueError unless the window is a number of entries, or None."""
-    if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 1):
+    if sliding_window is not None and (not is_integer(sliding_window) or sliding_window < 1):
         raise ValueError(
             f"{name}: argument 'sliding_window' must be a number of entries of at least 1, got {sliding_window!r}; a cache "
             "holds nothing after a query, so there is no right side"
@@ -199,13 +214,13 @@ def mla_decode(
     """Returns latent attention of the last tokens over a cache of latents, [B, T, N, Hv]; with `return_lse` also the
     log-sum-exp, float32 [B, T, N].
 
-    No key and no value of a head is made: w_kc is absorbed by the queries, and w_vc follows the weighted sum of latents, so
-    an entry of the cache is read once for all heads.
+    The work follows the longest of the rows, and the window. No key and no value of a head is made: w_kc is absorbed by the
+    queries, and w_vc follows the weighted sum of latents, so an entry of the cache is read once for all heads.
 
     Args:
       query: [B, T, N, H]: the T newest tokens of each row, one in plain decoding. query_rope: [B, T, N, Hr], rotated.
       kv_cache: [B, S, R + Hr]: entry j is the latent of token j and then its rotated key; those of `query` are in it already.
-      kv_lens: int [B]: how many entries of each row count, the T newest with them. What is behind may be anything finite.
+      kv_lens: int [B]: how many entries of each row count, the T newest with them. What is behind, NaN too, is in no output.
       w_kc: [R, N, H]. w_vc: [R, N, Hv]. Without both, `query` is absorbed already, [B, T, N, R], and so is the result.
       softmax_scale: default 1/sqrt(H + Hr); needed where the queries are absorbed.
       sliding_window: W for the last W entries, a query's own counted.
@@ -226,7 +241,9 @@ def mla_decode(
     check_window(name, sliding_window)
     options: dict[str, Any] = {} if sliding_window is None else {"sliding_window": sliding_window}
     options |= _options(name, scale, logits_soft_cap)
-    call = decode_op.bind(absorbed_query, query_rope, kv_cache, jnp.asarray(kv_lens), **options)
+    lens = _integers(name, "kv_lens", kv_lens)
+    call = decode_op.bind(absorbed_query, query_rope, kv_cache, lens, **options)
+    check_lengths(name, "kv_lens", kv_lens, kv_cache.shape[1], "a row of 'kv_cache'")
     if w_vc is None:
         return Prepared(call, returns=("out", "lse") if return_lse else "out")
 
@@ -287,8 +304,11 @@ def multi_latent_ragged_page_attention(
     check_window(name, sliding_window)
     options: dict[str, Any] = {} if sliding_window is None else {"sliding_window": sliding_window}
     options |= _options(name, scale, logits_soft_cap)
-    indices = (jnp.asarray(x) for x in (kv_lens, block_tables, query_start_loc))
+    named = {"kv_lens": kv_lens, "block_tables": block_tables, "query_start_loc": query_start_loc}
+    indices = (_integers(name, n, x) for n, x in named.items())
     call = paged_op.bind(absorbed_query, query_rope, kv_cache, *indices, **options)
+    check_cuts(name, "query_start_loc", query_start_loc, query.shape[0])
+    check_tables(name, ("kv_lens", kv_lens), ("block_tables", call.block_tables), *kv_cache.shape[:2])
     if w_vc is None:
         return Prepared(call)
     return Prepared(call, finish=lambda out: values_of(out, w_vc), dims=("M", "N", "Hv"))

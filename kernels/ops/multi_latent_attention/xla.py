@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels import flash_attention
-from kernels._core.execute import backward_of
-from kernels.ops.multi_latent_attention.contract import decode_mask, decode_op, op, paged_op, scale_of
+from kernels.ops.multi_latent_attention import decode
+from kernels.ops.multi_latent_attention.contract import decode_op, op, paged_op, scale_of
 from kernels.ops.multi_latent_attention.heads import dot, joined_heads
 
 EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
@@ -54,17 +54,6 @@ def backward(
     if softmax_aux is not None:
         gradients["softmax_aux"] = of_heads["softmax_aux"]
     return gradients
-
-
-def decode_forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap):
-    R = query.shape[-1]
-    mask = decode_mask(kv_lens, query.shape[1], kv_cache.shape[1], sliding_window)
-    entries = kv_cache[:, :, None]
-    # The entries are keys and values at once. Their rotary part is summed too and dropped, which is cheaper than a copy of the
-    # latents without it.
-    heads = jnp.concatenate([query, query_rope], -1), entries, entries
-    out, lse = flash_attention.op.run(_attention(heads, mask, None, softmax_scale, logits_soft_cap), platform="xla")
-    return out[..., :R], lse
 
 
 def paged_forward(
@@ -155,5 +144,5 @@ def _tiles(kv_lens, query_start_loc, M, block_q, block_k, sliding_window):
 
 
 op.register(forward, backward, symbolic={"B"}, **EVERYWHERE)
-decode_op.register(decode_forward, backward_of(decode_op, decode_forward), name="xla", symbolic={"B"}, **EVERYWHERE)
+decode_op.register(decode.forward, decode.backward, name="xla", symbolic={"B"}, **EVERYWHERE)
 paged_op.register(paged_forward, name="xla", symbolic=set(), **EVERYWHERE)
