@@ -233,7 +233,10 @@ def test_memory_is_linear_in_the_length(name):
 @given(st.sampled_from([1, 5, 64, 65, 150]), st.sampled_from([(1, 1), (4, 2)]), st.booleans(), st.integers(0, 99))
 def test_any_performer(length, heads, causal, seed):
     rng = np.random.default_rng(seed)
-    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+
+    def make(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     q, k, v = make(1, length, heads[0], 4), make(1, length, heads[1], 4), make(1, length, heads[1], 3)
     op = kernels.operations()["performer_attention"]
     features = make(6, 4)
