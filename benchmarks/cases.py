@@ -54,7 +54,7 @@ def abstract(op: Op, case: Case, dtype: str) -> dict[str, Any]:
         if name in case.make and not follows:
             value = case.make[name](np.random.default_rng(0), case.dims)
             arguments[name] = jax.ShapeDtypeStruct(value.shape, dtype) if is_float(value) else value
-        elif follows and name in case.make or case.draws(p):
+        elif (follows and name in case.make) or case.draws(p):
             arguments[name] = jax.ShapeDtypeStruct(case.shape(p), dtype)
     return arguments
 

@@ -26,7 +26,7 @@ DISPATCH, EDGES = "kernels/_core/dispatch.py", "tests/test_edges.py"
 COLLECTIVE = "ejdist/collective_matmul.py"
 GROUPED, QUANTIZED = "tests/kernels/test_grouped_matmul.py", "tests/kernels/test_quantized_matmul.py"
 LOOP, TRAIN = "ejdist/training/loop.py", "tests/test_train.py"
-DELTA = "tests/kernels/test_delta_rule.py"
+DELTA, DELTA_SHARDED = "tests/kernels/test_delta_rule.py", "tests/kernels/test_delta_rule_sharded.py"
 
 PAGED, PAGED_TESTS = "kernels/ops/paged_attention/xla.py", "tests/kernels/test_paged_attention.py"
 STATE_SPACE, STATE_SPACES = "kernels/ops/state_space/xla.py", "tests/kernels/test_state_space.py"
@@ -478,14 +478,14 @@ FAULTS = (
         "ejdist/sequence/state_passing.py",
         "{**arguments, **said}",
         "arguments",
-        f"{DELTA} -k sequence_split",
+        f"{DELTA_SHARDED} -k sequence_split",
     ),
     Fault(
         "ranks of a delta rule hand on their own state alone",
         "ejdist/sequence/delta_rule.py",
         "jnp.pad(jnp.eye(H),",
         "jnp.pad(0 * jnp.eye(H),",
-        f"{DELTA} -k sequence_split",
+        f"{DELTA_SHARDED} -k sequence_split",
     ),
     Fault(
         "an old segment is seen in its chunk",

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from hypothesis import strategies as st
 
 
 def walk(step, start, rows, length, segment_ids=None, states=None, reverse=False):
@@ -45,3 +46,53 @@ def slope(function, floats, direction, step=1e-5):
 def weighed(outputs):
     """Returns a sum of arrays in which every element counts differently."""
     return sum(float(np.sum(np.asarray(y, np.float64) * np.cos(np.arange(y.size)).reshape(y.shape))) for y in outputs)
+
+
+@st.composite
+def calls(draw, names):
+    """Draws a call of a public function on one row: its name, sizes, dtype, which tokens are a sequence, and states or none."""
+    T = draw(st.sampled_from([1, 2, 7, 21]))
+    kind = draw(st.sampled_from(["whole", "segment_ids", "cu_seqlens", "cum_seqlens"]))
+    where = {}
+    if kind == "segment_ids":
+        where = {kind: np.array([draw(st.lists(st.integers(-1, 2), min_size=T, max_size=T))])}
+    elif kind != "whole":
+        where = {kind: np.array([0, *sorted(draw(st.lists(st.integers(0, T), min_size=1, max_size=3)))])}
+    return {
+        "name": draw(st.sampled_from(names)),
+        "T": T,
+        "heads": draw(st.sampled_from([(1, 1), (2, 1), (2, 2)])),
+        "seed": draw(st.integers(0, 99)),
+        "dtype": draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"])),
+        "where": where,
+        "state": draw(st.sampled_from(["", "state", "initial_state"])),
+        "scale": draw(st.sampled_from([None, 0.7])),
+        "some": draw(st.booleans()),
+    }
+
+
+def check_call(run, reference, arrays, tokens, drawn, state_shape):
+    """Holds `run(arrays, **options)` -> (out, state) to `reference(arrays, ids, state [1, ...])`, each sequence by itself.
+
+    Args:
+      tokens: names of the arrays that have a dim of tokens, their second.
+    """
+    allowed = 1e-5 if drawn["dtype"] == "float32" else 3e-2
+    where, rng = drawn["where"], np.random.default_rng(drawn["seed"])
+    cuts = next((where[n] for n in ("cu_seqlens", "cum_seqlens") if n in where), None)
+    count = 1 if cuts is None else len(cuts) - 1
+    states, given = np.zeros((count, *state_shape), np.float32), dict(where)
+    if drawn["state"]:
+        states = given[drawn["state"]] = rng.standard_normal(states.shape).astype(np.float32)
+    out, final = (np.asarray(y, np.float64) for y in run(arrays, **given))
+    ids = where.get("segment_ids")
+    spans = [(0, drawn["T"])] if cuts is None else itertools.pairwise(cuts)
+    for i, (begin, end) in enumerate(spans):
+        part = {n: x[:, begin:end] if n in tokens else x for n, x in arrays.items()}
+        if begin == end or (ids is not None and (ids < 0).all()):
+            np.testing.assert_array_equal(final[i], states[i])
+            continue
+        want, state = reference({n: np.asarray(x, np.float64) for n, x in part.items()}, ids, states[i : i + 1])
+        for got, exact in ((out[:, begin:end], want), (final[i], state)):
+            assert np.abs(got - exact).max() < allowed * (1 + np.abs(exact).max())
+    assert cuts is None or not out[:, cuts[-1] :].any()

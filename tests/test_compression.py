@@ -48,7 +48,9 @@ def test_outputs_are_exact_and_gradients_are_those_at_the_rounded_arguments(dtyp
     def through(scale):  # closes over an array, which has a gradient too
         return compressed_checkpoint(lambda *a: {"y": scale * layer(*a)["y"]}, dtype=dtype)
 
-    ours = lambda x, w, s: jnp.sum(jnp.sin(through(s)(x, w, ids)["y"]))  # noqa: E731
+    def ours(x, w, s):
+        return jnp.sum(jnp.sin(through(s)(x, w, ids)["y"]))
+
     value, got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2)))(x, weights, scale)
     np.testing.assert_allclose(value, loss(layer, x, weights, scale), rtol=1e-6)
     rounded = {"h": decompress(compress(x["h"], dtype))}

@@ -178,9 +178,15 @@ def test_a_scan_equals_layers_unrolled():
 
 def test_a_window_as_wide_as_the_row_is_full_attention_and_a_narrower_one_is_not():
     params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
-    value = lambda config: float(jax.jit(lambda p: mean_loss(p, batch, config))(params))  # noqa: E731
+
+    def value(config):
+        return float(jax.jit(lambda p: mean_loss(p, batch, config))(params))
+
     full = value(TINY)
-    same = lambda w: dataclasses.replace(TINY, layer_pattern=("window", "full"), sliding_window=w)  # noqa: E731
+
+    def same(w):
+        return dataclasses.replace(TINY, layer_pattern=("window", "full"), sliding_window=w)
+
     assert value(same(T)) == pytest.approx(full, rel=1e-6)
     assert abs(value(same(2)) - full) > 1e-5
 
@@ -189,7 +195,10 @@ def test_documents_do_not_see_each_other():
     """Changing one document leaves what comes out for the others, and their loss, bit for bit."""
     config = VARIANTS["windows"]
     params, batch = init(config, jax.random.key(0)), batch_of(config)
-    of_second = lambda b: {**b, "targets": jnp.where(b["segment_ids"] == 1, b["targets"], -1)}  # noqa: E731
+
+    def of_second(b):
+        return {**b, "targets": jnp.where(b["segment_ids"] == 1, b["targets"], -1)}
+
     changed = {**batch, "tokens": jnp.where(batch["segment_ids"] == 0, 3, batch["tokens"])}
     assert np.any(changed["tokens"] != batch["tokens"])
     hidden = jax.jit(lambda b: hidden_states(params, b, config, OPS))
@@ -206,7 +215,10 @@ def test_documents_do_not_see_each_other():
 def test_the_future_and_padding_are_not_seen():
     params, batch = init(TINY, jax.random.key(0)), batch_of(TINY, cuts=((), ()))
     run = jax.jit(lambda b: hidden_states(params, b, TINY, OPS))
-    hidden = lambda b: np.asarray(run(b))  # noqa: E731
+
+    def hidden(b):
+        return np.asarray(run(b))
+
     later = {**batch, "tokens": batch["tokens"].at[:, 10:].set(1)}
     np.testing.assert_array_equal(hidden(batch)[:, :10], hidden(later)[:, :10])
     assert np.abs(hidden(batch)[:, 10:] - hidden(later)[:, 10:]).max() > 1e-3
@@ -337,7 +349,10 @@ def test_a_wrong_configuration_names_the_field(change, words):
 
 def test_a_model_places_its_activations_by_logical_dims_only():
     seen = []
-    note = lambda x, dims: seen.append((dims, x.ndim)) or x  # noqa: E731
+
+    def note(x, dims):
+        return seen.append((dims, x.ndim)) or x
+
     ops = OPS.replace()
     ops.constrain = ops.gather = note
     mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)

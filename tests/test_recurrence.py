@@ -118,7 +118,10 @@ IDS = {
 
 def arguments(name):
     rng, packed = np.random.default_rng(1), name.startswith("packed")
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     given = {"x": normal(2, 16, 3), "a": -jnp.exp(normal(2, 16, 3))}
     if IDS[name] is not None:
         given["segment_ids"] = jnp.asarray(IDS[name], jnp.int32)

@@ -124,7 +124,10 @@ def test_rows_that_cannot_be_split_are_refused():
 
 def test_clipping_bounds_the_update_and_not_the_metric():
     params, gradient = {"w": jnp.zeros(4)}, {"w": jnp.full(4, 100.0)}
-    loss = lambda p, b: (jnp.sum(p["w"] * gradient["w"]), {"loss": 0.0, "z_loss": 0.0, "tokens": jnp.float32(1)})  # noqa: E731
+
+    def loss(p, b):
+        return (jnp.sum(p["w"] * gradient["w"]), {"loss": 0.0, "z_loss": 0.0, "tokens": jnp.float32(1)})
+
     section = OptimizerSection(learning_rate=1.0, schedule="constant", warmup_steps=0, weight_decay=0.0, eps=1e6)
     batch = {"tokens": jnp.zeros((1, 1))}
     moved = {}
@@ -149,9 +152,10 @@ def test_weight_decay_spares_norms_and_biases():
 
 def test_schedules():
     section = OptimizerSection(learning_rate=1.0, warmup_steps=10, final_ratio=0.1)
-    rates = lambda **change: np.array(  # noqa: E731
-        [float(make_schedule(dataclasses.replace(section, **change), 110)(s)) for s in range(110)]
-    )
+
+    def rates(**change):
+        return np.array([float(make_schedule(dataclasses.replace(section, **change), 110)(s)) for s in range(110)])
+
     cosine = rates()
     np.testing.assert_allclose(cosine[:10], np.arange(1, 11) / 10, rtol=1e-6)
     np.testing.assert_allclose(cosine[10:], 0.55 + 0.45 * np.cos(np.pi * np.arange(100) / 99), rtol=1e-5)

@@ -147,7 +147,10 @@ def test_second_derivatives_are_those_of_the_contract(op, backend):
     way = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), floats)
 
     def product(loss):  # with a Hessian, in reverse mode twice
-        dot = lambda g: sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(way), strict=True))  # noqa: E731
+
+        def dot(g):
+            return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(way), strict=True))
+
         return jax.jit(jax.grad(lambda f: dot(jax.grad(loss)(f))))(floats)
 
     class Contract:

@@ -277,7 +277,9 @@ def test_hops_without_a_set_block_are_not_made():
     x, mesh = LONG["query"], make_mesh(sp=4)
 
     def sends(blocks):
-        run = lambda x, blocks: ejdist.blocksparse_attention(x, x, x, blocks, 4, mesh=mesh)  # noqa: E731
+        def run(x, blocks):
+            return ejdist.blocksparse_attention(x, x, x, blocks, 4, mesh=mesh)
+
         if isinstance(blocks, np.ndarray):
             return count_of("ppermute", jax.make_jaxpr(lambda x: run(x, blocks))(x).jaxpr)
         return count_of("ppermute", jax.make_jaxpr(run)(x, blocks).jaxpr)

@@ -79,7 +79,10 @@ def test_against_float64(options, block_rows, weighted):
     for got, want in zip(gradients, wanted[1:], strict=True):
         np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-4)
     # The same loss from logits that exist.
-    through = lambda x, w: loss(None, None, logits=jnp.dot(x, w, precision="highest"))  # noqa: E731
+
+    def through(x, w):
+        return loss(None, None, logits=jnp.dot(x, w, precision="highest"))
+
     again, gradients = jax.value_and_grad(through, (0, 1))(x, w)
     np.testing.assert_allclose(again, wanted[0], rtol=1e-5)
     for got, want in zip(gradients, wanted[1:], strict=True):
@@ -137,7 +140,9 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
     width, vocabulary, rows = 8, 4096, 128
 
     def scratch(tokens):
-        f = lambda h, w, t: fused_cross_entropy(h, w, t, cfg=CrossEntropyConfig(block_rows=rows))  # noqa: E731
+        def f(h, w, t):
+            return fused_cross_entropy(h, w, t, cfg=CrossEntropyConfig(block_rows=rows))
+
         args = (
             jax.ShapeDtypeStruct((tokens, width), jnp.float32),
             jax.ShapeDtypeStruct((width, vocabulary), jnp.float32),

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,86 +10,18 @@ import pytest
 from grid import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy_delta_rule import IDS, NAMES, STATE, arrays, call, numpy_loop
+from numpy_recurrence import calls, check_call
 
-import ejdist
 import kernels
-from ejdist import make_mesh
 from kernels.ops.delta_rule import op, rwkv7_op
 from kernels.ops.delta_rule.chunk import inverse
 
 RNG = np.random.default_rng(0)
-NAMES = {"delta_rule": ("query", "key", "value", "beta"), "rwkv7": ("r", "w", "k", "v", "a", "b")}
-NAMES["gated_delta_rule"] = NAMES["kernel_delta_attention"] = (*NAMES["delta_rule"], "g")
 
 
 def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
-
-
-def unit(rng, *shape):
-    x = rng.standard_normal(shape)
-    return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def decays(rng, *shape, low=1e-4, high=20.0):
-    return -np.exp(rng.uniform(np.log(low), np.log(high), shape))
-
-
-def arrays(name, B=1, T=9, K=1, N=2, H=4, Hv=3, seed=0, beta=2.0, **spread):
-    """Returns the arrays of a function, float32: keys of norm 1, decays of all sizes."""
-    rng = np.random.default_rng(seed)
-    if name == "rwkv7":
-        a = {"r": unit(rng, B, T, N, H), "w": decays(rng, B, T, N, H, **spread), "k": unit(rng, B, T, N, H)}
-        a |= {"v": rng.standard_normal((B, T, N, Hv)), "a": -unit(rng, B, T, N, H)}
-        a["b"] = unit(rng, B, T, N, H) * rng.random((B, T, N, H))
-    else:
-        a = {"query": unit(rng, B, T, K, H), "key": unit(rng, B, T, K, H), "value": rng.standard_normal((B, T, N, Hv))}
-        a["beta"] = beta * rng.random((B, T, N))
-        if name == "gated_delta_rule":
-            a["g"] = decays(rng, B, T, N, **spread)
-        if name == "kernel_delta_attention":
-            a["g"] = decays(rng, B, T, N, H, **spread)
-    return {n: x.astype(np.float32) for n, x in a.items()}
-
-
-def numpy_loop(name, a, state=None, ids=None, scale=None, l2norm=False):
-    """Returns (out, final states [B, N, H, Hv]) in float64: one row, head and token at a time, the formulas as documented."""
-    a = {n: np.asarray(x, np.float64) for n, x in a.items()}
-    q, k, v = (a["r"], a["k"], a["v"]) if name == "rwkv7" else (a["query"], a["key"], a["value"])
-    (B, T, N, Hv), H, per = v.shape, q.shape[-1], v.shape[2] // k.shape[2]
-    scale = H**-0.5 if scale is None else scale
-    if l2norm:
-        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    out, finals = np.zeros((B, T, N, Hv)), np.zeros((B, N, H, Hv))
-    for b, n in np.ndindex(B, N):
-        S = np.zeros((H, Hv)) if state is None else np.asarray(state[b, n], np.float64)
-        before = None
-        for t in range(T):
-            now = 0 if ids is None else ids[b, t]
-            if now < 0:
-                continue
-            if before is not None and now != before:
-                S = np.zeros((H, Hv))
-            before = now
-            qt, kt, vt = q[b, t, n // per], k[b, t, n // per], v[b, t, n]
-            if name == "rwkv7":
-                read = S.T @ a["a"][b, t, n]
-                S = np.exp(a["w"][b, t, n])[:, None] * S + np.outer(a["b"][b, t, n], read) + np.outer(kt, vt)
-            else:
-                g = np.broadcast_to(a["g"][b, t, n], (H,)) if "g" in a else np.zeros(H)
-                S = np.exp(g)[:, None] * S
-                S = S + a["beta"][b, t, n] * np.outer(kt, vt - S.T @ kt)
-            out[b, t, n] = scale * S.T @ qt
-        finals[b, n] = S
-    return out, finals
-
-
-def call(name, a, **options):
-    return getattr(kernels, name)(*(a[n] for n in NAMES[name]), **options)
-
-
-IDS = np.array([[0, 0, 1, -1, 1, 2, 0, -1, -1], [-1, 3, 3, 3, 3, 3, 3, 3, -1]])
-STATE = RNG.standard_normal((2, 2, 4, 3)).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,103 +185,26 @@ def test_narrow_inputs_have_a_state_in_float32(name):
 # -- random calls ------------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def calls(draw):
-    name = draw(st.sampled_from(list(NAMES)))
-    T, N = draw(st.sampled_from([1, 2, 7, 16, 21])), draw(st.sampled_from([1, 2]))
-    sizes = {"B": 1, "T": T, "N": N, "H": draw(st.sampled_from([1, 4])), "Hv": draw(st.sampled_from([1, 3]))}
-    sizes |= {"K": draw(st.sampled_from([k for k in (1, 2) if N % k == 0])), "seed": draw(st.integers(0, 99))}
-    ids = draw(st.none() | st.lists(st.integers(-1, 2), min_size=T, max_size=T))
-    return name, sizes, ids, draw(st.booleans()), draw(st.sampled_from([1, 4, 16]))
+def random_call(drawn, block):
+    name, (N, K) = drawn["name"], drawn["heads"]
+    a = arrays(name, T=drawn["T"], N=N, K=K, H=4, Hv=3, seed=drawn["seed"])
+    a = {n: x if n in ("g", "beta", "w") else jnp.asarray(x, drawn["dtype"]) for n, x in a.items()}
+    l2norm = name != "rwkv7" and drawn["some"]
+    more = {"softmax_scale": drawn["scale"], **({"use_qk_l2norm": True} if l2norm else {})}
+
+    def run(a, **given):
+        return call(name, a, **given, **more, return_state=True, cfg=kernels.ChunkConfig(block))
+
+    def reference(a, ids, state):
+        out, final = numpy_loop(name, a, state, ids, drawn["scale"], l2norm)
+        return out, final[0]
+
+    check_call(run, reference, a, a.keys(), drawn, (N, 4, 3))
 
 
-def random_call(drawn):
-    name, sizes, ids, stated, block = drawn
-    a = arrays(name, **sizes)
-    state = RNG.standard_normal((1, sizes["N"], sizes["H"], sizes["Hv"])).astype(np.float32) if stated else None
-    ids = None if ids is None else np.array([ids])
-    got = call(name, a, initial_state=state, segment_ids=ids, return_state=True, cfg=kernels.ChunkConfig(block))
-    for g, want in zip(got, numpy_loop(name, a, state, ids), strict=True):
-        assert error(g, want) < 1e-5
-
-
-@settings(max_examples=3, deadline=None, derandomize=True, database=None)
-@given(calls())
-def test_random_calls(drawn):
-    random_call(drawn)
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None, database=None)
-@given(calls())
-def test_many_random_calls(drawn):
-    random_call(drawn)
-
-
-# -- with the sequence split -------------------------------------------------------------------------------------------
-
-# Documents that begin and end on any rank, one over all of them, and padding at a rank's edges.
-ACROSS = np.array([[0] * 3 + [-1] * 2 + [1] * 8 + [2] * 2 + [-1], [-1] + [5] * 15])
-
-
-def on_a_mesh(name, sizes, packed):
-    a = arrays(name, B=1 if packed else 2, T=16, high=2.0)
-    if packed:
-        options = {"cum_seqlens": np.array([0, 3, 3, 13, 15])}
-        states = RNG.standard_normal((4, 2, 4, 3)).astype(np.float32)
-    else:
-        options, states = {"segment_ids": ACROSS}, STATE
-        options |= {} if name == "rwkv7" else {"use_qk_l2norm": True, "softmax_scale": 0.3}
-        a = {n: 3 * x if n == "key" else x for n, x in a.items()}  # so that its norm matters
-
-    def run(function):
-        def loss(x):
-            outputs = function(*(x[n] for n in NAMES[name]), state=x["state"], return_state=True, **options)
-            return sum(jnp.sum(jnp.sin(y)) for y in outputs), outputs
-
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))({**a, "state": states})
-
-    got = run(functools.partial(getattr(ejdist, name), mesh=make_mesh(**sizes)))
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(run(getattr(kernels, name))), strict=True):
-        assert error(g, w) < 2e-6, error(g, w)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "packed"),
-    [("kernel_delta_attention", {"sp": 4}, False), ("rwkv7", {"sp": 2, "tp": 2}, True)],
-)
-def test_with_the_sequence_split(name, sizes, packed):
-    """Values and gradients, of the states too."""
-    on_a_mesh(name, sizes, packed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", NAMES)
-def test_with_the_sequence_split_over_any_number(name, ranks, packed):
-    on_a_mesh(name, {"sp": ranks}, packed)
-
-
-@pytest.mark.slow
-def test_a_pool_on_a_mesh():
-    a = {n: x[0] for n, x in arrays("gated_delta_rule", T=22).items()}
-    given = (*a.values(), jnp.asarray(POOL), CUTS, SLOTS)
-    got = ejdist.ragged_gated_delta_rule(*given, mesh=make_mesh(sp=2, tp=2))
-    for g, w in zip(got, kernels.ragged_gated_delta_rule(*given), strict=True):
-        assert error(g, w) < 2e-6
-
-
-def test_traffic_does_not_depend_on_the_length():
-    def traffic(T):
-        shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays("gated_delta_rule", T=T).items()}
-        run = jax.jit(lambda a: ejdist.gated_delta_rule(**a, mesh=make_mesh(sp=4)))
-        found = re.findall(
-            r"= (\S+) (collective-permute|all-gather|all-reduce|all-to-all)\(", run.lower(shapes).compile().as_text()
-        )
-        return sorted(found)
-
-    assert traffic(64) == traffic(256) != []
+RANDOM = given(calls(list(NAMES)), st.sampled_from([1, 16]))
+test_random_calls = settings(max_examples=2, deadline=None, derandomize=True, database=None)(RANDOM(random_call))
+test_300_random_calls = pytest.mark.slow(settings(max_examples=300, deadline=None, database=None)(RANDOM(random_call)))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -433,7 +287,10 @@ def test_states_and_their_number_go_together():
 def test_decays_of_channels_at_a_width_of_models():
     """As sums of more than five dims these chunks crash CPUs (see kernels/_core/chunks.py), and only from some size on."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     q, k, v, g = (normal(1, 128, 4, 32) for _ in range(4))
     given = {"query": q, "key": k / 6, "value": v, "beta": jax.nn.sigmoid(g[..., 0]), "g": -jax.nn.softplus(g)}
     for together in (1, 2):

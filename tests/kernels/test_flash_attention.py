@@ -38,7 +38,10 @@ def qkv(*shape, heads=4, kv_heads=2, width=16, seed=0, keys=None, dtype=jnp.floa
     """Returns random query, key, value of shape [batch, length] x heads x width."""
     rng = np.random.default_rng(seed)
     batch, length = shape
-    make = lambda t, n: jnp.asarray(rng.standard_normal((batch, t, n, width)), dtype)  # noqa: E731
+
+    def make(t, n):
+        return jnp.asarray(rng.standard_normal((batch, t, n, width)), dtype)
+
     keys = length if keys is None else keys
     return make(length, heads), make(keys, kv_heads), make(keys, kv_heads)
 
@@ -304,7 +307,10 @@ def drawn(seed, length=256, probability=0.3, batch=2, heads=4):
 def test_dropout_is_even_and_independent_of_rows_columns_heads_and_seeds():
     a, b = drawn(7), drawn(8)
     assert (a == drawn(7)).all()
-    deviation = lambda m: math.sqrt(0.3 * 0.7 / m)  # noqa: E731
+
+    def deviation(m):
+        return math.sqrt(0.3 * 0.7 / m)
+
     assert abs(a.mean() - 0.7) < 5 * deviation(a.size)
     for dims in ((2, 3), (0, 1, 2), (0, 1, 3), (1, 2, 3)):
         means = a.mean(dims)

@@ -29,7 +29,10 @@ ORACLE["gelu_tanh"] = (tanh_gelu, lambda z: (tanh_gelu(z + 1e-6) - tanh_gelu(z -
 
 def inputs(lead, D, F, dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    make = lambda *shape: rng.standard_normal(shape)  # noqa: E731
+
+    def make(*shape):
+        return rng.standard_normal(shape)
+
     return [make(*lead, D), make(D, F), make(D, F), make(F, D)], make(*lead, D)
 
 
@@ -41,7 +44,10 @@ def test_value_and_gradients_against_float64(activation):
     g, u = x @ gate, x @ up
     dh = d @ down.T
     dg, du = dh * u * slope(g), dh * act(g)
-    rows = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+
+    def rows(a):
+        return a.reshape(-1, a.shape[-1])
+
     wanted = (
         dg @ gate.T + du @ up.T,
         rows(x).T @ rows(dg),

@@ -230,7 +230,10 @@ def test_quantised_weights(dtype):
 
 def test_quantised_weights_have_no_gradient():
     a = quantized_op.case_inputs(quantized_op.cases[0])
-    run = lambda scale: grouped_matmul(a["lhs"], a["rhs"], a["group_sizes"], rhs_scale=scale).sum()  # noqa: E731
+
+    def run(scale):
+        return grouped_matmul(a["lhs"], a["rhs"], a["group_sizes"], rhs_scale=scale).sum()
+
     assert not jax.grad(run)(a["rhs_scale"]).any()
 
 

@@ -175,7 +175,9 @@ def test_a_vocabulary_over_devices(direction, mesh):
     how = {"direction": direction, "targets": TARGETS[:20].reshape(2, 10), "temperature": 1.5}
 
     def run(function, **where):
-        f = lambda h, w: function(h, w, *teacher, **how, **where)  # noqa: E731
+        def f(h, w):
+            return function(h, w, *teacher, **how, **where)
+
         return jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head)
 
     got, want = run(ejdist.fused_kl_divergence, mesh=make_mesh(**MESHES[mesh])), run(fused_kl_divergence)

@@ -11,6 +11,7 @@ import pytest
 from grid import error, value_and_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy_recurrence import calls, check_call
 
 import ejdist
 import kernels
@@ -25,7 +26,10 @@ def numpy_loop(
     *, softmax_scale=None, num_states=1,
 ):  # fmt: skip
     """Returns (out, final_state) in float64, by the formulas: one row, head and token at a time."""
-    wide = lambda x: None if x is None else np.asarray(x, np.float64)  # noqa: E731
+
+    def wide(x):
+        return None if x is None else np.asarray(x, np.float64)
+
     q, k, v, g, gk, gv, gamma, u = map(wide, (query, key, value, g, gk, gv, g_gamma, bonus))
     B, T, N, H = q.shape
     scale = 1 / np.sqrt(H) if softmax_scale is None else softmax_scale
@@ -91,7 +95,10 @@ def of_decay(kind, T=23, seed=0):
     rng = np.random.default_rng(seed)
     B, N, H, Hv = 1, 2, 3, 2
     sizes = {"none": (-1e-6, -1e-6), "all": (-50, -50), "mixed": (-50, -1e-6), "infinite": (-50, -1e-6)}[kind]
-    log = lambda *shape: jnp.asarray(np.where(rng.random(shape) < 0.5, *sizes), jnp.float32)  # noqa: E731
+
+    def log(*shape):
+        return jnp.asarray(np.where(rng.random(shape) < 0.5, *sizes), jnp.float32)
+
     a = {"query": normal(rng, B, T, N, H), "key": normal(rng, B, T, N, H), "value": normal(rng, B, T, N, Hv)}
     a |= {"gk": log(B, T, N, H), "gv": log(B, T, N, Hv), "initial_state": normal(rng, B, 1, N, H, Hv)}
     if kind == "infinite":
@@ -162,7 +169,10 @@ def test_memory_is_linear_in_the_length():
 
     def temporaries(T):
         x, g = (jax.ShapeDtypeStruct((1, T, 1, 16), "float32") for _ in range(2))
-        loss = lambda q, k, v, g: jnp.sum(kernels.gla_attention(q, k, v, g, cfg=kernels.ChunkConfig(16)))  # noqa: E731
+
+        def loss(q, k, v, g):
+            return jnp.sum(kernels.gla_attention(q, k, v, g, cfg=kernels.ChunkConfig(16)))
+
         return jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(x, x, x, g).compile().memory_analysis().temp_size_in_bytes
 
     short, long = temporaries(512), temporaries(2048)
@@ -323,6 +333,42 @@ def test_any_call(seed):
 @given(st.integers(0, 2**31))
 def test_any_call_300_times(seed):
     check_any(seed)
+
+
+def random_call(drawn):
+    """Of a public function."""
+    name, (N, K), rng = drawn["name"], drawn["heads"], np.random.default_rng(drawn["seed"])
+    q, k, v = (normal(rng, 1, drawn["T"], *w, dtype=drawn["dtype"]) for w in ((N, 4), (K, 4), (K, 3)))
+    arrays = {"query": q, "key": k, "value": v}
+    decays = {"g": (N,), "gk": (N, 4), "gv": (N, 3)}
+    wanted = {"gla_attention": ["gk" if drawn["some"] else "g"], "recurrent_attention": decays, "rwkv6": ["gk"]}
+    for n in wanted.get(name, ()):
+        arrays[n] = -jnp.exp(normal(rng, 1, drawn["T"], *decays[n]))
+    fixed = {"bonus": normal(rng, N, 4)} if name == "rwkv6" else {}
+    fixed |= {"g_gamma": -jnp.abs(normal(rng, N))} if name in ("lightning_attention", "retention") else {}
+
+    def run(a, **given):
+        given |= {"softmax_scale": drawn["scale"], "return_state": True}
+        if name == "rwkv6":
+            return kernels.rwkv6(a["query"], a["key"], a["value"], a["gk"], a["bonus"], **given)
+        if name == "lightning_attention":
+            return kernels.lightning_attention(a["query"], a["key"], a["value"], decay=-a["g_gamma"], **given)
+        a = dict(a)
+        if name == "gla_attention" and "gk" in a:
+            a["gate"] = a.pop("gk")
+        return getattr(kernels, name)(**a, **given)
+
+    def reference(a, ids, state):
+        out, final = numpy_loop(**a, segment_ids=ids, initial_state=state[None], softmax_scale=drawn["scale"])
+        return out, final[0, 0]
+
+    check_call(run, reference, arrays | fixed, arrays.keys(), drawn, (N, 4, 3))
+
+
+NAMES = ["gla_attention", "recurrent_attention", "lightning_attention", "retention", "rwkv6"]
+test_300_random_calls = pytest.mark.slow(
+    settings(max_examples=300, deadline=None, database=None)(given(calls(NAMES))(random_call))
+)
 
 
 @pytest.mark.parametrize("decay", ["none", "g_gamma"])

@@ -46,9 +46,16 @@ def s(x):
 def numpy_cell(cell_type, w, x, h, c, act=np.tanh):
     """Returns (h, c) after one token, a gate at a time, in the words of the cell's equations."""
     n = h.shape[0]
-    gate = lambda i: slice(i * n, (i + 1) * n)  # noqa: E731
-    of_x = lambda i: w["weight_ih"][gate(i)] @ x + w["bias_ih"][gate(i)]  # noqa: E731
-    of_h = lambda i: w["weight_hh"][gate(i)] @ h + w["bias_hh"][gate(i)]  # noqa: E731
+
+    def gate(i):
+        return slice(i * n, (i + 1) * n)
+
+    def of_x(i):
+        return w["weight_ih"][gate(i)] @ x + w["bias_ih"][gate(i)]
+
+    def of_h(i):
+        return w["weight_hh"][gate(i)] @ h + w["bias_hh"][gate(i)]
+
     if cell_type == "rnn":
         return act(of_x(0) + of_h(0)), c
     if cell_type == "gru":
@@ -189,7 +196,10 @@ def test_values_and_gradients_against_numpy(name, kind):
     _, arrays, _ = call_of(name, kind)
     leaves, tree = jax.tree.flatten(arrays)
     wide = {i: x.astype(np.float64) for i, x in enumerate(leaves)}
-    of = lambda floats: reference(name, kind, jax.tree.unflatten(tree, [floats[i] for i in wide]))  # noqa: E731
+
+    def of(floats):
+        return reference(name, kind, jax.tree.unflatten(tree, [floats[i] for i in wide]))
+
     out, gradients = plain(name, kind)
     close(out, of(wide), 2e-6)
     way = {i: np.random.default_rng(2).standard_normal(x.shape) for i, x in wide.items()}
@@ -219,7 +229,10 @@ def test_a_sequence_in_parts_is_the_whole():
         arrays = dict(arrays)
         state = arrays.pop("state", None) if name == "rwkv4" else arrays.pop("hidden")
         want = function(**arrays, initial_state=state, return_state=True)
-        part = lambda at: {n: x[:, at] if n in tokens else x for n, x in arrays.items()}  # noqa: B023, E731
+
+        def part(at):
+            return {n: x[:, at] if n in tokens else x for n, x in arrays.items()}  # noqa: B023
+
         first, state = function(**part(slice(0, 13)), initial_state=state, return_state=True)
         second, state = function(**part(slice(13, 16)), initial_state=state, return_state=True)
         close((jnp.concatenate([first, second], axis=1), state), want, 2e-6)

@@ -38,7 +38,10 @@ def oracle_frequencies(width, base, scaling):
                 out.append((1 - smooth) * w / s + smooth * w)
         return out, 1.0
     slow, fast = scaling.low or 1.0, scaling.high or 32.0
-    where = lambda turns: width * math.log(L / (turns * 2 * math.pi)) / (2 * math.log(base))  # noqa: E731
+
+    def where(turns):
+        return width * math.log(L / (turns * 2 * math.pi)) / (2 * math.log(base))
+
     first, last = max(math.floor(where(fast)), 0), min(math.ceil(where(slow)), width - 1)
     out = []
     for i, w in enumerate(plain):
@@ -126,8 +129,13 @@ def test_bfloat16_keeps_integer_positions():
 def test_only_relative_positions_matter():
     rng = np.random.default_rng(1)
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, H)), jnp.float32) for _ in range(2))
-    at = lambda x, p: rotary_embedding(x, jnp.array([[p]]))  # noqa: E731
-    score = lambda i, j: float(jnp.sum(at(q, i) * at(k, j)))  # noqa: E731
+
+    def at(x, p):
+        return rotary_embedding(x, jnp.array([[p]]))
+
+    def score(i, j):
+        return float(jnp.sum(at(q, i) * at(k, j)))
+
     assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
 

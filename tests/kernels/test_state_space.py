@@ -10,7 +10,7 @@ import pytest
 from grid import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_recurrence import ids_of_cuts, slope, walk, weighed
+from numpy_recurrence import calls, check_call, ids_of_cuts, slope, walk, weighed
 
 import ejdist
 import kernels
@@ -217,6 +217,34 @@ def check_random_ids(ids, state):
 RANDOM = given(st.lists(st.integers(-1, 2), min_size=9, max_size=9), st.sampled_from([0, 1]))
 test_any_ids = settings(max_examples=15, deadline=None, derandomize=True)(RANDOM(check_random_ids))
 test_any_ids_at_length = pytest.mark.slow(settings(max_examples=300, deadline=None)(RANDOM(check_random_ids)))
+
+
+def random_call(drawn):
+    """Of a public function, with every optional argument there or not."""
+    name, rng, T = drawn["name"], np.random.default_rng(drawn["seed"]), drawn["T"]
+    tokens = {n for n in ARRAYS[name] if n in ("x", "dt", "B", "C")}
+
+    def of_tokens(n, x):  # steps are positive
+        y = rng.standard_normal((1, T, *x.shape[2:]))
+        return np.exp(y - 2) if n == "dt" else y
+
+    arrays = {n: of_tokens(n, x) if n in tokens else x for n, x in ARRAYS[name].items()}
+    arrays = {n: jnp.asarray(x, drawn["dtype"]) for n, x in arrays.items()}
+    if drawn["some"] and name != "conv":
+        arrays.pop("D")
+    more = {"activation": "silu"} if name == "conv" else {}
+
+    def reference(a, ids, state):
+        out, final = NUMPY[name](**a, segment_ids=ids, state=state[:, None])
+        return out, final[0, 0]
+
+    run = functools.partial(getattr(kernels, FUNCTIONS[name]), return_state=True, **more)
+    check_call(lambda a, **given: run(**a, **given), reference, arrays, tokens, drawn, STATES[name])
+
+
+test_300_random_calls = pytest.mark.slow(
+    settings(max_examples=300, deadline=None, database=None)(given(calls(list(NUMPY)))(random_call))
+)
 
 
 # -- long sequences ----------------------------------------------------------------------------------------------------

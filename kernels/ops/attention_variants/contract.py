@@ -22,7 +22,7 @@ def differential_attention(
     query_2: Float[Array, "B T N H"],
     key_2: Float[Array, "B S K H"],
     value: Float[Array, "B S K Hv"],
-    lambda_: Float[Array, "N"],  # noqa: UP037
+    lambda_: Float[Array, " N"],
     mask: MaskInfo | None = None,
     *,
     softmax_scale: float | None = None,

@@ -58,7 +58,7 @@ def mla_decode(
     query: Float[Array, "B T N R"],
     query_rope: Float[Array, "B T N Hr"],
     kv_cache: Float[Array, "B S _"],
-    kv_lens: Int[Array, "B"],  # noqa: UP037
+    kv_lens: Int[Array, " B"],
     *,
     softmax_scale: float,
     sliding_window: int | None = None,
@@ -87,9 +87,9 @@ def multi_latent_ragged_page_attention(
     query: Float[Array, "M N R"],
     query_rope: Float[Array, "M N Hr"],
     kv_cache: Float[Array, "pages C _"],
-    kv_lens: Int[Array, "requests"],  # noqa: UP037
+    kv_lens: Int[Array, " requests"],
     block_tables: Int[Array, "requests _"],
-    query_start_loc: Int[Array, "requests+1"],  # noqa: UP037
+    query_start_loc: Int[Array, " requests+1"],
     *,
     softmax_scale: float,
     sliding_window: int | None = None,
