@@ -1,0 +1,184 @@
+"""Options: arguments that are Python values, checked against the types that a signature declares for them.
+
+A string where a number belongs, a float for a count, or a NaN would otherwise surface as an error of some library far below,
+or not at all. What is checked follows from the annotation alone, so a new option needs nothing but its type.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.export import is_symbolic_dim
+
+# An option has one name and one meaning in every operation, as a dim has: name -> (what its values are, in words, whether a
+# number is one). None, where it may be given, and tuples are for the operation.
+_POSITIVE = ("positive", lambda x: 0 < x < math.inf)
+_COUNT = ("at least 1", lambda x: x >= 1)
+_NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
+DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "eps": _NOT_NEGATIVE,
+    "norm_eps": _NOT_NEGATIVE,
+    "norm_groups": _COUNT,
+    "max_query_len": _COUNT,
+    "temperature": _POSITIVE,
+    "logits_soft_cap": _POSITIVE,
+    "teacher_logits_soft_cap": _POSITIVE,
+    "base": _POSITIVE,
+    "dropout_prob": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "sliding_window": _COUNT,
+    "block_size": _COUNT,
+    "num_blocks": _COUNT,
+    "num_segments": _COUNT,
+    "num_states": _COUNT,
+    "bits": _COUNT,
+    "group_size": _COUNT,
+    "top_k": _COUNT,
+}
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """Returns the alternatives of an annotation: those of a union, else itself."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Returns whether a value is of the declared type. An int is a float, but neither is a bool; NaN is no float; a NumPy
+    scalar is what it holds. An annotation that says nothing of Python values, such as Any, fits them all."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    if annotation is None or annotation is type(None):
+        return value is None
+    if len(alternatives := members(annotation)) > 1:
+        return any(fits(value, a) for a in alternatives)
+    if annotation is bool:
+        return isinstance(value, bool)
+    if annotation is int:  # the size of an array in a program that is exported for any size is an int too
+        return (isinstance(value, int) and not isinstance(value, bool)) or is_symbolic_dim(value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    if typing.get_origin(annotation) is tuple:
+        parts = typing.get_args(annotation)
+        if not isinstance(value, tuple):
+            return False
+        if parts[-1:] == (...,):
+            return all(fits(v, parts[0]) for v in value)
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    return isinstance(value, annotation) if isinstance(annotation, type) and annotation is not Any else True
+
+
+def declared(annotation: Any) -> str:
+    """Returns an annotation in words."""
+
+    def word(a: Any) -> str:
+        if a in (None, type(None)):
+            return "None"
+        return a.__name__ if isinstance(a, type) and typing.get_origin(a) is None else str(a)
+
+    return " or ".join(map(word, members(annotation)))
+
+
+def check(owner: str, name: str, value: Any, annotation: Any) -> None:
+    """Raises ValueError that names the argument, where the value is not of the declared type."""
+    if not fits(value, annotation):
+        if is_array(value):
+            raise ValueError(
+                f"{owner}: argument {name!r} is compiled into the program and must be a Python value, not an array"
+            )
+        raise ValueError(f"{owner}: argument {name!r} must be {declared(annotation)}, got {_shown(value)}")
+
+
+def check_domain(owner: str, name: str, value: Any) -> None:
+    """Raises ValueError that names the argument, where a number is none that an option of that name may have."""
+    words, holds = DOMAINS.get(name, ("", None))
+    if holds is not None and isinstance(value, (int, float)) and not holds(value):
+        raise ValueError(f"{owner}: argument {name!r} must be {words}, got {value!r}")
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) < 80 else f"a {type(value).__name__}"
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.Tracer))
+
+
+def no_array(value: Any) -> str:
+    """Returns why a value is no array, no pytree of arrays, and no nested list of numbers that may stand for one; nothing
+    where it is one of these."""
+    if isinstance(value, (list, tuple)) and not any(map(is_array, jax.tree.leaves(value))):
+        try:
+            value = np.asarray(value)
+        except ValueError:
+            return "a list whose rows differ in length"
+    for leaf in jax.tree.leaves(value):
+        if not is_array(leaf) and not isinstance(leaf, (bool, int, float)):
+            return _shown(leaf)
+        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "USOMm":
+            return f"an array of {leaf.dtype}"
+    return ""
+
+
+def checked(function: Callable) -> Callable:
+    """Returns a public function's `prepare` that first checks what it is given against its own annotations.
+
+    Options are checked as `check` does; what is declared as an array, or as Any, is to be an array, a pytree of arrays, or a
+    list that stands for one. Errors of what is called from it speak in its name, since that is what was called.
+    """
+    signature = inspect.signature(function)
+    kinds: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
+        if not kinds:  # once all modules are there that the annotations name
+            kinds.update(_annotations(function, signature))
+        given = {**given, **{n: v for n, v in kwargs.items() if n not in given}}
+        for name, value in given.items():
+            if name in kinds:
+                _check_argument(function.__name__, name, value, kinds[name])
+        try:
+            prepared = function(*args, **kwargs)
+            for name, value in given.items():
+                check_domain(function.__name__, name, value)
+            return prepared
+        except ValueError as error:
+            owner, mark, said = str(error).partition(": ")
+            said = said if mark and owner.isidentifier() else str(error)
+            raise ValueError(f"{function.__name__}: {said}") from error
+
+    return prepare
+
+
+def _annotations(function: Callable, signature: inspect.Signature) -> dict[str, Any]:
+    """Returns the annotations of the parameters that have one, those of a TypedDict that keyword arguments are made of too."""
+    found = {n: p.annotation for n, p in signature.parameters.items() if not isinstance(p.annotation, str)}
+    for name, hint in typing.get_type_hints(function).items():
+        if typing.get_origin(hint) is typing.Unpack:
+            found |= typing.get_type_hints(typing.get_args(hint)[0])
+        else:
+            found[name] = hint
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    several = {n for n, p in signature.parameters.items() if p.kind in variadic}
+    return {n: a for n, a in found.items() if a is not inspect.Parameter.empty and n not in several}
+
+
+def _check_argument(owner: str, name: str, value: Any, annotation: Any) -> None:
+    may_be_array = annotation is Any or jax.Array in members(annotation)
+    if value is None or not may_be_array:
+        check(owner, name, value, annotation)
+    elif why := no_array(value):
+        raise ValueError(f"{owner}: argument {name!r} must be an array, got {why}")
