@@ -2,6 +2,7 @@
 smallest recurrence there is, S = exp(a) S + x."""
 
 import functools
+import inspect
 import re
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+import ejdist
+import kernels
 from ejdist import make_mesh
 from ejdist.sequence.state_passing import Linear, StatePassing, halo
 from ejdist.sharded import map_shards, run
@@ -220,6 +223,16 @@ def _handed_on(size):
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_every_recurrence_takes_is_in_its_signature_and_documentation():
+    for name in ("gla_attention", "rwkv7", "causal_conv1d", "recurrent", "rwkv4"):
+        for library in (kernels, ejdist):
+            function = getattr(library, name)
+            assert recurrence.Where.__annotations__.keys() < inspect.signature(function).parameters.keys()
+            assert function.__doc__.count("segment_ids: int [B, T]. Where the id changes the state begins anew.") == 1
+            with pytest.raises(TypeError, match=f"{name}\\(\\) got an unexpected keyword argument 'segments'"):
+                function(segments=None)
 
 
 def sequences(B=2, T=8, **given):

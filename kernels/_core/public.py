@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import textwrap
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +95,8 @@ def public(*ops: Op, module: str = "") -> Callable[[Callable[..., Prepared]], Pu
     """Returns a decorator that declares a public function of an operation.
 
     What it decorates has the public signature and documentation, and returns a `Prepared`: the call of the operation that
-    its arguments mean.
+    its arguments mean. Arguments that a family of functions has in common may be a TypedDict, `**more: Unpack[Common]`: they
+    are written out in the signature, None by default, and the TypedDict's docstring in the documentation.
 
     Args:
       ops: the operation, and any other that it may call instead.
@@ -102,11 +105,36 @@ def public(*ops: Op, module: str = "") -> Callable[[Callable[..., Prepared]], Pu
 
     def declare(prepare: Callable[..., Prepared]) -> PublicFunction:
         name = prepare.__name__
-        function = PublicFunction(ops, prepare, inspect.signature(prepare), module or _class_name(name))
+        prepare, signature = _written_out(prepare)
+        function = PublicFunction(ops, prepare, signature, module or _class_name(name))
         _declared[name] = function
         return function
 
     return declare
+
+
+def _written_out(prepare: Callable[..., Prepared]) -> tuple[Callable[..., Prepared], inspect.Signature]:
+    """Returns the function and its signature, with the arguments and documentation that `**more: Unpack[Common]` stands for."""
+    signature = inspect.signature(prepare)
+    *own, last = signature.parameters.values() or (None,)
+    if last is None or last.kind is not last.VAR_KEYWORD:
+        return prepare, signature
+    (common,) = typing.get_args(typing.get_type_hints(prepare)[last.name])
+    own += [inspect.Parameter(n, last.KEYWORD_ONLY, default=None, annotation=Any) for n in common.__annotations__]
+    signature = signature.replace(parameters=own)
+
+    @functools.wraps(prepare)
+    def checked(*args: Any, **kwargs: Any) -> Prepared:
+        if strange := kwargs.keys() - signature.parameters.keys():
+            raise TypeError(f"{prepare.__name__}() got an unexpected keyword argument {min(strange)!r}")
+        return prepare(*args, **kwargs)
+
+    head, mark, examples = (prepare.__doc__ or "").partition(">>>")
+    said = inspect.cleandoc(common.__doc__).partition("\n\n")[
+        2
+    ]  # after the first line, which is of the TypedDict itself
+    checked.__doc__ = f"{head.rstrip()}\n\n{textwrap.indent(said, '    ')}\n\n    {mark}{examples}"
+    return checked, signature
 
 
 def public_as_declared(op: Op, doc: str, *, returns: str | Iterable[str] = "out", module: str = "") -> PublicFunction:

@@ -13,9 +13,9 @@ and segment g begins from initial_state[:, g] and ends in final_state[:, g]; one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,29 @@ import numpy as np
 
 from kernels._core import segments
 from kernels._core.binding import is_array, is_float_array
+from kernels._core.contract import Op
+from kernels._core.dims import named
 from kernels._core.dispatch import vary_alike
+from kernels._core.public import Prepared
+
+# -- arguments of public functions -------------------------------------------------------------------------------------
+
+
+class Where(TypedDict, total=False):
+    """Which tokens are a sequence: arguments of every public function of a recurrence.
+
+    And, as every recurrence:
+      segment_ids: int [B, T]. Where the id changes the state begins anew. A token of a negative id is padding: its output is 0,
+        and the state passes it untouched.
+      cum_seqlens, cu_seqlens: two names of [0, n1, n1 + n2, ...], int [sequences + 1], which cuts one packed row (B = 1) there.
+        The state then has [sequences, ...] in the place of [B, ...].
+      initial_state: another name of the state before the first token.
+    """
+
+    segment_ids: Any
+    cum_seqlens: Any
+    cu_seqlens: Any
+    initial_state: Any
 
 
 def either(op_name: str, **given: Any) -> Any:
@@ -117,6 +139,78 @@ def sequences(
     return Sequences(ids, None if initial_state is None else initial_state[None], count, packed=True)
 
 
+def sizes(
+    op_name: str, arrays: Mapping[str, tuple[Any, str]], remedies: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns the size of each dim of arrays, name -> (array, "B T N H").
+
+    Args:
+      remedies: name -> what the message about that array ends with.
+
+    Raises:
+      ValueError: naming the first that is no float array of its dims, has no elements, or disagrees with one before it.
+    """
+    found: dict[str, Any] = {}
+    first: dict[str, str] = {}
+    for name, (x, dims) in arrays.items():
+        said, remedy = f"{op_name}: argument {name!r}", (remedies or {}).get(name, "")
+        if not is_array(x) or not is_float_array(x) or x.ndim != len(dims.split()):
+            raise ValueError(f"{said} must be a float array [{', '.join(dims.split())}], got {described(x)}{remedy}")
+        if any(isinstance(n, int) and n == 0 for n in x.shape):
+            raise ValueError(f"{said} of shape {x.shape} has no elements; give it at least one token")
+        own = dict(zip(dims.split(), x.shape, strict=True))
+        wanted = own | {d: n for d, n in found.items() if d in own}
+        for d in own:
+            if own[d] != wanted[d]:
+                raise ValueError(
+                    f"{said} must have the shape {tuple(wanted.values())} beside {first[d]!r} of shape "
+                    f"{arrays[first[d]][0].shape}, got {x.shape}{remedy}"
+                )
+            first.setdefault(d, name)
+        found |= own
+    return found
+
+
+def described(x: Any) -> str:
+    """Returns what a message says was given: dtype and shape, or the type."""
+    return f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
+
+
+def prepared(
+    op: Op,
+    op_name: str,
+    arguments: Mapping[str, Any],
+    shape: tuple[Any, ...],
+    where: Mapping[str, Any],
+    *,
+    state: Any,
+    return_state: bool,
+    finish: Callable[[jax.Array], jax.Array] = lambda out: out,
+) -> Prepared:
+    """Returns the call of a recurrence, which returns the output, or with `return_state` (out, state).
+
+    Args:
+      op_name: of the public function.
+      arguments: of the contract, by name, beside those of sequences and states; None is left out.
+      shape: (B, T, and the dims of one state).
+      where: the function's arguments of `Where`.
+      finish: what becomes of the output.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    where = dict(where)
+    first = either(op_name, initial_state=where.pop("initial_state", None), state=state)
+    at = sequences(op_name, shape[:2], shape[2:], **where, initial_state=first, return_state=return_state)
+    call = op.bind(**{n: x for n, x in arguments.items() if x is not None}, **at.arguments)
+    dims, state_dims = (named(d, len(d)) for d in op.output_dims)
+
+    def results(out: jax.Array, final_state: jax.Array) -> Any:
+        return (finish(out), at.state(final_state)) if return_state else finish(out)
+
+    return Prepared(call, finish=results, dims=(dims, at.state_dims(state_dims[2:])) if return_state else dims)
+
+
 def _ids(op_name: str, segment_ids: Any, B: Any, T: Any) -> jax.Array:
     ids = jnp.asarray(segment_ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -149,10 +243,9 @@ def _of_cuts(op_name: str, cuts: Any, B: Any, T: Any) -> tuple[jax.Array, int]:
 
 def _state(op_name: str, state: Any, wanted: tuple, packed: bool) -> jax.Array:
     if not is_array(state) or not is_float_array(state) or state.shape != wanted:
-        got = f"{state.dtype} of shape {state.shape}" if is_array(state) else type(state).__name__
         raise ValueError(
             f"{op_name}: argument 'initial_state' must be a float array [{'sequences' if packed else 'B'}, ...] = "
-            f"{list(wanted)}, got {got}"
+            f"{list(wanted)}, got {described(state)}"
         )
     return jnp.asarray(state, jnp.promote_types(state.dtype, jnp.float32))
 

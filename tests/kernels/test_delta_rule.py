@@ -368,7 +368,12 @@ def without(arrays, **changed):
     [
         ("delta_rule", without(D, query=D["query"][0]), {}, r"'query' must be a float array \[B, T, K, H\]"),
         ("delta_rule", without(D, beta=D["beta"].astype(int)), {}, r"'beta' must be a float array .* got int"),
-        ("delta_rule", without(D, beta=D["beta"][..., :1]), {}, r"'beta' of shape .* has N = 1, but N = 2"),
+        (
+            "delta_rule",
+            without(D, beta=D["beta"][..., :1]),
+            {},
+            r"'beta' must have the shape \(2, 9, 2\) beside 'value'",
+        ),
         ("delta_rule", without(D, key=G["value"][:, :, :, :3]), {}, r"'key'"),
         ("delta_rule", without(D, query=D["key"].repeat(2, 2)), {}, r"'key' must have as many heads as 'query'"),
         ("delta_rule", D, {"state": STATE, "initial_state": STATE}, "'initial_state' and 'state' are two names of one"),
@@ -379,7 +384,12 @@ def without(arrays, **changed):
         ("gated_delta_rule", without(D, g=None), {}, "'g' .* without decays it is delta_rule"),
         ("gated_delta_rule", D, {"decay": D["g"]}, "'g' and 'decay' are two names of one"),
         ("kernel_delta_attention", D, {}, "'g' .* is gated_delta_rule"),
-        ("kernel_delta_attention", without(G, g=G["g"][..., :2]), {}, "'g' must have a decay for each"),
+        (
+            "kernel_delta_attention",
+            without(G, g=G["g"][..., :2]),
+            {},
+            "'g' must have the shape .* is gated_delta_rule",
+        ),
         ("rwkv7", without(R, w=R["w"][:, :, 0]), {}, r"'w' must be a float array \[B, T, N, H\]"),
         ("rwkv7", without(R, a=R["a"][:, :4]), {}, "'a'"),
     ],
@@ -393,7 +403,7 @@ def test_a_wrong_call_is_a_value_error(name, a, options, said):
     ("at", "value", "said"),
     [
         (0, D["query"], r"'query' must be a float array \[M, K, H\]"),
-        (5, POOL[:, :1], r"'state_pool' must be \[slots, N, H, Hv\] = \[slots, 2, 4, 3\]"),
+        (5, POOL[:, :1], r"'state_pool' must have the shape \(7, 2, 4, 3\)"),
         (6, CUTS[:-1], r"'query_start_loc' must be integers \[requests \+ 1\] = \[5\]"),
         (7, SLOTS.astype(float), r"'state_indices' must be integers \[requests\]"),
         (8, np.ones(4), r"'has_initial_state' must be bool \[requests\]"),

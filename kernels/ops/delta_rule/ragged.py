@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from kernels._core import segments
 from kernels._core.public import Prepared, public
+from kernels._core.recurrence import sizes
 from kernels.ops.delta_rule.contract import op
-from kernels.ops.delta_rule.functions import check_heads, checked
+from kernels.ops.delta_rule.functions import check_heads
 
 
 def _integers(name: str, x: Any, shape: str, size: int | None) -> jax.Array:
@@ -69,17 +70,10 @@ def ragged_gated_delta_rule(
     [2 6]
     """
     name = "ragged_gated_delta_rule"
-    for argument, x in (("query", query), ("key", key), ("value", value)):
-        checked(name, argument, x, f"M {'N Hv' if argument == 'value' else 'K H'}")
-    checked(name, "beta", beta, "M N")
-    checked(name, "g", g, "M N")
-    checked(name, "state_pool", state_pool, "slots N H Hv")
-    check_heads(name, query[None], key[None], value[None])
-    (M, N, Hv), H, slots = value.shape, query.shape[-1], state_pool.shape[0]
-    if state_pool.shape[1:] != (N, H, Hv):
-        raise ValueError(
-            f"{name}: argument 'state_pool' must be [slots, N, H, Hv] = [slots, {N}, {H}, {Hv}], got {state_pool.shape}"
-        )
+    given = {"query": (query, "M K H"), "key": (key, "M _ H"), "value": (value, "M N Hv"), "beta": (beta, "M N")}
+    found = sizes(name, {**given, "g": (g, "M N"), "state_pool": (state_pool, "slots N H Hv")})
+    check_heads(name, query.shape[1], key.shape[1], value.shape[1])
+    M, N, H, Hv, slots = (found[d] for d in ("M", "N", "H", "Hv", "slots"))
     indices = _integers("state_indices", state_indices, "[requests]", None)
     requests = indices.shape[0]
     cuts = _integers("query_start_loc", query_start_loc, "[requests + 1]", requests + 1)

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core import recurrence
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
+from kernels._core.recurrence import Where, described
 from kernels.ops.linear_attention.contract import op
 
-_NAMES = ("query", "key", "value")
 
-
-def _check(name: str, arrays: tuple[Any, Any, Any], names: tuple[str, ...] = _NAMES) -> None:
-    """Raises ValueError unless the three are float [B, T, N, H], [B, T, K, H] and [B, T, K, Hv], and N a multiple of K."""
-    for x, called, dims in zip(arrays, names, ("B, T, N, H", "B, T, K, H", "B, T, K, Hv"), strict=True):
-        if not is_array(x) or not is_float_array(x) or x.ndim != 4:
-            got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
-            raise ValueError(f"{name}: argument {called!r} must be a float array [{dims}], got {got}")
-        if any(isinstance(n, int) and n == 0 for n in x.shape):
-            raise ValueError(
-                f"{name}: argument {called!r} of shape {x.shape} has no elements; give it at least one token"
-            )
-    q, k, v = arrays
-    for x, called, like, what in (
-        (k, 1, (*q.shape[:2], k.shape[2], q.shape[3]), 0),
-        (v, 2, (*k.shape[:3], v.shape[3]), 1),
-    ):
-        if x.shape != like:
-            raise ValueError(
-                f"{name}: argument {names[called]!r} must have the shape {like} beside {names[what]!r} of shape "
-                f"{arrays[what].shape}, got {x.shape}"
-            )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{name}: argument {names[0]!r} has N = {q.shape[2]} heads, which must be a multiple of the K = {k.shape[2]} of "
-            f"{names[1]!r}"
-        )
+def _heads(name: str, **arrays: jax.Array) -> tuple[Any, Any, Any]:
+    """Returns (N, K, H) of the three arrays, by the names that the function has for them; they are what they must be."""
+    (q, query), (k, key), (v, value) = arrays.items()
+    found = recurrence.sizes(name, {q: (query, "B T N H"), k: (key, "B T K H"), v: (value, "B T K Hv")})
+    N, K, H = (found[d] for d in ("N", "K", "H"))
+    if N % K:
+        raise ValueError(f"{name}: argument {q!r} has N = {N} heads, which must be a multiple of the K = {K} of {k!r}")
+    return N, K, H
 
 
 def _decay(name: str, called: str, x: Any, query: jax.Array, heads: int, width: int | None) -> Any:
@@ -53,10 +36,9 @@ def _decay(name: str, called: str, x: Any, query: jax.Array, heads: int, width: 
     B, T, N, _ = query.shape
     tail = () if width is None else (width,)
     if not is_array(x) or not is_float_array(x) or x.shape not in {(B, T, n, *tail) for n in (N, heads)}:
-        got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
         raise ValueError(
             f"{name}: argument {called!r} must be a float array of log decays {[B, T, N, *tail]}, one for each token and query "
-            f"head (or key head, {heads}), got {got}"
+            f"head (or key head, {heads}), got {described(x)}"
         )
     return x if x.shape[2] == N else jnp.repeat(x, N // heads, axis=2)
 
@@ -74,32 +56,26 @@ def _constant(name: str, called: str, x: Any, N: int) -> jax.Array | None:
     return jnp.broadcast_to(x, (N,))
 
 
-def _prepare(
-    name: str, arrays: tuple[Any, Any, Any], softmax_scale: float | None, where: dict[str, Any], **decays: Any
+def _layer(name: str, layer_idx: Any, num_layers: Any) -> jax.Array:
+    """Returns how deep the layer lies, in [0, 1)."""
+    if not isinstance(num_layers, (int, np.integer)) or num_layers < 1:
+        raise ValueError(f"{name}: argument 'num_layers' must be a positive integer, got {num_layers!r}")
+    layer = jnp.asarray(layer_idx)
+    if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+        raise ValueError(f"{name}: argument 'layer_idx' must be an integer, got {layer.dtype} of shape {layer.shape}")
+    if not isinstance(layer, jax.core.Tracer) and not 0 <= layer < num_layers:
+        raise ValueError(f"{name}: argument 'layer_idx' must be in [0, num_layers = {num_layers}), got {layer}")
+    return layer.astype(jnp.float32) / num_layers
+
+
+def _prepared(
+    name: str, arrays: tuple[Any, Any, Any], state: Any, return_state: bool, where: Where, **more: Any
 ) -> Prepared:
-    """Returns the call of checked arrays.
-
-    Args:
-      where: segment_ids, cum_seqlens, cu_seqlens, initial_state, state and return_state of the public function.
-    """
+    """Returns the call of checked arrays; `more` is what else the contract takes."""
     query, key, value = arrays
-    B, T, N, H = query.shape
-    initial = recurrence.either(name, initial_state=where.pop("initial_state"), state=where.pop("state"))
-    at = recurrence.sequences(name, (B, T), (N, H, value.shape[-1]), initial_state=initial, **where)
-    given = {n: x for n, x in decays.items() if x is not None}
-    call = op.bind(query, key, value, **given, **at.arguments, softmax_scale=softmax_scale)
-    if not where["return_state"]:
-        return Prepared(call)
-
-    def finish(out: jax.Array, final_state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return out, at.state(final_state)
-
-    return Prepared(call, finish=finish, dims=(("B", "T", "N", "Hv"), at.state_dims(("N", "H", "Hv"))))
-
-
-def _where(arguments: dict[str, Any]) -> dict[str, Any]:
-    names = ("segment_ids", "cum_seqlens", "cu_seqlens", "initial_state", "state", "return_state")
-    return {n: arguments[n] for n in names}
+    arguments = {"query": query, "key": key, "value": value, **more}
+    shape = (*query.shape, value.shape[-1])
+    return recurrence.prepared(op, name, arguments, shape, where, state=state, return_state=return_state)
 
 
 @public(op, module="GLAttention")
@@ -112,12 +88,9 @@ def gla_attention(
     *,
     gate: Any = None,
     softmax_scale: float | None = None,
-    segment_ids: Any = None,
-    cum_seqlens: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
     state: Any = None,
     return_state: bool = False,
+    **where: Unpack[Where],
 ) -> Prepared:
     """Returns gated linear attention [B, T, N, Hv], in the dtype of query; with `return_state` (out, state).
 
@@ -130,11 +103,8 @@ def gla_attention(
         [B, T, N] for the whole of a head. With K heads: each for its query heads.
       g_gamma: [N], a log decay of each head that is the same at all tokens. Both given are added; none: nothing fades.
       softmax_scale: default 1 / sqrt(H).
-      segment_ids: int [B, T]. Where the id changes the state begins anew; a negative one is padding: out is 0, and the state
-        passes it.
-      cum_seqlens, cu_seqlens: two names of [0, n1, n1 + n2, ...], int [sequences + 1], which cuts one row (B = 1) there.
-      initial_state, state: two names of the state before the first token, [B, N, H, Hv], or with cuts [sequences, N, H, Hv].
-      return_state: whether the state after the last token is returned, in that shape.
+      state: [B, N, H, Hv], float32: that before the first token; default: zeros.
+      return_state: whether the one after the last token is returned too.
 
     Raises:
       ValueError: naming the argument.
@@ -145,15 +115,14 @@ def gla_attention(
     >>> print(out.ravel(), state.ravel())
     [1.   1.5  1.75] [1.75]
     """
-    name, where = "gla_attention", _where(locals())
-    _check(name, (query, key, value))
+    name = "gla_attention"
+    N, K, H = _heads(name, query=query, key=key, value=value)
     decay = recurrence.either(name, g=g, gate=gate)
     called = "gate" if g is None else "g"
     of_head = is_array(decay) and decay.ndim == 3
-    decay = _decay(name, called, decay, query, key.shape[2], None if of_head else query.shape[3])
-    gamma = _constant(name, "g_gamma", g_gamma, query.shape[2])
-    given = {"g": decay} if of_head else {"gk": decay}
-    return _prepare(name, (query, key, value), softmax_scale, where, **given, g_gamma=gamma)
+    decay = _decay(name, called, decay, query, K, None if of_head else H)
+    decays = {"g" if of_head else "gk": decay, "g_gamma": _constant(name, "g_gamma", g_gamma, N)}
+    return _prepared(name, (query, key, value), state, return_state, where, softmax_scale=softmax_scale, **decays)
 
 
 @public(op)
@@ -167,12 +136,9 @@ def recurrent_attention(
     gv: Any = None,
     *,
     softmax_scale: float | None = None,
-    segment_ids: Any = None,
-    cum_seqlens: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
     state: Any = None,
     return_state: bool = True,
+    **where: Unpack[Where],
 ) -> Prepared:
     """Returns (out [B, T, N, Hv], state [B, N, H, Hv]), for streaming: what one call returns as the state the next one takes.
 
@@ -196,17 +162,16 @@ def recurrent_attention(
     >>> print(out.ravel())
     [1.75]
     """
-    name, where = "recurrent_attention", _where(locals())
-    _check(name, (query, key, value))
-    (N, H), K = query.shape[2:], key.shape[2]
+    name = "recurrent_attention"
+    N, K, H = _heads(name, query=query, key=key, value=value)
     of_head = is_array(g) and g.ndim == 3
     g = _decay(name, "g", g, query, K, None if of_head else H)
     gk = _decay(name, "gk", gk, query, K, H)
     if g is not None and not of_head:
         g, gk = None, g if gk is None else g + gk
     gv = _decay(name, "gv", gv, query, K, value.shape[3])
-    gamma = _constant(name, "g_gamma", g_gamma, N)
-    return _prepare(name, (query, key, value), softmax_scale, where, g=g, gk=gk, gv=gv, g_gamma=gamma)
+    decays = {"g": g, "gk": gk, "gv": gv, "g_gamma": _constant(name, "g_gamma", g_gamma, N)}
+    return _prepared(name, (query, key, value), state, return_state, where, softmax_scale=softmax_scale, **decays)
 
 
 @public(op)
@@ -219,12 +184,9 @@ def lightning_attention(
     *,
     decay: Any = None,
     softmax_scale: float | None = None,
-    segment_ids: Any = None,
-    cum_seqlens: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
     state: Any = None,
     return_state: bool = False,
+    **where: Unpack[Where],
 ) -> Prepared:
     """Returns linear attention [B, T, N, Hv] with a constant decay of each head: S_t = exp(-decay) S_{t-1} + k_t v_tᵀ.
 
@@ -245,23 +207,17 @@ def lightning_attention(
     >>> print(lightning_attention(x, x, x, decay=0.6931472).ravel())
     [1.   1.5  1.75]
     """
-    name, where = "lightning_attention", _where(locals())
-    _check(name, (query, key, value))
-    N = query.shape[2]
+    name = "lightning_attention"
+    N, K, H = _heads(name, query=query, key=key, value=value)
     if (layer_idx is None) != (num_layers is None) or (layer_idx is None) == (decay is None):
         raise ValueError(
             f"{name}: argument 'decay' [N] says how fast heads forget, or 'layer_idx' and 'num_layers' together do; give "
             "one or the other"
         )
-    if decay is not None:
-        gamma = _constant(name, "decay", decay, N)
-        return _prepare(name, (query, key, value), softmax_scale, where, g_gamma=None if gamma is None else -gamma)
-    if not isinstance(num_layers, int) or num_layers < 1:
-        raise ValueError(f"{name}: argument 'num_layers' must be a positive integer, got {num_layers!r}")
-    if isinstance(layer_idx, int) and not 0 <= layer_idx < num_layers:
-        raise ValueError(f"{name}: argument 'layer_idx' must be in [0, num_layers = {num_layers}), got {layer_idx}")
-    gamma = -8 / N * (1 - jnp.asarray(layer_idx, jnp.float32) / num_layers) * jnp.arange(N, dtype=jnp.float32)
-    return _prepare(name, (query, key, value), softmax_scale, where, g_gamma=gamma)
+    gamma = _constant(name, "decay", decay, N)
+    if gamma is None:
+        gamma = 8 / N * (1 - _layer(name, layer_idx, num_layers)) * jnp.arange(N, dtype=jnp.float32)
+    return _prepared(name, (query, key, value), state, return_state, where, softmax_scale=softmax_scale, g_gamma=-gamma)
 
 
 @public(op)
@@ -272,12 +228,9 @@ def retention(
     g_gamma: Any = None,
     *,
     softmax_scale: float | None = None,
-    segment_ids: Any = None,
-    cum_seqlens: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
     state: Any = None,
     return_state: bool = False,
+    **where: Unpack[Where],
 ) -> Prepared:
     """Returns retention [B, T, N, Hv]: linear attention that forgets by a constant factor, exp(g_gamma), of each head.
 
@@ -296,13 +249,12 @@ def retention(
     >>> print(retention(x, x, x, jnp.log(jnp.array([0.5]))).ravel())
     [1.   1.5  1.75]
     """
-    name, where = "retention", _where(locals())
-    _check(name, (query, key, value))
-    N = query.shape[2]
+    name = "retention"
+    N, K, H = _heads(name, query=query, key=key, value=value)
     gamma = _constant(name, "g_gamma", g_gamma, N)
     if gamma is None:
         gamma = jnp.log1p(-jnp.exp2(-5 - jnp.arange(N, dtype=jnp.float32)))
-    return _prepare(name, (query, key, value), softmax_scale, where, g_gamma=gamma)
+    return _prepared(name, (query, key, value), state, return_state, where, softmax_scale=softmax_scale, g_gamma=gamma)
 
 
 @public(op, module="RWKV6")
@@ -314,12 +266,9 @@ def rwkv6(
     u: jax.Array,
     *,
     softmax_scale: float | None = None,
-    segment_ids: Any = None,
-    cum_seqlens: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
     state: Any = None,
     return_state: bool = False,
+    **where: Unpack[Where],
 ) -> Prepared:
     """Returns the time mixing of RWKV-6, [B, T, N, Hv]: o_t = scale · (S_{t-1} + (u * k_t) v_tᵀ)ᵀ r_t and then
     S_t = exp(w_t) * S_{t-1} + k_t v_tᵀ. A token reads the state before it, and itself with weight u.
@@ -341,13 +290,11 @@ def rwkv6(
     >>> print(rwkv6(x, x, x, jnp.log(x / 2), jnp.ones((1, 1))).ravel())
     [1.  2.  2.5]
     """
-    name, where = "rwkv6", _where(locals())
-    _check(name, (r, k, v), ("r", "k", "v"))
-    N, H = r.shape[2:]
+    name = "rwkv6"
+    N, K, H = _heads(name, r=r, k=k, v=v)
     if w is None:
         raise ValueError(f"{name}: argument 'w' must be a float array of log decays [B, T, N, H], got None")
-    w = _decay(name, "w", w, r, k.shape[2], H)
+    w = _decay(name, "w", w, r, K, H)
     if not is_array(u) or not is_float_array(u) or u.shape != (N, H):
-        got = f"{u.dtype} of shape {u.shape}" if is_array(u) else type(u).__name__
-        raise ValueError(f"{name}: argument 'u' must be a float array [N, H] = {[N, H]}, got {got}")
-    return _prepare(name, (r, k, v), softmax_scale, where, gk=w, bonus=u)
+        raise ValueError(f"{name}: argument 'u' must be a float array [N, H] = {[N, H]}, got {described(u)}")
+    return _prepared(name, (r, k, v), state, return_state, where, softmax_scale=softmax_scale, gk=w, bonus=u)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
-from kernels._core.recurrence import either, sequences
+from kernels._core.recurrence import Where, either, prepared, sequences, sizes
 from kernels.ops.recurrent.contract import CELLS, check_weights, op, rwkv4_op
-
-
-def _tokens(name: str, argument: str, value: Any) -> tuple[Any, Any, Any]:
-    if not is_array(value) or not is_float_array(value) or value.ndim != 3:
-        got = f"{value.dtype} of shape {value.shape}" if is_array(value) else type(value).__name__
-        raise ValueError(f"{name}: argument {argument!r} must be a float array [B, T, D], got {got}")
-    if any(isinstance(n, int) and n == 0 for n in value.shape):
-        raise ValueError(
-            f"{name}: argument {argument!r} of shape {value.shape} has no elements; give it at least one token"
-        )
-    return value.shape
 
 
 def _of_lengths(lengths: Any, segment_ids: Any, B: Any, T: Any) -> Any:
@@ -68,11 +57,8 @@ def recurrent(
     activation: str = "tanh",
     *,
     lengths: Any = None,
-    segment_ids: Any = None,
-    cum_seqlens: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
     return_state: bool = False,
+    **where: Unpack[Where],
 ) -> Prepared:
     """Returns the hidden states of a recurrent layer, [B, T, F] in the dtype of inputs; [B, T, 2 F] if bidirectional.
 
@@ -84,17 +70,14 @@ def recurrent(
     Args:
       inputs: [B, T, D].
       hidden: the state before the first token, h [B, F], or for an LSTM (h, c), or h alone for c = 0; bidirectional: [2, B, F],
-        forward and reverse; packed: of each sequence in place of B. Default: zeros. `initial_state` is another name.
+        forward and reverse; packed: of each sequence in place of B. Default: zeros.
       weights: dict of weight_ih [gates * F, D], weight_hh [gates * F, F] and, if there are any, bias_ih and bias_hh
         [gates * F]; bidirectional: those of the reverse direction have names ending in _reverse. Layout, order of the gates and
         names are torch's, whose own end in _l0 before that.
       cell_type: "lstm", "gru" or "rnn".
       bidirectional: also from the end to the beginning, of each row or segment, with a state of its own.
       activation: "tanh", "relu" or "sigmoid".
-      lengths: int [B], how many tokens of each row there are: the rest is padding.
-      segment_ids: int [B, T], in place of lengths: where the id changes the state starts from zero. A token of a negative id is
-        padding: its output is 0, and the state passes it untouched.
-      cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...], cuts one packed row (B = 1); `cu_seqlens` is another name.
+      lengths: int [B], how many tokens of each row there are: the rest is padding. In place of segment_ids.
       return_state: whether to return (out, the state after the last token), in the form of `hidden`, float32.
 
     Raises:
@@ -107,22 +90,16 @@ def recurrent(
      [2. 2.]
      [3. 3.]]
     """
-    B, T, D = _tokens(op.name, "inputs", inputs)
+    B, T, D = sizes(op.name, {"inputs": (inputs, "B T D")}).values()
     F = check_weights(weights, D, cell_type, activation, bidirectional)
-    ids = _of_lengths(lengths, segment_ids, B, T)
-    cuts = either(op.name, cum_seqlens=cum_seqlens, cu_seqlens=cu_seqlens)
+    ids = _of_lengths(lengths, where.get("segment_ids"), B, T)
+    cuts = either(op.name, cum_seqlens=where.get("cum_seqlens"), cu_seqlens=where.get("cu_seqlens"))
     count = B if cuts is None else jnp.shape(cuts)[0] - 1 if jnp.ndim(cuts) else 0
     n, ways = CELLS[cell_type][1], 2 if bidirectional else 1
-    state = _stacked(either(op.name, hidden=hidden, initial_state=initial_state), cell_type, bidirectional, count, F)
-    of = sequences(
-        op.name,
-        (B, T),
-        (ways * n, F),
-        segment_ids=ids,
-        cum_seqlens=cuts,
-        initial_state=state,
-        return_state=return_state,
-    )
+    hidden = either(op.name, hidden=hidden, initial_state=where.get("initial_state"))
+    state = _stacked(hidden, cell_type, bidirectional, count, F)
+    at = {"segment_ids": ids, "cum_seqlens": cuts, "initial_state": state}
+    of = sequences(op.name, (B, T), (ways * n, F), **at, return_state=return_state)
     options = {"cell_type": cell_type, "activation": activation, "bidirectional": bidirectional}
     call = op.bind(inputs=inputs, weights=dict(weights), **of.arguments, **options)
     if not return_state:
@@ -146,11 +123,8 @@ def rwkv4(
     v: jax.Array,
     state: jax.Array | None = None,
     *,
-    segment_ids: Any = None,
-    cum_seqlens: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: jax.Array | None = None,
     return_state: bool = False,
+    **where: Unpack[Where],
 ) -> Prepared:
     """Returns RWKV-4's time mix (wkv) in each channel, [B, T, D] in the dtype of k. With the decay d = -exp(w):
     out_t = (sum_{s<t} e^{(t-1-s) d + k_s} v_s + e^{u + k_t} v_t) / (sum_{s<t} e^{(t-1-s) d + k_s} + e^{u + k_t}).
@@ -159,11 +133,8 @@ def rwkv4(
       w: [D], of the decay ("time_decay").
       u: [D], the bonus of a token for itself ("time_first").
       k, v: [B, T, D].
-      state: float32 [B, 3, D], or with cuts [sequences, 3, D]: a, b and p, where e^p a and e^p b are the two sums so far;
-        default: (0, 0, -1e38). `initial_state` is another name.
-      segment_ids: int [B, T]: where the id changes the sums start anew. A token of a negative id is padding: its output is 0,
-        and the state passes it untouched.
-      cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...], cuts one packed row (B = 1); `cu_seqlens` is another name.
+      state: [B, 3, D], float32: a, b and p before the first token, where e^p a and e^p b are the two sums so far; default:
+        (0, 0, -1e38).
       return_state: whether to return (out, state after the last token).
 
     Raises:
@@ -176,19 +147,6 @@ def rwkv4(
     >>> print(rwkv4(jnp.array([-100.0]), jnp.zeros(1), k, v)[0, :, 0])  # no decay: the mean so far
     [1.  1.5 3. ]
     """
-    B, T, D = _tokens(rwkv4_op.name, "k", k)
-    of = sequences(
-        rwkv4_op.name,
-        (B, T),
-        (3, D),
-        segment_ids=segment_ids,
-        cum_seqlens=cum_seqlens,
-        cu_seqlens=cu_seqlens,
-        initial_state=either(rwkv4_op.name, initial_state=initial_state, state=state),
-        return_state=return_state,
-    )
-    call = rwkv4_op.bind(w, u, k, v, **of.arguments)
-    if not return_state:
-        return Prepared(call)
-    dims = (("B", "T", "F"), of.state_dims(("_", "F")))
-    return Prepared(call, finish=lambda out, final_state: (out, of.state(final_state)), dims=dims)
+    B, T, D = sizes(rwkv4_op.name, {"k": (k, "B T D")}).values()
+    arguments = {"w": w, "u": u, "k": k, "v": v}
+    return prepared(rwkv4_op, rwkv4_op.name, arguments, (B, T, 3, D), where, state=state, return_state=return_state)
