@@ -53,8 +53,8 @@ def abstract(op: Op, case: Case, dtype: str) -> dict[str, Any]:
         if name in case.make:
             value = case.make[name](np.random.default_rng(0), case.dims)
             arguments[name] = jax.ShapeDtypeStruct(value.shape, dtype) if is_float(value) else value
-        elif p.kind == "float" and (p.required or name in case.arrays):
-            arguments[name] = jax.ShapeDtypeStruct(tuple(case.shapes.get(name) or _shape(p, case.dims)), dtype)
+        elif case.draws(p):
+            arguments[name] = jax.ShapeDtypeStruct(case.shape(p), dtype)
     return arguments
 
 
@@ -97,8 +97,11 @@ def _halved(size: Any) -> Any:
 
 def _with_dims(op: Op, case: Case, changes: dict[str, Any]) -> Case:
     dims = {**case.dims, **changes}
-    shapes = {}
+    shapes: dict[str, Any] = {}
     for name, shape in case.shapes.items():  # sizes that follow a dim follow it still; broadcast dims stay 1
+        if callable(shape):
+            shapes[name] = shape
+            continue
         extra = len(shape) + 1 - len(op.parameters[name].dims)  # what `...` stands for in this case stays as it is
         before, after = (_shape(op.parameters[name], d, ("?",) * extra) for d in (case.dims, dims))
         shapes[name] = tuple(n if s == b else s for s, b, n in zip(shape, before, after, strict=True))

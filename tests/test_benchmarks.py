@@ -14,7 +14,7 @@ import pytest
 import kernels
 from benchmarks import measure, peers, race, report, timing
 from benchmarks.__main__ import main
-from benchmarks.cases import abstract, contract_fits, scaled, within
+from benchmarks.cases import abstract, contract_fits, scaled, split, within
 
 OPERATIONS = kernels.operations()
 RMS, FLASH = OPERATIONS["rms_norm"], OPERATIONS["flash_attention"]
@@ -232,6 +232,9 @@ def test_every_bench_case_can_be_scaled_down(name):
             arguments = abstract(op, small, "bfloat16")
             real = op.case_inputs(small, dtype="bfloat16")
             assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, real)
+            floats, data, static = split(real)
+            # What the contract alone says of shapes holds for them too.
+            jax.eval_shape(lambda arrays, given=static: op.function(**arrays, **given), floats | data)
 
 
 def test_peers_say_what_they_are():

@@ -24,7 +24,8 @@ class Case:
       options: values of the static parameters.
       arrays: names of optional float arrays to include.
       make: argument name -> function (rng, dims) -> array or pytree, for what random normals do not fit.
-      shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1).
+      shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or function of dims
+        that gives it (a width that is a sum of two).
       tags: "smoke" (runs in every dtype), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick
         tests), "bench" (timed on accelerators, too large for tests on a CPU).
     """
@@ -34,8 +35,17 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     arrays: tuple[str, ...] = ()
     make: Mapping[str, Callable] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
+
+    def draws(self, p: Parameter) -> bool:
+        """Returns whether an argument is drawn at random, floats of its shape."""
+        return p.kind in ("float", "any") and p.name not in self.make and (p.required or p.name in self.arrays)
+
+    def shape(self, p: Parameter) -> tuple[int, ...]:
+        """Returns the shape of an argument."""
+        said = self.shapes.get(p.name)
+        return said(self.dims) if callable(said) else said or p.shape(self.dims)
 
 
 class Operation(Protocol):
@@ -70,8 +80,8 @@ def case_inputs(
         if p.name in case.make:
             value = case.make[p.name](rng, case.dims)
             arguments[p.name] = jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value)
-        elif p.kind == "float" and (p.required or p.name in case.arrays):
-            shape = case.shapes.get(p.name) or p.shape(case.dims)
+        elif case.draws(p):
+            shape = case.shape(p)
             arguments[p.name] = (
                 jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
                 if shapes_only

@@ -149,7 +149,8 @@ def _codes(*names: str | int) -> Callable:
     """Returns a maker of int8 weights of those dims; a number is a size."""
 
     def make(rng: np.random.Generator, dims: Any) -> jax.Array:
-        return jnp.asarray(rng.integers(-127, 128, [dims[n] if isinstance(n, str) else n for n in names]), jnp.int8)
+        shape = [dims[n] if isinstance(n, str) else n for n in names]
+        return jnp.asarray(rng.integers(-127, 128, shape, np.int8))  # not int64 first: a layer has 2e8 of them
 
     return make
 

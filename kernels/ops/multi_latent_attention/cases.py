@@ -49,9 +49,34 @@ def _lens(*lens: int):
     return {"kv_lens": lambda rng, dims: jnp.asarray(lens, jnp.int32)}
 
 
+# Of a benchmark, whatever it is scaled to: each request has all of its row, or as many pages as the others, and they are full.
+def _full(rng, dims):
+    return jnp.full(dims["B"], dims["S"], jnp.int32)
+
+
+def _full_pages(rng, dims):
+    return jnp.full(dims["requests"], max(1, dims["pages"] // dims["requests"]) * dims["C"], jnp.int32)
+
+
+def _own_pages(rng, dims):
+    each = max(1, dims["pages"] // dims["requests"])
+    own = jnp.arange(dims["requests"] * each, dtype=jnp.int32) % dims["pages"]
+    return own.reshape(dims["requests"], each)
+
+
+def _one_token_each(rng, dims):
+    return jnp.minimum(jnp.arange(dims["requests"] + 1, dtype=jnp.int32), dims["M"])
+
+
+def _entries(*slots: str):
+    """Returns the shape of a cache: its slots, and in each a latent and a rotary key."""
+    return {"kv_cache": lambda dims: (*(dims[d] for d in slots), dims["R"] + dims["Hr"])}
+
+
 def _decode(name, make, options, *tags, **dims):
-    shapes = {"kv_cache": (dims["B"], dims["S"], dims["R"] + dims["Hr"])}
-    return Case(name, dims, {"softmax_scale": 0.3, **options}, make=make, shapes=shapes, tags=frozenset(tags))
+    return Case(
+        name, dims, {"softmax_scale": 0.3, **options}, make=make, shapes=_entries("B", "S"), tags=frozenset(tags)
+    )
 
 
 DECODE_CASES = (
@@ -62,7 +87,7 @@ DECODE_CASES = (
         {"sliding_window": 9, "logits_soft_cap": 1.5},
         B=3, T=3, S=33, N=2, R=6, Hr=2,
     ),
-    _decode("deepseek_v3_8k", _lens(*[8192] * 32), {}, "bench", B=32, T=1, S=8192, N=128, R=512, Hr=64),
+    _decode("deepseek_v3_8k", {"kv_lens": _full}, {}, "bench", B=32, T=1, S=8192, N=128, R=512, Hr=64),
 )  # fmt: skip
 
 
@@ -87,7 +112,7 @@ def _paged(name, lens, counts, options, *tags, pages, C, N, R, Hr, rest=0):
         "block_tables": tables,
         "query_start_loc": lambda rng, dims: jnp.asarray(starts),
     }
-    shapes = {"kv_cache": (pages, C, R + Hr)}
+    shapes = _entries("pages", "C")
     return Case(name, dims, {"softmax_scale": 0.3, **options}, make=make, shapes=shapes, tags=frozenset(tags))
 
 
@@ -100,5 +125,12 @@ PAGED_CASES = (
         {"sliding_window": 150, "logits_soft_cap": 1.5},
         pages=70, C=6, N=2, R=6, Hr=2, rest=3,
     ),
-    _paged("deepseek_v3_decode", [8192] * 64, [1] * 64, {}, "bench", pages=64 * 128, C=64, N=128, R=512, Hr=64),
+    Case(
+        "deepseek_v3_decode",
+        {"M": 64, "N": 128, "R": 512, "Hr": 64, "pages": 64 * 128, "C": 64, "requests": 64},
+        {"softmax_scale": 0.3},
+        make={"kv_lens": _full_pages, "block_tables": _own_pages, "query_start_loc": _one_token_each},
+        shapes=_entries("pages", "C"),
+        tags=frozenset({"bench"}),
+    ),
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,21 +70,21 @@ def _slots(dims) -> tuple[int, ...]:
     return tuple(dims[d] for d in (("pages", "C", "K") if "pages" in dims else ("B", "S", "K")))
 
 
-def _pages(dtype: str = ""):
-    """Returns a maker of pages; those of int8 hold every one of its numbers."""
+def _of_width(*names: str):
+    """Returns the shape of a cache, a function of dims."""
+    return lambda dims: (*_slots(dims), sum(dims[name] for name in names))
 
-    def make(width: str):
-        def of(rng, dims):
-            shape = (*_slots(dims), dims[width])
-            if dtype == "int8":
-                return jnp.asarray(rng.integers(-128, 128, shape), jnp.int8)
-            # Of what is large, a part again and again: a benchmark's numbers need not all be others.
-            size = math.prod(shape)
-            return jnp.asarray(np.resize(rng.standard_normal(min(size, 2**18)), shape), jnp.float32)
 
-        return of
+# Pages of floats: keys and values apart.
+APART: dict[str, Any] = {"arrays": ("value_cache",), "shapes": {"key_cache": _of_width("H")}}
 
-    return {"key_cache": make("H"), "value_cache": make("Hv")}
+
+def _int8(width: str):
+    """Returns a maker of pages that hold every number that there is."""
+    return lambda rng, dims: jnp.asarray(rng.integers(-128, 128, _of_width(width)(dims)), jnp.int8)
+
+
+INT8 = {"key_cache": _int8("H"), "value_cache": _int8("Hv")}
 
 
 def _scale(rng, dims):
@@ -100,68 +99,65 @@ def _scale_of_slots(rng, dims):
 # are of no request.
 SMALL = {"M": 24, "N": 4, "K": 2, "H": 16, "Hv": 16, "pages": 12, "C": 4, "requests": 5}
 RAGGED_MAKE = {
-    **_pages(),
     "query_start_loc": _cuts(9, 4, 1, 0, 7),
     "kv_lens": _lens(9, 4, 17, 0, 18),
     "block_tables": _tables(5),
 }
 OPTIONS = {"softmax_scale": 0.4, "logits_soft_cap": 1.5, "window": (6, None)}
 RAGGED = (
-    Case("mixed", SMALL, make=RAGGED_MAKE, tags=SMOKE),
+    Case("mixed", SMALL, **APART, make=RAGGED_MAKE, tags=SMOKE),
     Case(
         "together",
         {**SMALL, "sinks": 2, "Hv": 24},
         options=OPTIONS,
-        arrays=("softmax_aux", "alibi_slopes"),
+        arrays=("value_cache", "softmax_aux", "alibi_slopes"),
+        shapes=APART["shapes"],
         make=RAGGED_MAKE,
     ),
-    Case("two_sided", SMALL, options={"causal": False, "window": (3, 2)}, make=RAGGED_MAKE, tags=SLOW),
+    Case("two_sided", SMALL, **APART, options={"causal": False, "window": (3, 2)}, make=RAGGED_MAKE, tags=SLOW),
     Case(
         "int8",
         SMALL,
-        make={**RAGGED_MAKE, **_pages("int8"), "k_scale": _scale, "v_scale": _scale_of_slots},
+        make={**RAGGED_MAKE, **INT8, "k_scale": _scale, "v_scale": _scale_of_slots},
     ),
     Case(
         "keys_and_values_in_a_slot",
         {**SMALL, "Hv": 8},
-        make={n: m for n, m in RAGGED_MAKE.items() if n != "value_cache"}
-        | {"key_cache": lambda rng, d: jnp.asarray(rng.standard_normal((d["pages"], d["C"], d["K"], 24)), jnp.float32)},
+        shapes={"key_cache": _of_width("H", "Hv")},
+        make=RAGGED_MAKE,
         tags=SLOW,
     ),
     Case(
         "mixed_8k",
         {"M": 2048 + 31, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 16384, "C": 16, "requests": 32},
-        make={
-            **_pages(),
-            "query_start_loc": _decodes_and_a_prompt,
-            "kv_lens": _full,
-            "block_tables": _own_pages,
-        },
+        **APART,
+        make={"query_start_loc": _decodes_and_a_prompt, "kv_lens": _full, "block_tables": _own_pages},
         tags=frozenset({"bench"}),
     ),
 )
 
 ROWS = {"B": 4, "T": 1, "N": 4, "K": 2, "H": 16, "Hv": 16, "pages": 10, "C": 4}
-PAGES_MAKE = {**_pages(), "kv_lens": _lens(13, 1, 8, 0), "block_tables": _tables(4)}
+PAGES_MAKE = {"kv_lens": _lens(13, 1, 8, 0), "block_tables": _tables(4)}
 PAGES = (
-    Case("decode", ROWS, make=PAGES_MAKE, tags=SMOKE),
+    Case("decode", ROWS, **APART, make=PAGES_MAKE, tags=SMOKE),
     Case(
         "together",
         {**ROWS, "T": 3, "sinks": 1},
         options={**OPTIONS, "causal": False},
         arrays=("softmax_aux", "alibi_slopes"),
-        make={**PAGES_MAKE, **_pages("int8"), "k_scale": _scale_of_slots, "v_scale": _scale},
+        make={**PAGES_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
     ),
     Case(
         "decode_8k",
         {"B": 32, "T": 1, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 16384, "C": 16},
-        make={**_pages(), "kv_lens": _full, "block_tables": _own_pages},
+        **APART,
+        make={"kv_lens": _full, "block_tables": _own_pages},
         tags=frozenset({"bench"}),
     ),
 )
 
 DENSE_ROWS = {"B": 4, "T": 1, "S": 19, "N": 4, "K": 2, "H": 16, "Hv": 16}
-DENSE_MAKE = {**_pages(), "kv_lens": _lens(13, 1, 19, 0)}
+DENSE_MAKE = {"kv_lens": _lens(13, 1, 19, 0)}
 DENSE = (
     Case("decode", DENSE_ROWS, make=DENSE_MAKE, tags=SMOKE),
     Case(
@@ -171,7 +167,7 @@ DENSE = (
         arrays=("softmax_aux", "alibi_slopes"),
         make={
             **DENSE_MAKE,
-            **_pages("int8"),
+            **INT8,
             "kv_starts": _lens(2, 0, 5, 0),
             "k_scale": _scale_of_slots,
             "v_scale": _scale,
@@ -180,7 +176,7 @@ DENSE = (
     Case(
         "decode_8k",
         {"B": 16, "T": 1, "S": 8192, "N": 32, "K": 8, "H": 128, "Hv": 128},
-        make={**_pages(), "kv_lens": _full},
+        make={"kv_lens": _full},
         tags=frozenset({"bench"}),
     ),
 )
@@ -190,14 +186,14 @@ APPEND = (
     Case(
         "small",
         APPEND_DIMS,
-        make={**_pages(), "slots": lambda rng, dims: _integers([3, -1, 19, 0, 20, 7])},
+        make={"slots": lambda rng, dims: _integers([3, -1, 19, 0, 20, 7])},
         tags=SMOKE,
     ),
     Case(
         "int8",
         APPEND_DIMS,
         make={
-            **_pages("int8"),
+            **INT8,
             "slots": lambda rng, dims: _integers([3, -1, 19, 0, 20, 7]),
             "k_scale": _scale_of_slots,
             "v_scale": _scale,
@@ -214,6 +210,6 @@ APPEND_AND_ATTEND = (
         {**UPDATE, "sinks": 1},
         options={**OPTIONS, "causal": False},
         arrays=("softmax_aux", "alibi_slopes"),
-        make={**UPDATE_MAKE, **_pages("int8"), "k_scale": _scale, "v_scale": _scale_of_slots},
+        make={**UPDATE_MAKE, **INT8, "k_scale": _scale, "v_scale": _scale_of_slots},
     ),
 )

@@ -14,11 +14,12 @@ from kernels._core.public import Prepared, public
 from kernels.ops.paged_attention import arguments as given
 from kernels.ops.paged_attention.cache import slots_of_new
 from kernels.ops.paged_attention.contract import append_and_attend_op, append_op, op
+from kernels.ops.paged_attention.options import attending, options, scales
 
 _TOKENS = "[M, N, H], the tokens of all requests one after the other"
 
 
-@public(op)
+@attending(op)
 def ragged_page_attention_v2(
     query: jax.Array,
     kv_pages: jax.Array,
@@ -30,13 +31,7 @@ def ragged_page_attention_v2(
     kv_lens: Any = None,
     page_indices: Any = None,
     cu_q_lens: Any = None,
-    softmax_scale: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    **how: Any,
 ) -> Prepared:
     """Returns attention [M, N, H] of prompts, chunks of prompts and decodes together, over pages that hold keys and values.
 
@@ -48,11 +43,6 @@ def ragged_page_attention_v2(
       block_tables, or page_indices: int [requests, pages of the longest].
       query_start_loc, or cu_q_lens: int [requests + 1], [0, n1, n1 + n2, ...].
       num_seqs: how many of the requests there are, an int or an array of one; default: all.
-      k_scale, v_scale: a number, or one for each head [K], or [num_blocks, block_size, K].
-      The others are as in `page_attention`.
-
-    Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
 
     >>> import jax.numpy as jnp
     >>> pages, tables = jnp.ones((8, 4, 2 * 2, 16)), jnp.array([[5, 0], [1, 7]])
@@ -60,9 +50,9 @@ def ragged_page_attention_v2(
     (6, 4, 16)
     """
     f = "ragged_page_attention_v2"
-    lens = given.either(f, ("context_lens", context_lens), ("kv_lens", kv_lens))
-    tables = given.either(f, ("block_tables", block_tables), ("page_indices", page_indices))
-    cuts = given.either(f, ("query_start_loc", query_start_loc), ("cu_q_lens", cu_q_lens))
+    lens = given.either(f, context_lens=context_lens, kv_lens=kv_lens)
+    tables = given.either(f, block_tables=block_tables, page_indices=page_indices)
+    cuts = given.either(f, query_start_loc=query_start_loc, cu_q_lens=cu_q_lens)
     given.array(f, "query", query, 3, form=_TOKENS)
     form = "[num_blocks, block_size, 2 * kv_heads, head_dim], keys at the even heads and values at the odd ones"
     given.array(f, "kv_pages", kv_pages, 4, form=form)
@@ -77,22 +67,11 @@ def ragged_page_attention_v2(
         )
     # The key and the value of a head lie side by side, so this moves nothing.
     cache = kv_pages.reshape(pages, C, both // 2, 2 * H)
-    names = (
-        "cu_q_lens" if query_start_loc is None else "query_start_loc",
-        "kv_lens" if context_lens is None else "context_lens",
-        "page_indices" if block_tables is None else "block_tables",
-    )
-    call = op.bind(
-        query,
-        cache,
-        **given.of_requests(f, cuts, lens, tables, names, num_seqs),
-        **given.scales(f, query, cache, k_scale, v_scale),
-        **given.options(f, query, softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes),
-    )
-    return Prepared(call)
+    requests = given.of_requests(f, cuts, lens, tables, num_seqs)
+    return Prepared(op.bind(query, cache, **requests, **options(f, query, cache, **how)))
 
 
-@public(op, append_and_attend_op)
+@attending(op, append_and_attend_op)
 def ragged_page_attention_v3(
     query: jax.Array,
     key_pages: jax.Array,
@@ -107,13 +86,7 @@ def ragged_page_attention_v3(
     kv_lens: Any = None,
     block_tables: Any = None,
     num_seqs: Any = None,
-    softmax_scale: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    **how: Any,
 ) -> Prepared:
     """Returns attention [M, N, H] as `ragged_page_attention_v2`, over keys and values in pages of their own; with `key` and
     `value`, which are written into the pages first, `(out, key_pages, value_pages)`.
@@ -128,10 +101,6 @@ def ragged_page_attention_v3(
       cu_seqlens_k: the same of the keys, those of the queries included; or kv_lens: int [requests].
       page_indices, or block_tables: int [requests, pages of the longest].
       num_seqs: how many of the requests there are; default: all.
-      The others are as in `page_attention`.
-
-    Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
 
     >>> import jax.numpy as jnp
     >>> pages, tables, new = jnp.zeros((8, 4, 2, 16)), jnp.array([[5, 0], [1, 7]]), jnp.ones((6, 2, 16))
@@ -143,47 +112,36 @@ def ragged_page_attention_v3(
     [1. 1. 1. 0.] [0. 0. 1. 1.] [0. 1. 0. 0.]
     """
     f = "ragged_page_attention_v3"
-    cuts = given.either(f, ("cu_seqlens_q", cu_seqlens_q), ("query_start_loc", query_start_loc))
-    lens = given.either(f, ("kv_lens", kv_lens), ("cu_seqlens_k", cu_seqlens_k))
-    tables = given.either(f, ("page_indices", page_indices), ("block_tables", block_tables))
-    if kv_lens is None:
-        lens = jnp.diff(given.integers(f, "cu_seqlens_k", lens, 1, form="[0, n1, n1 + n2, ...]"))
-    names = (
-        "query_start_loc" if cu_seqlens_q is None else "cu_seqlens_q",
-        "cu_seqlens_k" if kv_lens is None else "kv_lens",
-        "block_tables" if page_indices is None else "page_indices",
-    )
-    options = (softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes)
-    requests = given.of_requests(f, cuts, lens, tables, names, num_seqs)
-    return _ragged(f, query, key, value, key_pages, value_pages, requests, (k_scale, v_scale), options)
+    cuts = given.either(f, cu_seqlens_q=cu_seqlens_q, query_start_loc=query_start_loc)
+    lens = given.either(f, kv_lens=kv_lens, cu_seqlens_k=cu_seqlens_k)
+    tables = given.either(f, page_indices=page_indices, block_tables=block_tables)
+    if lens.name == "cu_seqlens_k":
+        lens = lens._replace(value=jnp.diff(given.integers(f, *lens, 1, form="[0, n1, n1 + n2, ...]")))
+    requests = given.of_requests(f, cuts, lens, tables, num_seqs)
+    return _ragged(f, query, key, value, key_pages, value_pages, requests, how)
 
 
-def _ragged(function, query, key, value, key_cache, value_cache, requests, scales, options) -> Prepared:
+def _requests(f: str, query_start_loc: Any, kv_lens: Any, block_tables: Any) -> dict[str, jax.Array]:
+    """Returns `given.of_requests` of arguments that have one name."""
+    arguments = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
+    return given.of_requests(f, *(given.Named(*x) for x in arguments.items()))
+
+
+def _ragged(
+    f: str, query: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, requests: Any, how: Any
+) -> Prepared:
     """Returns the call of ragged queries; with new keys and values, that which writes them first."""
-    given.array(function, "query", query, 3, form=_TOKENS)
-    given.check_pages(function, query, key_cache, value_cache)
-    more = given.scales(function, query, key_cache, *scales)
-    more |= given.options(function, query, *options)
+    given.array(f, "query", query, 3, form=_TOKENS)
+    given.check_pages(f, query, key_cache, value_cache)
+    more = requests | options(f, query, key_cache, **how)
     if key is None and value is None:
-        return Prepared(op.bind(query, key_cache, value_cache=value_cache, **requests, **more))
-    _check_new(function, key, value, key_cache, value_cache, query.shape[0])
-    call = append_and_attend_op.bind(query, key, value, key_cache, value_cache, **requests, **more)
+        return Prepared(op.bind(query, key_cache, value_cache=value_cache, **more))
+    given.check_new(f, key, value, key_cache, value_cache, query.shape[0])
+    call = append_and_attend_op.bind(query, key, value, key_cache, value_cache, **more)
     return Prepared(call, returns=append_and_attend_op.outputs, op=append_and_attend_op)
 
 
-def _check_new(function: str, key: Any, value: Any, key_cache: Any, value_cache: Any, rows: Any) -> None:
-    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        wanted = (rows, *cache.shape[2:])
-        given.array(function, name, x, 3, form=f"[M, kv_heads, head_dim] = {wanted}; 'key' and 'value' go together")
-        if x.shape != wanted:
-            raise given.wrong(function, name, f"must be [M, kv_heads, head_dim] = {wanted}, got {x.shape}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise given.wrong(
-                function, name, f"must be floats, got {x.dtype}; the cache's scale makes them {cache.dtype}"
-            )
-
-
-@public(op)
+@attending(op)
 def unified_attention(
     query: jax.Array,
     key_cache: jax.Array,
@@ -192,14 +150,8 @@ def unified_attention(
     block_tables: Any,
     query_start_loc: Any,
     *,
-    softmax_scale: float | None = None,
     causal: bool = True,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    **how: Any,
 ) -> Prepared:
     """Returns attention [M, N, H] of prompts, chunks of prompts and decodes together, over pages.
 
@@ -210,10 +162,6 @@ def unified_attention(
       block_tables: int [requests, pages of the longest].
       query_start_loc: int [requests + 1], [0, n1, n1 + n2, ...].
       causal: False lets a query see the keys after it too.
-      The others are as in `page_attention`.
-
-    Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
 
     >>> import jax.numpy as jnp
     >>> pages, tables = jnp.ones((8, 4, 2, 16)), jnp.array([[5, 0], [1, 7]])
@@ -221,13 +169,11 @@ def unified_attention(
     (6, 4, 16)
     """
     f = "unified_attention"
-    names = ("query_start_loc", "kv_lens", "block_tables")
-    options = (softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, causal)
-    requests = given.of_requests(f, query_start_loc, kv_lens, block_tables, names)
-    return _ragged(f, query, None, None, key_cache, value_cache, requests, (k_scale, v_scale), options)
+    requests = _requests(f, query_start_loc, kv_lens, block_tables)
+    return _ragged(f, query, None, None, key_cache, value_cache, requests, how | {"causal": causal})
 
 
-@public(append_and_attend_op)
+@attending(append_and_attend_op)
 def chunked_prefill_paged_decode(
     query: jax.Array,
     key: jax.Array,
@@ -237,14 +183,7 @@ def chunked_prefill_paged_decode(
     kv_lens: Any,
     block_tables: Any,
     query_start_loc: Any,
-    *,
-    softmax_scale: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    **how: Any,
 ) -> Prepared:
     """Returns `(out, key_cache, value_cache)`: the new keys and values written into their pages, and the attention [M, N, H] of
     prompts, chunks of prompts and decodes together over what is there then.
@@ -254,9 +193,6 @@ def chunked_prefill_paged_decode(
       kv_lens: int [requests], how many keys a request has with the new ones.
       The others, and what is written where, are as in `unified_attention` and `ragged_page_attention_v3`.
 
-    Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
-
     >>> import jax.numpy as jnp
     >>> pages, tables, new = jnp.zeros((8, 4, 2, 16)), jnp.array([[5, 0], [1, 7]]), jnp.ones((6, 2, 16))
     >>> step = chunked_prefill_paged_decode(jnp.ones((6, 4, 16)), new, new, pages, pages, [7, 2], tables, [0, 5, 6])
@@ -264,12 +200,10 @@ def chunked_prefill_paged_decode(
     [(6, 4, 16), (8, 4, 2, 16), (8, 4, 2, 16)]
     """
     f = "chunked_prefill_paged_decode"
-    for name, x in (("key", key), ("value", value)):
-        given.either(f, (name, x))
-    names = ("query_start_loc", "kv_lens", "block_tables")
-    options = (softmax_scale, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes)
-    requests = given.of_requests(f, query_start_loc, kv_lens, block_tables, names)
-    return _ragged(f, query, key, value, key_cache, value_cache, requests, (k_scale, v_scale), options)
+    given.either(f, key=key)
+    given.either(f, value=value)
+    requests = _requests(f, query_start_loc, kv_lens, block_tables)
+    return _ragged(f, query, key, value, key_cache, value_cache, requests, how)
 
 
 @public(append_op)
@@ -309,21 +243,20 @@ def append_to_cache(
     """
     f = "append_to_cache"
     given.check_caches(f, key_cache, value_cache)
-    _check_new(f, key, value, key_cache, value_cache, getattr(key, "shape", (0,))[0])
+    given.check_new(f, key, value, key_cache, value_cache, getattr(key, "shape", (0,))[0])
     where = (query_start_loc, kv_lens, block_tables)
-    if (slots is None) == all(x is None for x in where) or (
-        slots is None and None in [x if x is None else 0 for x in where]
-    ):
+    # All of them, or none: as `slots` is not given, or is.
+    if any((x is None) == (slots is None) for x in where):
         raise given.wrong(
             f, "slots", "or all of 'query_start_loc', 'kv_lens' and 'block_tables' say where rows go; give one"
         )
     if slots is None:
-        requests = given.of_requests(f, *where, ("query_start_loc", "kv_lens", "block_tables"))
+        requests = _requests(f, *where)
         slots = slots_of_new(**requests, block_size=key_cache.shape[1], num_rows=key.shape[0])
     slots = given.integers(f, "slots", slots, 1, form="[M]")
     if slots.shape != key.shape[:1]:
         raise given.wrong(
             f, "slots", f"must have one slot for each of the {key.shape[0]} rows of 'key', got {slots.shape}"
         )
-    found = given.scales(f, key, key_cache, k_scale, v_scale)
+    found = scales(f, key, key_cache, k_scale, v_scale)
     return Prepared(append_op.bind(key, value, slots, key_cache, value_cache, **found), returns=append_op.outputs)

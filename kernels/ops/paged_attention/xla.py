@@ -257,22 +257,9 @@ def _options(width, softmax_scale, logits_soft_cap, causal, window, cfg) -> _Opt
 
 
 def paged_attention(
-    query,
-    key_cache,
-    query_start_loc,
-    kv_lens,
-    block_tables,
-    value_cache,
-    k_scale,
-    v_scale,
-    softmax_aux,
-    alibi_slopes,
-    softmax_scale,
-    logits_soft_cap,
-    causal,
-    window,
-    cfg,
-):
+    query, key_cache, query_start_loc, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux,
+    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
     o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
     cuts, lens = query_start_loc.astype(jnp.int32), kv_lens.astype(jnp.int32)
     tables = block_tables.astype(jnp.int32)
@@ -301,42 +288,18 @@ def _of_rows(query, caches, scales, kv_starts, kv_lens, tables, softmax_aux, ali
 
 
 def page_attention(
-    query,
-    key_cache,
-    kv_lens,
-    block_tables,
-    value_cache,
-    k_scale,
-    v_scale,
-    softmax_aux,
-    alibi_slopes,
-    softmax_scale,
-    logits_soft_cap,
-    causal,
-    window,
-    cfg,
-):
+    query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+    logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
     o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
     caches, scales = (key_cache, value_cache), (k_scale, v_scale)
     return _of_rows(query, caches, scales, None, kv_lens, block_tables, softmax_aux, alibi_slopes, o)
 
 
 def decode_attention(
-    query,
-    key_cache,
-    value_cache,
-    kv_lens,
-    kv_starts,
-    k_scale,
-    v_scale,
-    softmax_aux,
-    alibi_slopes,
-    softmax_scale,
-    logits_soft_cap,
-    causal,
-    window,
-    cfg,
-):
+    query, key_cache, value_cache, kv_lens, kv_starts, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+    logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
     # A row of a dense cache is one page, as long as the cache.
     o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
     tables = jnp.arange(query.shape[0], dtype=jnp.int32)[:, None]
@@ -349,24 +312,9 @@ def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
 
 
 def append_and_attend(
-    query,
-    key,
-    value,
-    key_cache,
-    value_cache,
-    query_start_loc,
-    kv_lens,
-    block_tables,
-    k_scale,
-    v_scale,
-    softmax_aux,
-    alibi_slopes,
-    softmax_scale,
-    logits_soft_cap,
-    causal,
-    window,
-    cfg,
-):
+    query, key, value, key_cache, value_cache, query_start_loc, kv_lens, block_tables, k_scale, v_scale, softmax_aux,
+    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
     slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
     caches = append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
     where = (query_start_loc, kv_lens, block_tables, caches[1], k_scale, v_scale, softmax_aux, alibi_slopes)

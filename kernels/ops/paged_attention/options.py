@@ -1,0 +1,145 @@
+"""What every function here that attends takes: the options of attention and the scales of its cache, said once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.binding import is_array
+from kernels._core.contract import Op
+from kernels._core.masks import window_of
+from kernels._core.public import Prepared, PublicFunction, public
+from kernels.ops.paged_attention.arguments import array, wrong
+from kernels.ops.paged_attention.cache import is_quantised
+
+_DOC = """
+    And, by name, as every function here that attends; all of it means what it means in `flash_attention`:
+      softmax_scale: default 1/sqrt(H).
+      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an open side.
+      logits_soft_cap: c in c * tanh(logits / c).
+      softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
+      alibi_slopes: [N]; slope * |i - j| is subtracted from the logits.
+      k_scale, v_scale: what a quantised cache is multiplied by: a number, one for each head [K], or one for each slot and head,
+        in the shape of the cache without its last dim. Needed for int8; 1 by default for 8-bit floats.
+      cfg: `PagedAttentionConfig`.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+"""
+
+
+def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any) -> dict[str, Any]:
+    """Returns the scales of a cache [pages, C, K, H] by name, each [#pages, #C, #K]."""
+    dims = tuple(cache.shape[:3])
+    found: dict[str, Any] = {}
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if x is None:
+            continue
+        x = jnp.asarray(x, None if is_array(x) else jnp.float32)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise wrong(function, name, f"must be a float, or floats, got {x.dtype}")
+        shapes = {(): (1, 1, 1), (1,): (1, 1, 1), dims[2:]: (1, 1, dims[2]), dims: dims}
+        if x.shape not in shapes:
+            raise wrong(
+                function,
+                name,
+                f"must be one number, one for each head {dims[2:]}, or one for each slot and head {dims}, got {x.shape}",
+            )
+        found[name] = x.reshape(shapes[x.shape])
+    if np.dtype(cache.dtype) == np.int8 and len(found) < 2:
+        missing = next(n for n in ("k_scale", "v_scale") if n not in found)
+        raise wrong(function, missing, "is missing: what is in an int8 cache means itself times a scale")
+    if not is_quantised(cache):
+        if found:
+            name = next(iter(found))
+            raise wrong(
+                function, name, f"is for an int8 or 8-bit float cache, and this one is {cache.dtype}; leave it out"
+            )
+        if cache.dtype != query.dtype:
+            raise ValueError(
+                f"{function}: the cache is {cache.dtype} and 'query' is {query.dtype}; cast the query, "
+                f"query.astype(key_cache.dtype), or give a cache of int8 or 8-bit floats"
+            )
+    elif np.dtype(cache.dtype) != np.int8 and not jnp.issubdtype(cache.dtype, jnp.floating):
+        raise ValueError(f"{function}: the cache is {cache.dtype}; it must be int8, an 8-bit float, or {query.dtype}")
+    return found
+
+
+def options(
+    function: str,
+    query: Any,
+    cache: Any,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    causal: bool = True,
+) -> dict[str, Any]:
+    """Returns the options and scales that are used, by the contracts' names."""
+    N = query.shape[-2]
+    found = scales(function, query, cache, k_scale, v_scale)
+    numbers: dict[str, Any] = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal}
+    for name, x in numbers.items():
+        if isinstance(x, jax.Array):
+            raise wrong(function, name, "is compiled into the program and must be a Python value, not an array")
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise wrong(function, "logits_soft_cap", f"must be positive, got {logits_soft_cap}; None for no cap")
+    for name in ("softmax_scale", "logits_soft_cap"):
+        if numbers[name] is not None:
+            found[name] = float(numbers[name])
+    try:
+        window = window_of(sliding_window)
+    except ValueError as error:
+        raise ValueError(f"{function}: {error}") from None
+    if window is not None:
+        found["window"] = window
+    if not causal:
+        found["causal"] = False
+    if softmax_aux is not None:
+        x = array(function, "softmax_aux", softmax_aux, 1, 2, form=f"[{N}] or [{N}, sinks]")
+        if x.shape[0] != N:
+            raise wrong(function, "softmax_aux", f"must be [N] or [N, sinks] with N = {N}, got {x.shape}")
+        found["softmax_aux"] = x[:, None] if x.ndim == 1 else x
+    if alibi_slopes is not None:
+        x = array(function, "alibi_slopes", alibi_slopes, 1, form=f"[{N}]")
+        if x.shape[0] != N:
+            raise wrong(function, "alibi_slopes", f"must be [N] with N = {N}, got {x.shape}")
+        found["alibi_slopes"] = x
+    return found
+
+
+_SHARED = [p for p in inspect.signature(options).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "causal"]
+
+
+def attending(*ops: Op) -> Callable[[Callable[..., Prepared]], PublicFunction]:
+    """Returns `public(*ops)` for a function whose `**how` are the options of attention: they join its signature, and their
+    documentation its own."""
+
+    def declare(prepare: Callable[..., Prepared]) -> PublicFunction:
+        declared = inspect.signature(prepare)
+        own = {n: p for n, p in declared.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        parameters = [*own.values(), *(p for p in _SHARED if p.name not in own)]
+        known = {p.name for p in parameters}
+
+        @functools.wraps(prepare)
+        def prepared(*args: Any, **arguments: Any) -> Prepared:
+            for name in arguments.keys() - known:
+                raise TypeError(f"{prepare.__name__}() got an unexpected keyword argument {name!r}")
+            return prepare(*args, **arguments)
+
+        vars(prepared)["__signature__"] = declared.replace(parameters=parameters)
+        head, mark, examples = (prepare.__doc__ or "").partition(">>>")
+        prepared.__doc__ = f"{head.rstrip()}\n{_DOC}\n    {mark}{examples}"
+        return public(*ops)(prepared)
+
+    return declare
