@@ -6,7 +6,6 @@ and nothing is compiled: a call is refused before it runs, whether its arrays ar
 
 import doctest
 import inspect
-import typing
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ MAY_BE_NEGATIVE = {"softmax_scale", "scale", "ignore_index"}
 # alike, the one that is said not to be.
 ALSO = {"cu_seqlens": "cum_seqlens", "state": "initial_state"}
 ALSO |= {"key_cache": "value_cache", "key": "value", "key_pages": "value_cache", "value_pages": "value_cache"}
+ALSO |= {"kv_pages": "query"}
 
 
 class NoConfiguration:
@@ -255,7 +255,7 @@ def wrongs_of_function(function: Any, arguments: dict[str, Any]) -> Iterator[Wro
         yield from wrongs_of_operation(function.op, arguments)
         return
     yield from of_any_call()
-    hints = typing.get_type_hints(function.prepare)
+    hints = options.kinds_of(function.prepare)
     for name, p in signature.parameters.items():
         annotation, value = hints.get(name, Any), arguments.get(name)
         kinds = options.members(annotation)

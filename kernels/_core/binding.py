@@ -260,8 +260,8 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
     if p.kind is None:
         if p.static and isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
             value = value.item()
-        options.check(op_name, p.name, value, p.annotation)
-        options.check_domain(op_name, p.name, value)
+        if wrong := options.of_kind(p.name, value, p.annotation) or options.of_domain(p.name, value):
+            raise ValueError(f"{op_name}: {wrong}")
         return value
     if value is None and (p.default is not None or p.required) and type(None) not in options.members(p.annotation):
         raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got None")

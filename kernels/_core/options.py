@@ -87,21 +87,21 @@ def declared(annotation: Any) -> str:
     return " or ".join(map(word, members(annotation)))
 
 
-def check(owner: str, name: str, value: Any, annotation: Any) -> None:
-    """Raises ValueError that names the argument, where the value is not of the declared type."""
-    if not fits(value, annotation):
-        if is_array(value):
-            raise ValueError(
-                f"{owner}: argument {name!r} is compiled into the program and must be a Python value, not an array"
-            )
-        raise ValueError(f"{owner}: argument {name!r} must be {declared(annotation)}, got {_shown(value)}")
+def of_kind(name: str, value: Any, annotation: Any) -> str:
+    """Returns what is wrong of an option whose value is not of the declared type; nothing where it is."""
+    if fits(value, annotation):
+        return ""
+    if is_array(value):
+        return f"argument {name!r} is compiled into the program and must be a Python value, not an array"
+    return f"argument {name!r} must be {declared(annotation)}, got {_shown(value)}"
 
 
-def check_domain(owner: str, name: str, value: Any) -> None:
-    """Raises ValueError that names the argument, where a number is none that an option of that name may have."""
+def of_domain(name: str, value: Any) -> str:
+    """Returns what is wrong of a number that an option of that name cannot have; nothing where it can."""
     words, holds = DOMAINS.get(name, ("", None))
-    if holds is not None and isinstance(value, (int, float)) and not holds(value):
-        raise ValueError(f"{owner}: argument {name!r} must be {words}, got {value!r}")
+    if holds is None or not isinstance(value, (int, float)) or holds(value):
+        return ""
+    return f"argument {name!r} must be {words}, got {value!r}"
 
 
 def _shown(value: Any) -> str:
@@ -130,13 +130,23 @@ def no_array(value: Any) -> str:
 
 
 def checked(function: Callable) -> Callable:
-    """Returns a public function's `prepare` that first checks what it is given against its own annotations.
+    """Returns a public function's `prepare` that also checks what it is given against its own annotations.
 
-    Options are checked as `check` does; what is declared as an array, or as Any, is to be an array, a pytree of arrays, or a
-    list that stands for one. Errors of what is called from it speak in its name, since that is what was called.
+    Options are to be of the declared types; what is declared as an array, or as Any, is to be an array, a pytree of arrays, or
+    a list that stands for one. The function's own refusal of an argument goes before, since it knows more of it. Errors of what
+    it calls speak in its name, since that is what was called.
     """
     signature = inspect.signature(function)
     kinds: dict[str, Any] = {}
+
+    def check_all(given: dict[str, Any], said: str = "") -> None:
+        """Raises ValueError for an argument that cannot be what it is declared as, unless `said` names such a one."""
+        if not kinds:  # once all modules are there that the annotations name
+            kinds.update(kinds_of(function))
+        found = {name: _complaint(name, value, kinds.get(name)) for name, value in given.items()}
+        wrong = {name: what for name, what in found.items() if what}
+        if wrong and not any(f"'{name}'" in said for name in wrong):
+            raise ValueError(f"{function.__name__}: {next(iter(wrong.values()))}")
 
     @functools.wraps(function)
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -144,27 +154,25 @@ def checked(function: Callable) -> Callable:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{function.__name__}() {error}") from None
-        if not kinds:  # once all modules are there that the annotations name
-            kinds.update(_annotations(function, signature))
         given = {**given, **{n: v for n, v in kwargs.items() if n not in given}}
-        for name, value in given.items():
-            if name in kinds:
-                _check_argument(function.__name__, name, value, kinds[name])
         try:
             prepared = function(*args, **kwargs)
-            for name, value in given.items():
-                check_domain(function.__name__, name, value)
-            return prepared
-        except ValueError as error:
+        except Exception as error:
+            check_all(given, said=str(error) if isinstance(error, ValueError) else "")
+            if not isinstance(error, ValueError):
+                raise
             owner, mark, said = str(error).partition(": ")
             said = said if mark and owner.isidentifier() else str(error)
             raise ValueError(f"{function.__name__}: {said}") from error
+        check_all(given)
+        return prepared
 
     return prepare
 
 
-def _annotations(function: Callable, signature: inspect.Signature) -> dict[str, Any]:
+def kinds_of(function: Callable) -> dict[str, Any]:
     """Returns the annotations of the parameters that have one, those of a TypedDict that keyword arguments are made of too."""
+    signature = inspect.signature(function)
     found = {n: p.annotation for n, p in signature.parameters.items() if not isinstance(p.annotation, str)}
     for name, hint in typing.get_type_hints(function).items():
         if typing.get_origin(hint) is typing.Unpack:
@@ -176,9 +184,13 @@ def _annotations(function: Callable, signature: inspect.Signature) -> dict[str, 
     return {n: a for n, a in found.items() if a is not inspect.Parameter.empty and n not in several}
 
 
-def _check_argument(owner: str, name: str, value: Any, annotation: Any) -> None:
-    may_be_array = annotation is Any or jax.Array in members(annotation)
-    if value is None or not may_be_array:
-        check(owner, name, value, annotation)
-    elif why := no_array(value):
-        raise ValueError(f"{owner}: argument {name!r} must be an array, got {why}")
+def _complaint(name: str, value: Any, annotation: Any) -> str:
+    """Returns what is wrong of an argument of a public function; nothing where nothing is, or no type is declared."""
+    kinds = members(annotation)
+    if Any in kinds or jax.Array in kinds:
+        others = [a for a in kinds if a not in (Any, jax.Array)]
+        if any(fits(value, a) for a in others) or (value is None and Any in kinds):
+            return ""
+        why = "None" if value is None else no_array(value)
+        return f"argument {name!r} must be an array, got {why}" if why else ""
+    return ("" if annotation is None else of_kind(name, value, annotation)) or of_domain(name, value)

@@ -505,8 +505,11 @@ ILLEGAL = [
     ("'v_scale' is missing", rows(key_cache=INT8[0], value_cache=INT8[1], k_scale=1.0)),
     ("'k_scale' is for an int8 or 8-bit float cache", rows(k_scale=1.0)),
     ("'k_scale' must be one number, .*got .3,.", rows(key_cache=INT8[0], value_cache=INT8[1], k_scale=normal(3), v_scale=1.0)),
-    ("the cache is float32 and 'query' is float16; cast", rows(query=QUERY[:3].astype(np.float16))),
-    ("the cache is uint8; it must be int8", rows(key_cache=INT8[0].astype(np.uint8), value_cache=INT8[1].astype(np.uint8))),
+    ("'query' is float16 and the cache float32; cast", rows(query=QUERY[:3].astype(np.float16))),
+    (
+        "'query' is float32 and the cache uint8; a cache is int8",
+        rows(key_cache=INT8[0].astype(np.uint8), value_cache=INT8[1].astype(np.uint8)),
+    ),
     ("unified_attention: argument 'query' must be an array .M, N, H.", unified(query=QUERY[None])),
     ("'query' of shape .* is empty", unified(query=QUERY[:0])),
     ("'query_start_loc' is for 2 requests .* and 'kv_lens' for 3", unified(query_start_loc=CUTS[:-1])),

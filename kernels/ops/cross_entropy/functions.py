@@ -79,7 +79,7 @@ def fused_token_losses(
     if targets is None:
         raise ValueError("fused_cross_entropy: argument 'targets' is missing")
     if (logits is None) == (hidden is None) or (hidden is None) != (lm_head is None):
-        raise ValueError("fused_cross_entropy: arguments 'hidden' and 'lm_head', or 'logits': give one of the two")
+        raise ValueError("fused_cross_entropy: give either 'hidden' and 'lm_head', or 'logits'")
     for name, x in (("hidden", hidden), ("lm_head", lm_head), ("logits", logits), ("targets", targets)):
         if x is not None and not is_array(x) and not (name == "targets" and isinstance(x, (list, tuple, int))):
             raise ValueError(f"fused_cross_entropy: argument {name!r} must be an array, got {type(x).__name__}")
