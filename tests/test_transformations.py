@@ -57,6 +57,13 @@ def scalar(op, platform, others, rest):
     return loss
 
 
+@functools.cache
+def program(op, platform):
+    """Returns the jitted floats -> (scalar, gradients) of the operation's first case, with which several tests compare."""
+    _, others, rest = parts(op)
+    return jax.jit(jax.value_and_grad(scalar(op, platform, others, rest)))
+
+
 def close(got, want, allowed=2e-5):
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert error(g, w) < allowed, error(g, w)
@@ -87,7 +94,7 @@ def test_gradients_under_vmap_and_of_vmap(op, backend):
         each = jax.jit(jax.vmap(jax.grad(loss)))(stacked)
         total = jax.jit(jax.grad(lambda f: jnp.sum(jax.vmap(loss)(f))))(stacked)
         for i, f in enumerate((floats, again)):
-            want = jax.jit(jax.grad(loss))(f)
+            want = program(op, backend.name)(f)[1]
             close(jax.tree.map(lambda g, i=i: g[i], each), want)
             close(jax.tree.map(lambda g, i=i: g[i], total), want)
 
@@ -111,7 +118,7 @@ def test_scan_and_remat_around_it(op, backend):
         return total
 
     with on_this_machine(backend):
-        want = jax.tree.map(lambda g: -2 * g, jax.jit(jax.grad(loss))(floats))
+        want = jax.tree.map(lambda g: -2 * g, program(op, backend.name)(floats)[1])
         close(jax.jit(jax.grad(scanned(lambda f: f)))(floats), want)
         if backend.name != "pallas_tpu":  # its interpreter makes ordered calls of the host, which remat does not take
             close(jax.jit(jax.grad(scanned(jax.checkpoint)))(floats), want)
@@ -170,7 +177,8 @@ def test_one_export_for_every_platform_gives_the_numbers_here(op):
     with target or on_this_machine(op.backends["xla"]):
         exported = jax.export.export(jax.jit(loss), platforms=platforms, disabled_checks=checks)(floats)
     assert exported.platforms == tuple(platforms)
-    close(exported.call(floats), jax.jit(loss)(floats), 1e-6)
+    plain = program(op, None) if differentiable(op) else jax.jit(loss)
+    close(exported.call(floats), plain(floats), 1e-6)
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
@@ -229,8 +237,7 @@ def test_inside_a_shard_map_of_the_callers_own(op, backend):
     run = jax.jit(jax.value_and_grad(lambda f, o: mapped(f, o)))
     with on_this_machine(backend):
         got = run(floats, others)
-    whole = jax.jit(jax.value_and_grad(lambda f: scalar(op, "xla", others, rest)(f)))(floats)
-    close(got, whole)
+    close(got, program(op, "xla")(floats))
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

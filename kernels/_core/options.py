@@ -116,6 +116,8 @@ def is_array(value: Any) -> bool:
 def no_array(value: Any) -> str:
     """Returns why a value is no array, no pytree of arrays, and no nested list of numbers that may stand for one; nothing
     where it is one of these."""
+    if isinstance(value, (jax.Array, jax.core.Tracer)):
+        return ""
     if isinstance(value, (list, tuple)) and not any(map(is_array, jax.tree.leaves(value))):
         try:
             value = np.asarray(value)
@@ -136,7 +138,7 @@ def checked(function: Callable) -> Callable:
     a list that stands for one. The function's own refusal of an argument goes before, since it knows more of it. Errors of what
     it calls speak in its name, since that is what was called.
     """
-    signature = inspect.signature(function)
+    names = tuple(inspect.signature(function).parameters)
     kinds: dict[str, Any] = {}
 
     def check_all(given: dict[str, Any], said: str = "") -> None:
@@ -150,11 +152,7 @@ def checked(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{function.__name__}() {error}") from None
-        given = {**given, **{n: v for n, v in kwargs.items() if n not in given}}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         try:
             prepared = function(*args, **kwargs)
         except Exception as error:
