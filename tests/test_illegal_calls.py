@@ -113,8 +113,11 @@ def wrong_shapes(parameters: dict[str, Any], arguments: dict[str, Any]) -> Itera
     there = {n: p for n, p in parameters.items() if p.kind and is_array(arguments.get(n))}
 
     def others(dim: Any, name: str) -> bool:
-        """Whether another array fixes a dim: has it, and not as one that may be 1."""
-        return any(d.name == dim.name and not d.broadcast for n, p in there.items() for d in p.dims if n != name)
+        """Whether another array fixes a dim, which has it, and not as one that may be 1; or an option does."""
+        said = {d for n, d in options.SIZES.items() if n in parameters}
+        return dim.name in said or any(
+            d.name == dim.name and not d.broadcast for n, p in there.items() for d in p.dims if n != name
+        )
 
     for name, p in there.items():
         shape = arguments[name].shape

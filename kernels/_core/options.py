@@ -43,6 +43,9 @@ DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "top_k": _COUNT,
 }
 
+# Options that say the size of a dim of optional arrays: where these are given the two must agree.
+SIZES = {"num_states": "G"}
+
 
 def members(annotation: Any) -> tuple[Any, ...]:
     """Returns the alternatives of an annotation: those of a union, else itself."""
