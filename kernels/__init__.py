@@ -7,6 +7,7 @@ at the first call that may use it.
 from __future__ import annotations
 
 from kernels._core.backend import Case
+from kernels._core.chunks import ChunkConfig
 from kernels._core.config import BwdParams, ConfigCache, FwdParams, PersistentCache
 from kernels._core.contract import Op, Unsupported
 from kernels._core.executor import Executor, create_default_executor
@@ -73,9 +74,9 @@ def operations() -> dict[str, Op]:
 
 
 _FRAMEWORK = (
-    "Backend", "BwdParams", "Case", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams", "KernelRegistry",
-    "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay", "create_default_executor",
-    "dequantize", "kernel_registry", "operations", "public_functions", "quantize", "tree_attention_mask", "tree_depths",
-    "verify_tree",
+    "Backend", "BwdParams", "Case", "ChunkConfig", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams",
+    "KernelRegistry", "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay",
+    "create_default_executor", "dequantize", "kernel_registry", "operations", "public_functions", "quantize",
+    "tree_attention_mask", "tree_depths", "verify_tree",
 )  # fmt: skip
 __all__ = [*_FRAMEWORK, *public_functions()]

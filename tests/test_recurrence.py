@@ -40,40 +40,54 @@ def decayed_sum(
     return recurrence.loop(step, (x, a), jnp.zeros_like(x[:, 0]), segment_ids, initial_state, num_states)
 
 
-op = Op(decayed_sum, outputs=("out", "final_state"), local_dims={"B"})
+op = Op(decayed_sum, outputs=("out", "final_state"), local_dims={"B"}, config=chunks.ChunkConfig)
 
 
-def _step(shared, state, xs, tokens):
+def _prepare(shared, xs, tokens):
+    return jnp.exp(xs[1]) * shared, shared * xs[0], tokens.resets
+
+
+def _walk(parts, state):
     """A chunk, a token at a time."""
-    x, a = xs
+    a, x, resets = parts
     outs = []
     for t in range(x.shape[1]):
-        if tokens.resets is not None:
-            state = jnp.where(tokens.resets[:, t, None], 0, state)
-        state = shared * (jnp.exp(a[:, t]) * state + x[:, t])
+        if resets is not None:
+            state = jnp.where(resets[:, t, None], 0, state)
+        state = a[:, t] * state + x[:, t]
         outs.append(state)
     return state, jnp.stack(outs, 1)
 
 
-def _chunked(x, a, segment_ids, initial_state, num_states):
+STEP = chunks.Step(_prepare, lambda *given: _walk(*given)[0], lambda _, *given: _walk(*given)[1])
+
+
+def _chunked(x, a, segment_ids, initial_state, num_states, cfg):
     own = jnp.zeros((x.shape[0], num_states, x.shape[2])) if initial_state is None else initial_state
-    return chunks.Chunks(*x.shape[:2], 4, segment_ids, num_states), own, (x, a), jnp.ones(())
+    return chunks.Chunks(*x.shape[:2], cfg, segment_ids, num_states), own, (x, a), jnp.ones(())
 
 
-def _forward(x, a, segment_ids, initial_state, num_states):
-    cut, own, xs, one = _chunked(x, a, segment_ids, initial_state, num_states)
-    final, out = chunks.forward(_step, cut, own, xs, one)
+def _forward(x, a, segment_ids, initial_state, num_states, cfg):
+    cut, own, xs, one = _chunked(x, a, segment_ids, initial_state, num_states, cfg)
+    final, out = chunks.forward(STEP, cut, own, xs, one)
     return out, final
 
 
-def _backward(saved, x, a, segment_ids, initial_state, num_states):
-    cut, own, xs, one = _chunked(x, a, segment_ids, initial_state, num_states)
-    d_own, (dx, da), d_one = chunks.backward(_step, cut, own, xs, saved.d_final_state, saved.d_out, one)
+def _backward(saved, x, a, segment_ids, initial_state, num_states, cfg):
+    cut, own, xs, one = _chunked(x, a, segment_ids, initial_state, num_states, cfg)
+    d_own, (dx, da), d_one = chunks.backward(STEP, cut, own, xs, saved.d_final_state, saved.d_out, one)
     assert d_one.shape == ()
     return {"x": dx, "a": da} | ({} if initial_state is None else {"initial_state": d_own})
 
 
-op.register(_forward, _backward, name="xla", platforms={"cpu"}, dtypes={"float32"})
+op.register(
+    _forward,
+    _backward,
+    name="xla",
+    platforms={"cpu"},
+    dtypes={"float32"},
+    **chunks.tunables(4, lambda d: d["B"] * d["D"]),
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +168,9 @@ def close(got, want):
 @pytest.mark.parametrize("name", IDS)
 def test_the_loop_and_the_chunks(name):
     close(truth(name)[0], numpy_loop(**arguments(name)))
-    close(value_and_gradients(op, arguments(name)), truth(name))
+    for together in (1, 3, 100):  # one after another, some at one time with slots to fill, all
+        run = functools.partial(op, cfg=chunks.ChunkConfig(4, together))
+        close(value_and_gradients(run, arguments(name)), truth(name))
 
 
 def test_nothing_of_padding_is_in_a_chunk():
@@ -166,7 +182,7 @@ def test_nothing_of_padding_is_in_a_chunk():
 
 def test_the_places_of_packed_sequences():
     ids = jnp.asarray(IDS["packed"], jnp.int32)
-    cut = chunks.Chunks(2, 16, 4, ids, num_states=4)
+    cut = chunks.Chunks(2, 16, chunks.ChunkConfig(4, 1), ids, num_states=4)
     assert cut.number == (16 + 4 * 3) // 4
     there = cut.spread(ids + 1)  # 0 where there is no token
     for b in range(2):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ejdist
 import kernels
 from ejdist import make_mesh
-from kernels.ops.delta_rule import DeltaRuleConfig, op, rwkv7_op
+from kernels.ops.delta_rule import op, rwkv7_op
 from kernels.ops.delta_rule.chunk import inverse
 
 RNG = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def test_gradients_against_finite_differences(name):
 @pytest.mark.parametrize("block", [4, slow(1), slow(32)])
 def test_chunks_of_any_size_are_the_loop(name, block):
     """With a length that is no multiple of it."""
-    cfg = DeltaRuleConfig(block)
+    cfg = kernels.ChunkConfig(block)
     a = arrays(name, T=37)
     for got, want in zip(call(name, a, return_state=True, cfg=cfg), numpy_loop(name, a), strict=True):
         assert error(got, want) < 3e-6
@@ -144,7 +144,7 @@ def test_decays_of_zero_and_one(name):
     a = arrays(name, T=40)
     a["g"] = np.where(RNG.random(a["g"].shape) < 0.5, 0, RNG.choice([-np.inf, -1e4, -1e-7], a["g"].shape)).astype("f4")
     want = numpy_loop(name, a)
-    cfg = DeltaRuleConfig(32)
+    cfg = kernels.ChunkConfig(32)
     for got, w in zip(call(name, a, return_state=True, cfg=cfg), want, strict=True):
         assert error(got, w) < 2e-6
     gradients = jax.jit(jax.grad(lambda a: jnp.sum(call(name, a, cfg=cfg) ** 2)))(a)
@@ -166,7 +166,7 @@ CUTS = np.array([0, 5, 5, 6, 20])
 @pytest.mark.parametrize("name", ["gated_delta_rule", "rwkv7"])
 def test_packed_sequences_are_each_by_themselves(name):
     a, states = arrays(name, T=22), RNG.standard_normal((4, 2, 4, 3)).astype(np.float32)
-    cfg = DeltaRuleConfig(4)
+    cfg = kernels.ChunkConfig(4)
     out, final = call(name, a, cu_seqlens=CUTS, state=states, return_state=True, cfg=cfg)
     for i, (begin, end) in enumerate(itertools.pairwise(CUTS)):
         one = {n: x[:, begin:end] for n, x in a.items()}
@@ -269,7 +269,7 @@ def random_call(drawn):
     a = arrays(name, **sizes)
     state = RNG.standard_normal((1, sizes["N"], sizes["H"], sizes["Hv"])).astype(np.float32) if stated else None
     ids = None if ids is None else np.array([ids])
-    got = call(name, a, initial_state=state, segment_ids=ids, return_state=True, cfg=DeltaRuleConfig(block))
+    got = call(name, a, initial_state=state, segment_ids=ids, return_state=True, cfg=kernels.ChunkConfig(block))
     for g, want in zip(got, numpy_loop(name, a, state, ids), strict=True):
         assert error(g, want) < 1e-5
 
@@ -424,5 +424,16 @@ def test_states_and_their_number_go_together():
         op(**a, initial_state=jnp.zeros((2, 1, 2, 4, 3)), segment_ids=IDS, num_states=3)
     with pytest.raises(ValueError, match="'segment_ids' must say"):
         rwkv7_op(**R, num_states=2)
-    with pytest.raises(ValueError, match="'cfg' must have a power of two as block_t, got 12"):
-        call("delta_rule", a, cfg=DeltaRuleConfig(12))
+    with pytest.raises(ValueError, match="chunk must be a power of two or None, got 12"):
+        kernels.ChunkConfig(12)
+
+
+def test_decays_of_channels_at_a_width_of_models():
+    """As sums of more than five dims these chunks crash CPUs (see kernels/_core/chunks.py), and only from some size on."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    q, k, v, g = (normal(1, 128, 4, 32) for _ in range(4))
+    given = {"query": q, "key": k / 6, "value": v, "beta": jax.nn.sigmoid(g[..., 0]), "g": -jax.nn.softplus(g)}
+    for together in (1, 2):
+        got = jax.jit(functools.partial(op, cfg=kernels.ChunkConfig(together=together)))(**given)
+        np.testing.assert_allclose(got[0], op.function(**given)[0], rtol=1e-4, atol=1e-4)

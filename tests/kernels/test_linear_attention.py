@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ejdist
 import kernels
-from kernels.ops.linear_attention import LinearAttentionConfig, op
+from kernels.ops.linear_attention import op
 
 CASES = {case.name: case for case in op.cases}
 SMALL = [case for case in op.cases if "bench" not in case.tags]
@@ -112,7 +112,7 @@ def test_chunks_and_steps_and_the_loop_agree_at_decays_of_every_size(kind, form)
     for got, exact in zip(want, numpy_loop(**a), strict=True):
         assert error(got, exact) < 1e-6
     for chunk in (1, 8):
-        run = functools.partial(op, cfg=LinearAttentionConfig(chunk))
+        run = functools.partial(op, cfg=kernels.ChunkConfig(chunk))
         got, gradients, _ = value_and_gradients(run, a, d)
         for name, x, y in [(n, gradients[n], want_gradients[n]) for n in gradients] + [
             ("", *p) for p in zip(got, want)
@@ -162,7 +162,7 @@ def test_memory_is_linear_in_the_length():
 
     def temporaries(T):
         x, g = (jax.ShapeDtypeStruct((1, T, 1, 16), "float32") for _ in range(2))
-        loss = lambda q, k, v, g: jnp.sum(kernels.gla_attention(q, k, v, g, cfg=LinearAttentionConfig(16)))  # noqa: E731
+        loss = lambda q, k, v, g: jnp.sum(kernels.gla_attention(q, k, v, g, cfg=kernels.ChunkConfig(16)))  # noqa: E731
         return jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(x, x, x, g).compile().memory_analysis().temp_size_in_bytes
 
     short, long = temporaries(512), temporaries(2048)
@@ -264,7 +264,7 @@ def test_a_wrong_call_is_a_value_error(said):
 
 def test_a_chunk_is_a_power_of_two():
     with pytest.raises(ValueError, match="chunk must be a power of two or None, got 48"):
-        LinearAttentionConfig(48)
+        kernels.ChunkConfig(48)
     with pytest.raises(ValueError, match="N = 4 heads, which is no multiple of the key's K = 3"):
         op(X, X[:, :, :3], X[:, :, :3])
 
@@ -294,7 +294,7 @@ def check_any(seed):
         a["segment_ids"], a["num_states"] = jnp.asarray(np.sort(rng.integers(-1, G, (B, T)), axis=1)), int(G)
     elif rng.random() < 0.6:
         a["segment_ids"] = jnp.asarray(rng.integers(-1, 3, (B, T)).repeat(3, axis=1)[:, :T])
-    cfg = LinearAttentionConfig(int(2 ** rng.integers(6)))
+    cfg = kernels.ChunkConfig(int(2 ** rng.integers(6)))
     want, want_gradients, d = value_and_gradients(op.function, a)
     got, gradients, _ = value_and_gradients(functools.partial(op, cfg=cfg), a, d)
     for x, y in zip(want, numpy_loop(**a), strict=True):

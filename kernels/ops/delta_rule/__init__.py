@@ -1,11 +1,10 @@
 """The delta rules: recurrences that replace what their state holds for a key. Gated, RWKV-7, and over a pool of states."""
 
-from kernels.ops.delta_rule.contract import DeltaRuleConfig, op, rwkv7_op
+from kernels.ops.delta_rule.contract import op, rwkv7_op
 from kernels.ops.delta_rule.functions import delta_rule, gated_delta_rule, kernel_delta_attention, rwkv7
 from kernels.ops.delta_rule.ragged import ragged_gated_delta_rule
 
 __all__ = [
-    "DeltaRuleConfig",
     "delta_rule",
     "gated_delta_rule",
     "kernel_delta_attention",

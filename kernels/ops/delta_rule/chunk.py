@@ -8,7 +8,7 @@ of each other is a strictly triangular system, whose inverse is computed in floa
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,9 +73,10 @@ class Decay:
         if self.g.shape[-1] == 1:
             between = _sums_between(self.g)[..., 0]
             return dot("...th,...ih->...ti", x, y) * jnp.exp(_shifted(between, -2) if before else between)
-        C, H = x.shape[-2:]
+        # As few dims as can be: see kernels/_core/chunks.py.
+        lead, (C, H) = x.shape[:-2], x.shape[-2:]
         c = min(SUB_CHUNK, C)
-        x, y, g = (z.reshape(*z.shape[:-2], C // c, c, H) for z in (x, y, self.g))
+        x, y, g = (z.reshape(-1, C // c, c, H) for z in (x, y, self.g))
         # Within a sub-chunk each pair has its own exponents.
         between = _sums_between(g)
         within = jnp.exp(_shifted(between, -3) if before else between)
@@ -93,7 +94,28 @@ class Decay:
             earlier, y[..., None, :, :, :] * jnp.exp(to_end[..., None, :, :, :] + over[..., :, :, None, :]), 0
         )
         far = dot("...xth,...xyih->...xtyi", x, y)
-        return (near + far).reshape(*near.shape[:-4], C, C)
+        return (near + far).reshape(*lead, C, C)
+
+
+class Parts(NamedTuple):
+    """A chunk as maps of the state S [B, N, H, Hv] that enters it.
+
+    What its tokens read of all before them is u = read S + own [B, N, C, Hv]. The state that leaves is
+    passing * S + write^T u + added, and the outputs are query S + out.
+
+    Attributes:
+      read, write, query: [B, N, C, H]; own, out: [B, N, C, Hv].
+      passing: [B, N, H or 1, 1], not a matrix, so that what only fades is not rounded by a product.
+      added: [B, N, H, Hv] or None.
+    """
+
+    read: jax.Array
+    own: jax.Array
+    write: jax.Array
+    passing: jax.Array
+    added: jax.Array | None
+    query: jax.Array
+    out: jax.Array
 
 
 def inverse(A: jax.Array) -> jax.Array:
@@ -102,22 +124,22 @@ def inverse(A: jax.Array) -> jax.Array:
     From the inverses P, Q of two diagonal blocks that of both with A21 between them is [[P, 0], [Q A21 P, Q]]: forward
     substitution by blocks, in matmuls alone, and always in full float32.
     """
-    lead, C = A.shape[:-2], A.shape[-1]
-    inverted, size = jnp.ones((*lead, C, 1, 1), A.dtype), 1
+    shape, C = A.shape, A.shape[-1]
+    A = A.reshape(-1, C, C)
+    inverted, size = jnp.ones((A.shape[0], C, 1, 1), A.dtype), 1
     multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     while size < C:
         m, w = C // (2 * size), 2 * size
         own = jnp.eye(m, dtype=bool)[:, None, :, None]
-        diagonal = jnp.sum(jnp.where(own, A.reshape(*lead, m, w, m, w), 0), axis=-2)
+        diagonal = jnp.sum(jnp.where(own, A.reshape(-1, m, w, m, w), 0), axis=-2)
         P, Q = inverted[..., 0::2, :, :], inverted[..., 1::2, :, :]
         between = multiply(multiply(Q, diagonal[..., size:, :size]), P)
         upper = jnp.concatenate([P, jnp.zeros_like(P)], axis=-1)
         inverted, size = jnp.concatenate([upper, jnp.concatenate([between, Q], axis=-1)], axis=-2), w
-    return inverted[..., 0, :, :]
+    return inverted.reshape(shape)
 
 
-def chunk(
-    state: jax.Array,
+def prepare(
     resets: jax.Array | None,
     g: jax.Array | None,
     q: jax.Array,
@@ -127,11 +149,10 @@ def chunk(
     b: jax.Array | None = None,
     *,
     precision: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (state after the chunk, o [B, N, C, Hv]), o_t = S_t^T q_t. All float32.
+) -> Parts:
+    """Returns what the tokens of a chunk do with the state that enters. All float32.
 
     Args:
-      state: [B, N, H, Hv], S before the chunk.
       resets: bool [B, C], whether the state begins anew before a token; None: nowhere.
       g: [B, N, C, 1 or H], logarithms of the decays.
       q, k, a: [B, N, C, H]; v: [B, N, C, Hv].
@@ -152,16 +173,31 @@ def chunk(
     def between(x: jax.Array, y: jax.Array, mask: jax.Array, before: bool = False) -> jax.Array:
         return jnp.where(mask, decay.pairs(x, y, before), 0)
 
-    reads = dot("bnth,bnhv->bntv", jnp.where(enters, a * decay.since_start(before), 0), state)
-    out = dot("bnth,bnhv->bntv", jnp.where(enters, q * decay.since_start(), 0), state)
-    solve = inverse(between(a, k if b is None else b, strictly, before))
-    if b is None:
-        written = [(k, dot("bnti,bniv->bntv", solve, reads + v))]
-    else:
-        reads += dot("bnti,bniv->bntv", between(a, k, strictly, True), v)
-        written = [(b, dot("bnti,bniv->bntv", solve, reads)), (k, v)]
-    state = jnp.where(passes, decay.whole() * state, 0)
-    for x, y in written:
-        out += dot("bnti,bniv->bntv", between(q, x, until), y)
-        state += dot("bnth,bntv->bnhv", jnp.where(leaves, x * decay.until_end(), 0), y)
-    return state, out
+    def leaving(x: jax.Array) -> jax.Array:
+        return jnp.where(leaves, x * decay.until_end(), 0)
+
+    write = k if b is None else b
+    solve = inverse(between(a, write, strictly, before))
+    read = dot("bnti,bnih->bnth", solve, jnp.where(enters, a * decay.since_start(before), 0))
+    own = v if b is None else dot("bnti,bniv->bntv", between(a, k, strictly, True), v)
+    own = dot("bnti,bniv->bntv", solve, own)
+    seen = between(q, write, until)
+    query = jnp.where(enters, q * decay.since_start(), 0) + dot("bnti,bnih->bnth", seen, read)
+    out, added = dot("bnti,bniv->bntv", seen, own), None
+    if b is not None:
+        out += dot("bnti,bniv->bntv", between(q, k, until), v)
+        added = dot("bnth,bntv->bnhv", leaving(k), v)
+    passing = jnp.where(passes, jnp.ones((*k.shape[:2], 1, 1)) * decay.whole(), 0)
+    return Parts(read, own, leaving(write), passing, added, query, out)
+
+
+def advance(parts: Parts, state: jax.Array, *, precision: Any) -> jax.Array:
+    """Returns the state after a chunk."""
+    u = parts.own + jnp.einsum("bnth,bnhv->bntv", parts.read, state, precision=precision)
+    state = parts.passing * state + jnp.einsum("bnth,bntv->bnhv", parts.write, u, precision=precision)
+    return state if parts.added is None else state + parts.added
+
+
+def read(parts: Parts, state: jax.Array, *, precision: Any) -> jax.Array:
+    """Returns o [B, N, C, Hv], o_t = S_t^T q_t, of the state before the chunk."""
+    return parts.out + jnp.einsum("bnth,bnhv->bntv", parts.query, state, precision=precision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels._core.binding import Call
+from kernels._core.chunks import ChunkConfig
 from kernels._core.contract import Op
 from kernels._core.recurrence import loop
 from kernels._core.work import Work, nbytes
@@ -18,17 +18,6 @@ from kernels.ops.delta_rule import cases
 
 # Under the square root of the norm, as in the models that normalise queries and keys here.
 NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class DeltaRuleConfig:
-    """Tunables; None leaves the choice to the configuration chain.
-
-    Attributes:
-      block_t: tokens that are computed together by matmuls, a power of two.
-    """
-
-    block_t: int | None = None
 
 
 def wide(*arrays: Any) -> Any:
@@ -180,7 +169,7 @@ op = Op(
     tied_dims=(("N", "K"),),
     elsewhere={"T": "gated_delta_rule"},
     same_dtype=("query", "key", "value"),
-    config=DeltaRuleConfig,
+    config=ChunkConfig,
     cases=cases.DELTA,
     work=work,
 )
@@ -191,7 +180,7 @@ rwkv7_op = Op(
     local_dims={"B", "N", "Hv"},
     elsewhere={"T": "rwkv7"},
     same_dtype=("r", "k", "v"),
-    config=DeltaRuleConfig,
+    config=ChunkConfig,
     cases=cases.RWKV7,
     work=rwkv7_work,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core import chunks as chunked
-from kernels._core.chunks import Chunks, Tokens
+from kernels._core.chunks import Chunks, Step, Tokens
 from kernels._core.execute import Saved
-from kernels.ops.delta_rule.chunk import chunk
-from kernels.ops.delta_rule.contract import DeltaRuleConfig, check_states, normalized, op, rwkv7_op, scale_of
+from kernels.ops.delta_rule import chunk
+from kernels.ops.delta_rule.contract import check_states, normalized, op, rwkv7_op, scale_of
 
 MOST_TOKENS = 64  # of a chunk
-
-
-def block_of(length: int) -> int:
-    """Returns the tokens of a chunk for sequences of that length: a power of two, no larger than they need."""
-    return min(MOST_TOKENS, 1 << max(0, length - 1).bit_length())
 
 
 def _precision(dtype: Any) -> Any:
@@ -32,38 +28,47 @@ def _per_head(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2).astype(jnp.float32)
 
 
-def _delta_step(softmax_scale: float | None, use_qk_l2norm: bool, precision: Any) -> Callable:
-    def step(_: None, state: jax.Array, x: dict[str, jax.Array], tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+def _step(prepare: Callable[[None, dict[str, jax.Array], Tokens], chunk.Parts], dtype: Any, precision: Any) -> Step:
+    def read(_: None, parts: chunk.Parts, state: jax.Array) -> jax.Array:
+        return jnp.swapaxes(chunk.read(parts, state, precision=precision), 1, 2).astype(dtype)
+
+    return Step(prepare, functools.partial(chunk.advance, precision=precision), read)
+
+
+def _delta_step(softmax_scale: float | None, use_qk_l2norm: bool, dtype: Any) -> Step:
+    precision = _precision(dtype)
+
+    def prepare(_: None, x: dict[str, jax.Array], tokens: Tokens) -> chunk.Parts:
         q, k, v, beta = (_per_head(x[name]) for name in ("query", "key", "value", "beta"))
         if use_qk_l2norm:
             q, k = normalized(q), normalized(k)
         q = q * scale_of(softmax_scale, q.shape[-1])
         q, k = (jnp.repeat(y, v.shape[1] // k.shape[1], axis=1) for y in (q, k))
         g, beta = _per_head(x["g"]) if "g" in x else None, beta[..., None]
-        state, out = chunk(state, tokens.resets, g, q, k, beta * v, -beta * k, precision=precision)
-        return state, jnp.swapaxes(out, 1, 2).astype(x["value"].dtype)
+        return chunk.prepare(tokens.resets, g, q, k, beta * v, -beta * k, precision=precision)
 
-    return step
+    return _step(prepare, dtype, precision)
 
 
-def _rwkv7_step(softmax_scale: float | None, precision: Any) -> Callable:
-    def step(_: None, state: jax.Array, x: dict[str, jax.Array], tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+def _rwkv7_step(softmax_scale: float | None, dtype: Any) -> Step:
+    precision = _precision(dtype)
+
+    def prepare(_: None, x: dict[str, jax.Array], tokens: Tokens) -> chunk.Parts:
         r, w, k, v, a, b = (_per_head(x[name]) for name in "rwkvab")
         r = r * scale_of(softmax_scale, r.shape[-1])
-        state, out = chunk(state, tokens.resets, w, r, k, v, a, b, precision=precision)
-        return state, jnp.swapaxes(out, 1, 2).astype(x["v"].dtype)
+        return chunk.prepare(tokens.resets, w, r, k, v, a, b, precision=precision)
 
-    return step
+    return _step(prepare, dtype, precision)
 
 
 def _delta(query, key, value, beta, g, softmax_scale, use_qk_l2norm):
     """Returns (step, its arrays) of a call of delta_rule."""
     xs = {"query": query, "key": key, "value": value, "beta": beta} | ({} if g is None else {"g": g})
-    return _delta_step(softmax_scale, use_qk_l2norm, _precision(query.dtype)), xs
+    return _delta_step(softmax_scale, use_qk_l2norm, value.dtype), xs
 
 
 def _rwkv7(r, w, k, v, a, b, softmax_scale):
-    return _rwkv7_step(softmax_scale, _precision(r.dtype)), {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+    return _rwkv7_step(softmax_scale, v.dtype), {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
 
 
 def _states(
@@ -74,14 +79,10 @@ def _states(
     B, T, N, Hv = value.shape
     if initial_state is None:
         initial_state = jnp.zeros((B, num_states, N, width, Hv))
-    if cfg.block_t < 1 or cfg.block_t & (cfg.block_t - 1):
-        raise ValueError(f"{name}: argument 'cfg' must have a power of two as block_t, got {cfg.block_t}")
-    return Chunks(B, T, cfg.block_t, segment_ids, num_states), initial_state.astype(jnp.float32)
+    return Chunks(B, T, cfg, segment_ids, num_states), initial_state.astype(jnp.float32)
 
 
-def _gradients(
-    step: Callable, states: Any, xs: dict[str, jax.Array], saved: Saved, initial_state: Any
-) -> dict[str, Any]:
+def _gradients(step: Step, states: Any, xs: dict[str, jax.Array], saved: Saved, initial_state: Any) -> dict[str, Any]:
     chunks, initial = states
     d_initial, gradients, _ = chunked.backward(step, chunks, initial, xs, saved.d_final_state, saved.d_out)
     return gradients | ({} if initial_state is None else {"initial_state": d_initial})
@@ -117,24 +118,14 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
     return _gradients(step, states, xs, saved, initial_state)
 
 
-def heuristic(call, platform):
-    # Packed sequences with states begin chunks of their own: of their mean length, no more than half of the tokens are empty.
-    return DeltaRuleConfig(block_of(-(-call.dims["T"] // call.num_states)))
-
-
-def candidates(call):
-    return [DeltaRuleConfig(n) for n in (16, 32, 64, 128) if n <= 2 * call.dims["T"]] or [heuristic(call, "cpu")]
-
-
 def rejects(call):
     return "an array has no elements" if 0 in call.dims.values() else None
 
 
-_FACTS = {
+_FACTS: dict[str, Any] = {
     "platforms": {"cpu", "cuda", "rocm", "tpu"},
     "dtypes": {"float32", "bfloat16", "float16"},
-    "heuristic": heuristic,
-    "candidates": candidates,
+    **chunked.tunables(MOST_TOKENS, lambda d: d["B"] * d["N"] * max(d["H"], d["Hv"])),
     "rejects": rejects,
     "symbolic": {"B"},
 }

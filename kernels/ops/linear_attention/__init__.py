@@ -1,6 +1,6 @@
 """Linear attention: a state that decays, is written by keys and values, and read by queries."""
 
-from kernels.ops.linear_attention.contract import LinearAttentionConfig, op
+from kernels.ops.linear_attention.contract import op
 from kernels.ops.linear_attention.functions import (
     gla_attention,
     lightning_attention,
@@ -10,7 +10,6 @@ from kernels.ops.linear_attention.functions import (
 )
 
 __all__ = [
-    "LinearAttentionConfig",
     "gla_attention",
     "lightning_attention",
     "op",

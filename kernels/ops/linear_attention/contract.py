@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,23 +10,9 @@ from jaxtyping import Array, Float, Int
 from kernels._core import recurrence
 from kernels._core.backend import Case
 from kernels._core.binding import Call
+from kernels._core.chunks import ChunkConfig
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
-
-
-@dataclass(frozen=True)
-class LinearAttentionConfig:
-    """Tunables of the backends; None leaves the choice to the configuration chain.
-
-    Attributes:
-      chunk: tokens of a chunk, a power of two. 1 is the recurrence itself.
-    """
-
-    chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.chunk is not None and (self.chunk < 1 or self.chunk & (self.chunk - 1)):
-            raise ValueError(f"LinearAttentionConfig: chunk must be a power of two or None, got {self.chunk}")
 
 
 def linear_attention(
@@ -152,8 +136,7 @@ op = Op(
     tied_dims=(("N", "K"),),
     elsewhere={"T": "gla_attention"},
     weights=("bonus",),
-    order=("xla",),
-    config=LinearAttentionConfig,
+    config=ChunkConfig,
     cases=(
         _case("small", "g initial_state", "smoke", B=2, T=10, N=2, K=1, H=4, Hv=3),
         _case("documents", "gk initial_state", ids=_documents, B=2, T=67, N=2, K=2, H=5, Hv=3),

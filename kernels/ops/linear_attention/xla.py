@@ -15,22 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core import chunks
-from kernels.ops.linear_attention.contract import LinearAttentionConfig, op
+from kernels.ops.linear_attention.contract import op
 
 _CHUNK = 64
-
-
-def _power_of_two(n):
-    return 1 << max(0, n - 1).bit_length()
-
-
-def _heuristic(call, platform):
-    return LinearAttentionConfig(chunk=min(_CHUNK, _power_of_two(call.dims["T"])))
-
-
-def _candidates(call):
-    longest = _power_of_two(call.dims["T"])
-    return [LinearAttentionConfig(chunk=c) for c in (16, 32, 64, 128, 256) if c <= longest] or [_heuristic(call, "")]
 
 
 def _faded(x, log_decay):
@@ -88,7 +75,7 @@ def _half(x, m, which):
 
 
 def _step_of(softmax_scale, precision):
-    """Returns the step of one chunk, see `kernels._core.chunks`."""
+    """Returns the `Step` of a chunk, see `kernels._core.chunks`."""
 
     def mm(subscripts, *operands):
         return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=jnp.float32)
@@ -113,7 +100,7 @@ def _step_of(softmax_scale, precision):
             m *= 2
         return out
 
-    def step(shared, state, x, tokens):
+    def prepare(shared, x, tokens):
         N = x["query"].shape[2]
         # [B, N, C, ...] from here on: heads are a batch of matmuls.
         x = {n: jnp.moveaxis(y.astype(jnp.float32), 2, 1) for n, y in x.items()}
@@ -127,13 +114,25 @@ def _step_of(softmax_scale, precision):
             out = out + by_matrix(q, k, v, decay_k)
         else:
             out = out + by_halves(q, k, v, decay_k, decay_v)
-        read = mm("bnch,bnhv->bncv", _faded(q, decay_k and decay_k.before()), state)
-        out = out + _faded(read, decay_v and decay_v.before())
-        given = mm("bnch,bncv->bnhv", _faded(k, decay_k and decay_k.after()), _faded(v, decay_v and decay_v.after()))
-        state = _faded(state, decay_k and decay_k.whole()[..., None])
-        return _faded(state, decay_v and decay_v.whole()[..., None, :]) + given, jnp.moveaxis(out, 1, 2)
+        return {
+            "out": out,
+            "query": _faded(q, decay_k and decay_k.before()),
+            "reading_v": decay_v and decay_v.before(),
+            "given": mm(
+                "bnch,bncv->bnhv", _faded(k, decay_k and decay_k.after()), _faded(v, decay_v and decay_v.after())
+            ),
+            "passing_k": decay_k and decay_k.whole()[..., None],
+            "passing_v": decay_v and decay_v.whole()[..., None, :],
+        }
 
-    return step
+    def advance(parts, state):
+        return _faded(_faded(state, parts["passing_k"]), parts["passing_v"]) + parts["given"]
+
+    def read(_, parts, state):
+        seen = _faded(mm("bnch,bnhv->bncv", parts["query"], state), parts["reading_v"])
+        return jnp.moveaxis(parts["out"] + seen, 1, 2)
+
+    return chunks.Step(prepare, advance, read)
 
 
 # exp of it, and of sums of it, is 0; a sum that it is no part of does not see it, as it would see an infinity times 0.
@@ -182,7 +181,7 @@ def _prepared(query, key, value, g, gk, gv, g_gamma, bonus, segment_ids, initial
     step = _step_of(H**-0.5 if softmax_scale is None else softmax_scale, precision)
     if num_states > 1 and segment_ids is None:
         segment_ids = jnp.zeros((B, T), jnp.int32)  # all of the first state
-    cut = chunks.Chunks(B, T, cfg.chunk, segment_ids, num_states)
+    cut = chunks.Chunks(B, T, cfg, segment_ids, num_states)
     if initial_state is None:
         initial_state = jnp.zeros((B, num_states, N, H, value.shape[-1]))
     return step, cut, initial_state.astype(jnp.float32), xs, shared
@@ -209,7 +208,6 @@ op.register(
     backward,
     platforms={"cpu", "cuda", "rocm", "tpu"},
     dtypes={"float32", "bfloat16", "float16"},
-    heuristic=_heuristic,
-    candidates=_candidates,
+    **chunks.tunables(_CHUNK, lambda d: d["B"] * d["N"] * max(d["H"], d["Hv"])),
     symbolic={"B"},
 )

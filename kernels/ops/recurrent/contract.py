@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels._core.binding import Call, is_array, is_float_array
+from kernels._core.chunks import ChunkConfig
 from kernels._core.contract import Op
 from kernels._core.recurrence import loop
 from kernels._core.work import Work, nbytes
@@ -219,6 +220,7 @@ rwkv4_op = Op(
     local_dims={"B", "F"},
     elsewhere={"T": "rwkv4"},
     weights=("w", "u"),
+    config=ChunkConfig,
     cases=cases.RWKV4,
     work=work_rwkv4,
 )

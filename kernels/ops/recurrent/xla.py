@@ -15,7 +15,7 @@ from kernels._core import chunks
 from kernels._core.recurrence import last_valid_before, resets
 from kernels.ops.recurrent.contract import CELLS, EMPTY, cell_of, check_weights, of_direction, op, rwkv4_op
 
-EVERYWHERE = {
+EVERYWHERE: dict[str, Any] = {
     "platforms": {"cpu", "cuda", "rocm", "tpu"},
     "dtypes": {"float32", "bfloat16", "float16"},
     "symbolic": {"B"},
@@ -187,10 +187,10 @@ def _joined(before, decay, after):
     return first * a + then * c, first * b + then * d, top
 
 
-def _chunk(shared, state, xs, tokens):
-    """Returns (state after a chunk, its outputs): after step i of the doubling a token has the sums over 2^i tokens, its own
-    the last (Hillis and Steele, 1986), and at the end the state is joined to those of all tokens."""
-    w, u = (y.astype(jnp.float32) for y in shared)
+def _prepare(shared, xs, tokens):
+    """Returns the parts of a chunk: after step i of the doubling a token has the sums over 2^i tokens, its own the last (Hillis
+    and Steele, 1986), and at the end those of all from the chunk's first."""
+    w = shared[0].astype(jnp.float32)
     k, v = (y.astype(jnp.float32) for y in xs)
     decay = jnp.broadcast_to(-jnp.exp(w), k.shape)
     sums = (v, jnp.ones_like(k), k)
@@ -210,38 +210,58 @@ def _chunk(shared, state, xs, tokens):
         sums = _joined(before, decay, sums)
         decay = decay + earlier(decay, 0)
         by *= 2
-    entering = tuple(state[:, i][:, None] for i in range(3))
-    sums = _joined(entering, decay, sums)
+    resets = None if tokens.resets is None else tokens.resets[..., None]
+    return {"sums": sums, "decay": decay, "resets": resets, "k": xs[0], "v": xs[1]}
+
+
+def _entering(state):
+    return tuple(state[:, i][:, None] for i in range(3))
+
+
+def _advance(parts, state):
+    last = _joined(_entering(state), parts["decay"][:, -1:], tuple(x[:, -1:] for x in parts["sums"]))
+    return jnp.concatenate(last, axis=1)
+
+
+def _read(shared, parts, state):
+    entering, u = _entering(state), shared[1].astype(jnp.float32)
+    k, v = (parts[name].astype(jnp.float32) for name in "kv")
+    sums = _joined(entering, parts["decay"], parts["sums"])
     a, b, p = (jnp.concatenate([first, x[:, :-1]], axis=1) for first, x in zip(entering, sums))
-    if tokens.resets is not None:
-        p = jnp.where(tokens.resets[..., None], EMPTY, p)
+    if parts["resets"] is not None:
+        p = jnp.where(parts["resets"], EMPTY, p)
     top = jnp.maximum(p, u + k)
     before, own = jnp.exp(p - top), jnp.exp(u + k - top)
     out = (before * a + own * v) / (before * b + own)
-    return jnp.stack([x[:, -1] for x in sums], axis=1), out.astype(xs[0].dtype)
+    return out.astype(parts["k"].dtype)
 
 
-def _start(k, segment_ids, initial_state, num_states):
+_STEP = chunks.Step(_prepare, _advance, _read)
+
+
+def _start(k, segment_ids, initial_state, num_states, cfg):
     rows, length, width = k.shape
-    lies = chunks.Chunks(rows, length, min(CHUNK, length), segment_ids, num_states)
+    lies = chunks.Chunks(rows, length, cfg, segment_ids, num_states)
     if initial_state is None:
         empty = jnp.asarray([0, 0, EMPTY], jnp.float32)[:, None]
         initial_state = jnp.broadcast_to(empty, (rows, num_states, 3, width))
     return lies, initial_state.astype(jnp.float32)
 
 
-def rwkv4_forward(w, u, k, v, segment_ids, initial_state, num_states):
-    final, out = chunks.forward(_chunk, *_start(k, segment_ids, initial_state, num_states), (k, v), (w, u))
+def rwkv4_forward(w, u, k, v, segment_ids, initial_state, num_states, cfg):
+    final, out = chunks.forward(_STEP, *_start(k, segment_ids, initial_state, num_states, cfg), (k, v), (w, u))
     return out, final
 
 
-def rwkv4_backward(saved, w, u, k, v, segment_ids, initial_state, num_states):
-    lies, initial = _start(k, segment_ids, initial_state, num_states)
+def rwkv4_backward(saved, w, u, k, v, segment_ids, initial_state, num_states, cfg):
+    lies, initial = _start(k, segment_ids, initial_state, num_states, cfg)
     d_initial, (dk, dv), (dw, du) = chunks.backward(
-        _chunk, lies, initial, (k, v), saved.d_final_state, saved.d_out, (w, u)
+        _STEP, lies, initial, (k, v), saved.d_final_state, saved.d_out, (w, u)
     )
     given = {"w": dw, "u": du, "k": dk, "v": dv}
     return given | ({} if initial_state is None else {"initial_state": d_initial})
 
 
-rwkv4_op.register(rwkv4_forward, rwkv4_backward, name="xla", **EVERYWHERE)
+rwkv4_op.register(
+    rwkv4_forward, rwkv4_backward, name="xla", **EVERYWHERE, **chunks.tunables(CHUNK, lambda d: d["B"] * d["F"])
+)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels._core.binding import Call
+from kernels._core.chunks import ChunkConfig
 from kernels._core.contract import Op
 from kernels._core.recurrence import loop
 from kernels._core.work import Work, nbytes
@@ -175,6 +176,7 @@ v2_op = Op(
     tied_dims=(("N", "K"),),
     elsewhere={"T": "state_space_v2"},
     weights=("A", "D"),
+    config=ChunkConfig,
     cases=cases.V2,
     work=work_v2,
 )
@@ -184,6 +186,7 @@ v1_op = Op(
     local_dims={"B", "F"},
     elsewhere={"T": "state_space_v1"},
     weights=("A", "D"),
+    config=ChunkConfig,
     cases=cases.V1,
     work=work_v1,
 )

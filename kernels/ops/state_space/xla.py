@@ -5,6 +5,8 @@ What `kernels._core.chunks` goes over the chunks with, in both directions, is th
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,10 +15,11 @@ from kernels._core.execute import backward_of
 from kernels._core.recurrence import resets
 from kernels.ops.state_space.contract import check_activation, conv_op, v1_op, v2_op
 
-EVERYWHERE = {
+EVERYWHERE: dict[str, Any] = {
     "platforms": {"cpu", "cuda", "rocm", "tpu"},
     "dtypes": {"float32", "bfloat16", "float16"},
     "symbolic": {"B"},
+    "name": "xla",
 }
 # Tokens of a chunk. Mamba-2: matmuls of that size against one state a chunk in memory. Mamba: a chunk of states is in memory.
 CHUNK_V2, CHUNK_V1 = 64, 32
@@ -58,8 +61,8 @@ def _decays(log_decay, tokens):
     )
 
 
-def _chunk_v2(shared, state, xs, tokens):
-    """Returns (state after a chunk, its outputs): what each token sees of the chunk as masked attention, and of the state."""
+def _prepare_v2(shared, xs, tokens):
+    """Returns the parts of a chunk: what each token sees of the others is masked attention."""
     A, D = shared
     x, dt, B, C = xs
     (rows, length, heads, width), groups = x.shape, B.shape[2]
@@ -67,25 +70,33 @@ def _chunk_v2(shared, state, xs, tokens):
     dt = dt.astype(jnp.float32)
     pair, entering, leaving = _decays((dt * A.astype(jnp.float32)).reshape(each), tokens)
     wide = (dt[..., None] * x).reshape(*each, width)
-    values, own = wide.astype(x.dtype), state.reshape(rows, *each[2:], *state.shape[2:])
     scores = _einsum("btkh,bskh->bkts", C, B)[:, :, None] * pair
-    out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), values)
-    out += _einsum("btkh,bkrhp->btkrp", C, own.astype(x.dtype)) * entering[..., None]
-    after = own * entering[:, -1, ..., None, None]
-    after += _einsum("bskh,bskrp->bkrhp", B, (wide * leaving[..., None]).astype(x.dtype))
-    out = out.reshape(x.shape)
-    out = out if D is None else out + D.astype(jnp.float32)[:, None] * x
-    return after.reshape(state.shape), out.astype(x.dtype)
+    out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), wide.astype(x.dtype))
+    out = out if D is None else out + (D.astype(jnp.float32)[:, None] * x).reshape(wide.shape)
+    given = _einsum("bskh,bskrp->bkrhp", B, (wide * leaving[..., None]).astype(x.dtype))
+    return {"out": out, "C": C, "entering": entering, "given": given.reshape(rows, heads, *given.shape[3:])}
+
+
+def _advance_v2(parts, state):
+    passing = parts["entering"][:, -1].reshape(*state.shape[:2], 1, 1)
+    return passing * state + parts["given"]
+
+
+def _read_v2(_, parts, state):
+    C, entering = parts["C"], parts["entering"]
+    own = state.reshape(state.shape[0], *entering.shape[2:], *state.shape[2:]).astype(C.dtype)
+    out = parts["out"] + _einsum("btkh,bkrhp->btkrp", C, own) * entering[..., None]
+    return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(C.dtype)
 
 
 # -- Mamba -------------------------------------------------------------------------------------------------------------
 
 
-def _chunk_v1(shared, state, xs, tokens):
-    """Returns (state after a chunk, its outputs). The states of all its tokens are there at one time, by doubling: after step i
-    each is the sum of what the 2^i tokens up to its own have added (Hillis and Steele, 1986)."""
-    A, D = shared
-    x, dt, B, C = (y.astype(jnp.float32) for y in xs)
+def _prepare_v1(shared, xs, tokens):
+    """Returns the parts of a chunk. What all its tokens have added to the state is there at one time, by doubling: after step i
+    it is the sum of what the 2^i tokens up to each have added (Hillis and Steele, 1986)."""
+    A = shared[0]
+    x, dt, B = (y.astype(jnp.float32) for y in xs[:3])
     decay = jnp.exp(dt[..., None] * A.astype(jnp.float32))  # [B, C, F, H]
     if tokens.resets is not None:
         decay = jnp.where(tokens.resets[..., None, None], 0, decay)
@@ -96,31 +107,38 @@ def _chunk_v1(shared, state, xs, tokens):
         states += decay * jnp.pad(states[:, :-by], shift)
         decay *= jnp.pad(decay[:, :-by], shift, constant_values=1)
         by *= 2
-    states += decay * state[:, None]
-    out = jnp.einsum("bcfh,bch->bcf", states, C, precision=jax.lax.Precision.HIGHEST)
-    out = out if D is None else out + D.astype(jnp.float32) * x
-    return states[:, -1], out.astype(xs[0].dtype)
+    return {"decay": decay, "states": states, "x": xs[0], "C": xs[3]}
 
 
-def _both_ways(chunk, size, state_shape):
-    """Returns (forward, backward) of a state space, of the function of one chunk."""
+def _advance_v1(parts, state):
+    return parts["states"][:, -1] + parts["decay"][:, -1] * state
 
-    def start(x, dt, A, B, segment_ids, initial_state, num_states):
-        rows, length = x.shape[:2]
-        lies = chunks.Chunks(rows, length, min(size, length), segment_ids, num_states)
+
+def _read_v1(shared, parts, state):
+    states, x, D = parts["states"] + parts["decay"] * state[:, None], parts["x"], shared[1]
+    out = jnp.einsum("bcfh,bch->bcf", states, parts["C"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    out = out if D is None else out + D.astype(jnp.float32) * x.astype(jnp.float32)
+    return out.astype(x.dtype)
+
+
+def _both_ways(step, state_shape):
+    """Returns (forward, backward) of a state space, of the `Step` of one chunk."""
+
+    def start(x, dt, A, B, segment_ids, initial_state, num_states, cfg):
+        lies = chunks.Chunks(x.shape[0], x.shape[1], cfg, segment_ids, num_states)
         if initial_state is None:
-            initial_state = jnp.zeros((rows, num_states, *state_shape(x, A, B)), jnp.float32)
+            initial_state = jnp.zeros((x.shape[0], num_states, *state_shape(x, A, B)), jnp.float32)
         return lies, initial_state.astype(jnp.float32)
 
-    def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states):
-        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states)
-        final, out = chunks.forward(chunk, lies, initial, (x, dt, B, C), (A, D))
+    def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
+        final, out = chunks.forward(step, lies, initial, (x, dt, B, C), (A, D))
         return out, final
 
-    def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states):
-        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states)
+    def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
         d_initial, (dx, ddt, dB, dC), (dA, dD) = chunks.backward(
-            chunk, lies, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
+            step, lies, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
         )
         given = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC}
         given |= {} if D is None else {"D": dD}
@@ -130,9 +148,15 @@ def _both_ways(chunk, size, state_shape):
 
 
 v2_op.register(
-    *_both_ways(_chunk_v2, CHUNK_V2, lambda x, A, B: (x.shape[2], B.shape[3], x.shape[3])), name="xla", **EVERYWHERE
+    *_both_ways(chunks.Step(_prepare_v2, _advance_v2, _read_v2), lambda x, A, B: (x.shape[2], B.shape[3], x.shape[3])),
+    **EVERYWHERE,
+    **chunks.tunables(CHUNK_V2, lambda d: d["B"] * d["N"] * max(d["Hv"], CHUNK_V2)),
 )
-v1_op.register(*_both_ways(_chunk_v1, CHUNK_V1, lambda x, A, B: A.shape), name="xla", **EVERYWHERE)
+v1_op.register(
+    *_both_ways(chunks.Step(_prepare_v1, _advance_v1, _read_v1), lambda x, A, B: A.shape),
+    **EVERYWHERE,
+    **chunks.tunables(CHUNK_V1, lambda d: d["B"] * d["F"] * d["H"]),
+)
 
 
 # -- the convolution ---------------------------------------------------------------------------------------------------
@@ -224,4 +248,4 @@ def _last_inputs(x, state, key, begin, count, num_states):
     return jnp.where(own[..., None], tokens, before)
 
 
-conv_op.register(_conv, backward_of(conv_op, _conv), name="xla", **EVERYWHERE)
+conv_op.register(_conv, backward_of(conv_op, _conv), **EVERYWHERE)
