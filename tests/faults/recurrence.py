@@ -6,15 +6,15 @@ FAULTS = (
     Fault(
         "chunks: a packed sequence begins from the state of the one before",
         "kernels/_core/chunks.py",
-        "state = _where(own.begins, initial[rows, jnp.minimum(own.of, chunks.num_states - 1)], state)",
+        "state = state if own is None else _where(own.begins, begun, state)",
         "",
         "tests/test_recurrence.py -k loop_and_the_chunks",
     ),
     Fault(
-        "chunks: gradients of one packed sequence reach the next",
+        "chunks: every chunk of a packed sequence has the gradient of its end",
         "kernels/_core/chunks.py",
-        "d_state = _where(own.ends, d_final[rows, jnp.minimum(own.of, G - 1)], d_state)",
-        "pass",
+        "_where(at[1].ends, _owned(chunks, d_final, at[1]), jnp.zeros_like(after))",
+        "_owned(chunks, d_final, at[1])",
         "tests/test_recurrence.py -k loop_and_the_chunks",
     ),
     Fault(
