@@ -11,7 +11,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -105,6 +105,14 @@ def of_domain(name: str, value: Any) -> str:
     if holds is None or not isinstance(value, (int, float)) or holds(value):
         return ""
     return f"argument {name!r} must be {words}, got {value!r}"
+
+
+def of_sizes(arguments: Mapping[str, Any], dims: Mapping[str, Any]) -> str:
+    """Returns what is wrong of an option that is to be the size of a dim; nothing where no array has the dim."""
+    for name, dim in SIZES.items():
+        if name in arguments and dims.get(dim, arguments[name]) != arguments[name]:
+            return f"argument {name!r} = {arguments[name]} must be {dim} = {dims[dim]}, the size that an array has"
+    return ""
 
 
 def _shown(value: Any) -> str:
