@@ -26,7 +26,7 @@ class Case:
       make: argument name -> function (rng, dims) -> array or pytree, for what random normals do not fit.
       shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or function of dims
         that gives it (a width that is a sum of two).
-      tags: "smoke" (runs in every dtype), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick
+      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick
         tests), "bench" (timed on accelerators, too large for tests on a CPU).
     """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from kernels._core import options
 from kernels._core.dims import Dim
+from kernels._core.options import is_array
 
 _KINDS = {
     "Float": "float",
@@ -41,7 +42,7 @@ class Parameter:
     required: bool
     positional: bool
     static: bool  # declared as a Python number, string or bool: compiled in, never traced
-    text: bool  # a string is one of the values that it is declared for
+    annotation: Any = Any
 
     def shape(self, dims: Mapping[str, Any]) -> tuple[int, ...]:
         """Returns the shape of the argument for those sizes."""
@@ -56,14 +57,8 @@ class Parameter:
 _STATIC_TYPES = (bool, int, float, str)
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
-
-
 def _array_annotation(annotation: Any) -> tuple[str, tuple[Dim, ...]] | None:
-    for member in _members(annotation):
+    for member in options.members(annotation):
         if hasattr(member, "dim_str") and hasattr(member, "dtypes"):
             kind = _KINDS.get(member.__name__.split("[")[0], "any")
             return kind, tuple(Dim.parse(part) for part in member.dim_str.split())
@@ -79,7 +74,7 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
             raise TypeError(f"{function.__name__}: a contract names every parameter; *{p.name} is not allowed")
         annotation = hints.get(p.name, Any)
         array = _array_annotation(annotation)
-        members = [m for m in _members(annotation) if m is not type(None)]
+        members = [m for m in options.members(annotation) if m is not type(None)]
         result[p.name] = Parameter(
             name=p.name,
             kind=array[0] if array else None,
@@ -88,7 +83,7 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
             required=p.default is p.empty,
             positional=p.kind is not p.KEYWORD_ONLY,
             static=array is None and bool(members) and all(m in _STATIC_TYPES for m in members),
-            text=str in members,
+            annotation=annotation,
         )
     return result
 
@@ -105,12 +100,6 @@ def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
     if len(read) != count or None in read:
         raise TypeError(f"{function.__name__}: its return annotation must give the dims of {count} outputs, got {hint}")
     return tuple(found[1] for found in read if found is not None)
-
-
-def is_array(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or isinstance(
-        value, jax.core.Tracer
-    )
 
 
 def is_float_array(value: Any) -> bool:
@@ -276,27 +265,33 @@ def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs:
 
 
 def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
-    if p.static and is_array(value):
-        if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
-            return value.item()
-        raise ValueError(
-            f"{op_name}: argument {p.name!r} is compiled into the program and must be a Python value, not an array"
-        )
-    if p.static and isinstance(value, str) and not p.text:
-        raise ValueError(f"{op_name}: argument {p.name!r} must be a number or a bool, got {value!r}")
-    if p.kind is None or value is None:
+    if p.kind is None:
+        if p.static and isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+            value = value.item()
+        if wrong := options.of_kind(p.name, value, p.annotation) or options.of_domain(p.name, value):
+            raise ValueError(f"{op_name}: {wrong}")
+        return value
+    if value is None and (p.default is not None or p.required) and type(None) not in options.members(p.annotation):
+        raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got None")
+    if value is None:
         return value
     if isinstance(value, (bool, int, float)):
         # A Python number where the contract wants data travels as data: another value is not another program.
         return np.asarray(value, {"float": np.float32, "int": np.int32, "bool": np.bool_}.get(p.kind))
     if isinstance(value, (list, tuple)):
-        value = np.asarray(value)
-        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # as jnp.asarray would have it
+        try:
+            value = np.asarray(value)
+            value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # as jnp.asarray would have it
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{op_name}: argument {p.name!r} must be an array, got a list that is none; give numbers, rows of one length"
+            ) from None
     if not is_array(value):
         raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got {type(value).__name__}")
-    wanted = {"float": np.floating, "int": np.integer, "bool": np.bool_}.get(p.kind)
-    if wanted is not None and not jax.dtypes.issubdtype(value.dtype, wanted):
-        raise ValueError(f"{op_name}: argument {p.name!r} must have a {p.kind} dtype, got {value.dtype}; cast it")
+    wanted = {"float": np.floating, "int": np.integer, "bool": np.bool_}.get(p.kind, np.number)
+    if not jax.dtypes.issubdtype(value.dtype, wanted) or jax.dtypes.issubdtype(value.dtype, np.complexfloating):
+        kind = f"a {p.kind}" if p.kind != "any" else "an int or float"
+        raise ValueError(f"{op_name}: argument {p.name!r} must have {kind} dtype, got {value.dtype}; cast it")
     return value
 
 

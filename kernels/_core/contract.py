@@ -23,6 +23,7 @@ from kernels._core.binding import Call, bind, is_array, is_float_array, output_d
 from kernels._core.dims import check_vocabulary
 from kernels._core.execute import Saved
 from kernels._core.interpret import interpreting
+from kernels._core.options import of_sizes
 from kernels._core.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
 from kernels._core.work import Work
 
@@ -238,6 +239,8 @@ class Op:
         """Returns the call, checked. Raises ValueError naming the argument, the dim and the remedy."""
         arguments = bind(self.name, self.parameters, args, kwargs)
         dims = resolve_dims(self.name, self.parameters, arguments)
+        if wrong := of_sizes(arguments, dims):
+            raise ValueError(f"{self.name}: {wrong}")
         floats = {k: v for k, v in arguments.items() if is_float_array(v)}
         dtype = str(next(iter(floats.values())).dtype) if floats else ""
         first = next((n for n in self.same_dtype if n in floats), "")

@@ -17,6 +17,7 @@ from typing import Any
 from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.executor import Module, module_class
+from kernels._core.options import checked
 
 _CALL_DOC = """
     And, as every operation:
@@ -61,7 +62,7 @@ class PublicFunction:
     ) -> None:
         functools.update_wrapper(self, prepare)
         self.__name__: str = prepare.__name__
-        self.op, self.ops, self.prepare = ops[0], ops, prepare
+        self.op, self.ops, self.prepare = ops[0], ops, checked(prepare)
         self.Module: type[Module] = module_class(module, self)
         extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("platform", "cfg")]
         self.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])

@@ -220,8 +220,8 @@ ILLEGAL = [
     ("'v_scale' is missing", of_rows(**QUANTISED, k_scale=1.0)),
     ("'k_scale' is for an int8 or 8-bit float cache", of_rows(k_scale=1.0)),
     ("'k_scale' must be one number, .*got .3,.", of_rows(**QUANTISED, k_scale=normal(3), v_scale=1.0)),
-    ("the cache is float32 and 'query' is float16; cast", of_rows(query=QUERY[:3].astype(np.float16))),
-    ("the cache is uint8; it must be int8", of_rows(**{n: x.astype(np.uint8) for n, x in QUANTISED.items()})),
+    ("'query' is float16 and the cache float32; cast", of_rows(query=QUERY[:3].astype(np.float16))),
+    ("'query' is float32 and the cache uint8", of_rows(**{n: x.astype(np.uint8) for n, x in QUANTISED.items()})),
     ("'k_scale' must be a float, or floats, got 'a'", of_rows(**QUANTISED, k_scale="a", v_scale=1.0)),
     ("'softmax_scale' must be a finite number, got nan", of_rows(softmax_scale=float("nan"))),
     ("'logits_soft_cap' must be a finite number, got '5'", of_rows(logits_soft_cap="5")),
@@ -242,7 +242,7 @@ ILLEGAL = [
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 1, LENS)),
     ("'slots' has a slot twice", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 3])),
     ("'slots' has slot 32, past the 8 pages", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 32])),
-    ("the cache is float32 and 'key' is float16; cast the key", lambda: kernels.append_to_cache(
+    ("'key' is float16 and the cache float32; cast it", lambda: kernels.append_to_cache(
         *[x[:2].astype(np.float16) for x in NEW], *PAGES, [3, 4])),
     ("unified_attention: argument 'query' must be an array .M, N, H.", unified(query=QUERY[None])),
     ("'query' of shape .* is empty", unified(query=QUERY[:0])),

@@ -187,7 +187,7 @@ def prepare(
     if b is not None:
         out += dot("bnti,bniv->bntv", between(q, k, until), v)
         added = dot("bnth,bntv->bnhv", leaving(k), v)
-    passing = jnp.where(passes, jnp.ones((*k.shape[:2], 1, 1)) * decay.whole(), 0)
+    passing = jnp.where(passes, jnp.ones((*k.shape[:2], 1, 1), jnp.float32) * decay.whole(), 0)
     return Parts(read, own, leaving(write), passing, added, query, out)
 
 

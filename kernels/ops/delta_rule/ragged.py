@@ -78,7 +78,7 @@ def ragged_gated_delta_rule(
     requests = indices.shape[0]
     cuts = _integers("query_start_loc", query_start_loc, "[requests + 1]", requests + 1)
     used = (indices >= 0) & (indices < slots)
-    states = state_pool[indices.clip(0, slots - 1)].astype(jnp.float32)
+    states = jnp.asarray(state_pool)[indices.clip(0, slots - 1)].astype(jnp.float32)
     if has_initial_state is not None:
         begun = jnp.asarray(has_initial_state)
         if begun.shape != (requests,) or begun.dtype != jnp.bool_:
@@ -86,11 +86,12 @@ def ragged_gated_delta_rule(
             raise ValueError(f"{name}: argument 'has_initial_state' must be bool [requests] = [{requests}], got {got}")
         states = jnp.where(begun[:, None, None, None], states, 0)
     arrays = {"query": query, "key": key, "value": value, "beta": beta, "g": g[..., None]}
+    arrays = {n: jnp.asarray(x) for n, x in arrays.items()}  # NumPy's cannot be indexed by what is traced
     options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
 
     def written(final: jax.Array) -> jax.Array:
         at = jnp.where(used & (jnp.diff(cuts) > 0), indices, slots)
-        return state_pool.at[at].set(final.astype(state_pool.dtype), mode="drop")
+        return jnp.asarray(state_pool).at[at].set(final.astype(state_pool.dtype), mode="drop")
 
     if max_query_len is None:
         ids = segments.of_cuts(cuts, M)[0]

@@ -78,7 +78,7 @@ def _states(
     check_states(name, initial_state, segment_ids, num_states)
     B, T, N, Hv = value.shape
     if initial_state is None:
-        initial_state = jnp.zeros((B, num_states, N, width, Hv))
+        initial_state = jnp.zeros((B, num_states, N, width, Hv), jnp.float32)
     return Chunks(B, T, cfg, segment_ids, num_states), initial_state.astype(jnp.float32)
 
 

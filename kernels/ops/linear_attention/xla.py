@@ -42,13 +42,13 @@ class _Decay:
     def before(self):
         """Returns the sums from before the first token to where each token's query reads."""
         C = self.passing.shape[-2]
-        sums = _sums("tj,...jh->...th", jnp.tril(jnp.ones((C, C)), -1), self.passing)
+        sums = _sums("tj,...jh->...th", jnp.tril(jnp.ones((C, C), jnp.float32), -1), self.passing)
         return sums if self.reading is None else sums + self.reading
 
     def after(self):
         """Returns the sums from behind each token to behind the last."""
         C = self.passing.shape[-2]
-        return _sums("sj,...jh->...sh", jnp.triu(jnp.ones((C, C)), 1), self.passing)
+        return _sums("sj,...jh->...sh", jnp.triu(jnp.ones((C, C), jnp.float32), 1), self.passing)
 
     def whole(self):
         return jnp.sum(self.passing, axis=-2)
@@ -56,7 +56,7 @@ class _Decay:
     def between(self):
         """Returns the sums [..., C, C] from behind token s to where the query of token t > s reads, for h = 1."""
         C = self.passing.shape[-2]
-        strict = jnp.tril(jnp.ones((C, C)), -1)
+        strict = jnp.tril(jnp.ones((C, C), jnp.float32), -1)
         up_to = strict * self.passing[..., None, :, 0]
         if self.reading is not None:
             up_to = up_to + jnp.eye(C) * self.reading[..., None, :, 0]
@@ -155,7 +155,7 @@ def _decays(shared, x, tokens, reads_after):
     present = [part for part in parts if part is not None]
     decay_k = decay_v = None
     if present or tokens.resets is not None:
-        passing = sum(present, jnp.zeros(shape))
+        passing = sum(present, jnp.zeros(shape, jnp.float32))
         reading = passing if reads_after else None
         if tokens.resets is not None:
             # The state begins anew before such a token, and its query sees that.
@@ -183,7 +183,7 @@ def _prepared(query, key, value, g, gk, gv, g_gamma, bonus, segment_ids, initial
         segment_ids = jnp.zeros((B, T), jnp.int32)  # all of the first state
     cut = chunks.Chunks(B, T, cfg, segment_ids, num_states)
     if initial_state is None:
-        initial_state = jnp.zeros((B, num_states, N, H, value.shape[-1]))
+        initial_state = jnp.zeros((B, num_states, N, H, value.shape[-1]), jnp.float32)
     return step, cut, initial_state.astype(jnp.float32), xs, shared
 
 

@@ -71,12 +71,16 @@ def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any, ro
                 function, name, f"is for an int8 or 8-bit float cache, and this one is {cache.dtype}; leave it out"
             )
         if cache.dtype != query.dtype:
-            raise ValueError(
-                f"{function}: the cache is {cache.dtype} and {rows!r} is {query.dtype}; cast the {rows}, "
-                f"{rows}.astype(key_cache.dtype), or give a cache of int8 or 8-bit floats"
+            raise wrong(
+                function,
+                rows,
+                f"is {query.dtype} and the cache {cache.dtype}; cast it, {rows}.astype(key_cache.dtype), or give a cache "
+                "of int8 or 8-bit floats",
             )
     elif np.dtype(cache.dtype) != np.int8 and not jnp.issubdtype(cache.dtype, jnp.floating):
-        raise ValueError(f"{function}: the cache is {cache.dtype}; it must be int8, an 8-bit float, or {query.dtype}")
+        raise wrong(
+            function, rows, f"is {query.dtype} and the cache {cache.dtype}; a cache is int8, 8-bit floats, or alike"
+        )
     return found
 
 
@@ -129,7 +133,11 @@ def options(
     return found
 
 
-_SHARED = [p for p in inspect.signature(options).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "causal"]
+_SHARED = [
+    p
+    for p in inspect.signature(options, eval_str=True).parameters.values()
+    if p.kind is p.KEYWORD_ONLY and p.name != "causal"
+]
 
 
 def attending(*ops: Op) -> Callable[[Callable[..., Prepared]], PublicFunction]:

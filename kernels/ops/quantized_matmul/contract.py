@@ -14,7 +14,7 @@ from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
-from kernels.ops.quantized_matmul.formats import dequantized
+from kernels.ops.quantized_matmul.formats import FORMATS, dequantized
 
 
 def quantized_matmul(
@@ -32,6 +32,8 @@ def quantized_matmul(
     Args:
       w, scales, biases: as `quantize` makes them: scales and biases [D / group_size, F].
     """
+    if mode not in FORMATS:
+        raise ValueError(f"quantized_matmul: argument 'mode' = {mode!r} is unknown; use one of {', '.join(FORMATS)}")
     weights = dequantized(w, scales, biases, mode=mode, bits=bits, group_size=group_size).astype(x.dtype)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.dot(x, weights, preferred_element_type=wide).astype(x.dtype)

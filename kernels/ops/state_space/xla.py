@@ -167,15 +167,19 @@ def _rows(x, index):
     return jax.vmap(lambda row, at: row.at[at].get(unique_indices=True, mode="promise_in_bounds"))(x, index)
 
 
+PADDING = (
+    2**31 - 1
+)  # key of padding, past that of every segment: of a few tokens there may be more sequences than tokens
+
+
 def _arrange(segment_ids, num_states):
     """Returns (order, key, begin, count): the positions of the tokens [B, T] with those of each segment together and padding at
     the end; which segment they are of then; where those that continue a state begin, and how many they are, [B, G]."""
     valid = segment_ids >= 0
-    last = segment_ids.shape[1]
     if num_states == 1:
-        key = jnp.where(valid, jnp.cumsum(resets(segment_ids), axis=1), last)
+        key = jnp.where(valid, jnp.cumsum(resets(segment_ids), axis=1), PADDING)
     else:
-        key = jnp.where(valid & (segment_ids < num_states), segment_ids, last)
+        key = jnp.where(valid & (segment_ids < num_states), segment_ids, PADDING)
     order = jnp.argsort(key, axis=1, stable=True)
     key = jnp.take_along_axis(key, order, axis=1)
     edges = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(num_states + 1)))(key)
@@ -193,7 +197,7 @@ def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
     begin, count = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), length)
     if segment_ids is not None:
         order, key, begin, count = _arrange(segment_ids, num_states)
-        x = jnp.where((key < length)[..., None], _rows(x, order), 0)
+        x = jnp.where((key < PADDING)[..., None], _rows(x, order), 0)
     out = x * weight[:, -1]
     for back in range(1, min(taps, length)):
         before = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0)))
@@ -208,8 +212,8 @@ def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
         final = state
     out = out if bias is None else out + bias.astype(jnp.float32)
     out = (jax.nn.silu(out) if activation else out).astype(x.dtype)
-    if order is not None:
-        out = _rows(jnp.where((key < length)[..., None], out, 0), jnp.argsort(order, axis=1))
+    if order is not None and key is not None:
+        out = _rows(jnp.where((key < PADDING)[..., None], out, 0), jnp.argsort(order, axis=1))
     return out, jnp.swapaxes(final, 2, 3)
 
 
@@ -234,7 +238,7 @@ def _last_inputs(x, state, key, begin, count, num_states):
     kept = state.shape[2]
     continues = jnp.ones((1, 1, 1, 1), bool)
     if key is not None and num_states == 1:  # of the last segment, which need not be the first
-        end = jnp.sum(key < length, axis=1, keepdims=True)
+        end = jnp.sum(key < PADDING, axis=1, keepdims=True)
         last = jnp.take_along_axis(key, jnp.maximum(end - 1, 0), axis=1)
         last = jnp.where(end > 0, last, 0)
         begin = jax.vmap(jnp.searchsorted)(key, last)

@@ -1,0 +1,205 @@
+"""Options: arguments that are Python values, checked against the types that a signature declares for them.
+
+A string where a number belongs, a float for a count, or a NaN would otherwise surface as an error of some library far below,
+or not at all. What is checked follows from the annotation alone, so a new option needs nothing but its type.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.export import is_symbolic_dim
+
+# An option has one name and one meaning in every operation, as a dim has: name -> (what its values are, in words, whether a
+# number is one). None, where it may be given, and tuples are for the operation.
+_POSITIVE = ("positive", lambda x: 0 < x < math.inf)
+_COUNT = ("at least 1", lambda x: x >= 1)
+_NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
+DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "eps": _NOT_NEGATIVE,
+    "norm_eps": _NOT_NEGATIVE,
+    "norm_groups": _COUNT,
+    "max_query_len": _COUNT,
+    "temperature": _POSITIVE,
+    "logits_soft_cap": _POSITIVE,
+    "teacher_logits_soft_cap": _POSITIVE,
+    "base": _POSITIVE,
+    "dropout_prob": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "sliding_window": _COUNT,
+    "block_size": _COUNT,
+    "num_blocks": _COUNT,
+    "num_segments": _COUNT,
+    "num_states": _COUNT,
+    "bits": _COUNT,
+    "group_size": _COUNT,
+    "top_k": _COUNT,
+}
+
+# Options that say the size of a dim of optional arrays: where these are given the two must agree.
+SIZES = {"num_states": "G"}
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """Returns the alternatives of an annotation: those of a union, else itself."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Returns whether a value is of the declared type. An int is a float, but neither is a bool; NaN is no float; a NumPy
+    scalar is what it holds. An annotation that says nothing of Python values, such as Any, fits them all."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    if annotation is None or annotation is type(None):
+        return value is None
+    if len(alternatives := members(annotation)) > 1:
+        return any(fits(value, a) for a in alternatives)
+    if annotation is bool:
+        return isinstance(value, bool)
+    if annotation is int:  # the size of an array in a program that is exported for any size is an int too
+        return (isinstance(value, int) and not isinstance(value, bool)) or is_symbolic_dim(value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    if typing.get_origin(annotation) is tuple:
+        parts = typing.get_args(annotation)
+        if not isinstance(value, tuple):
+            return False
+        if parts[-1:] == (...,):
+            return all(fits(v, parts[0]) for v in value)
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    return isinstance(value, annotation) if isinstance(annotation, type) and annotation is not Any else True
+
+
+def declared(annotation: Any) -> str:
+    """Returns an annotation in words."""
+
+    def word(a: Any) -> str:
+        if a in (None, type(None)):
+            return "None"
+        return a.__name__ if isinstance(a, type) and typing.get_origin(a) is None else str(a)
+
+    return " or ".join(map(word, members(annotation)))
+
+
+def of_kind(name: str, value: Any, annotation: Any) -> str:
+    """Returns what is wrong of an option whose value is not of the declared type; nothing where it is."""
+    if fits(value, annotation):
+        return ""
+    if is_array(value):
+        return f"argument {name!r} is compiled into the program and must be a Python value, not an array"
+    return f"argument {name!r} must be {declared(annotation)}, got {_shown(value)}"
+
+
+def of_domain(name: str, value: Any) -> str:
+    """Returns what is wrong of a number that an option of that name cannot have; nothing where it can."""
+    words, holds = DOMAINS.get(name, ("", None))
+    if holds is None or not isinstance(value, (int, float)) or holds(value):
+        return ""
+    return f"argument {name!r} must be {words}, got {value!r}"
+
+
+def of_sizes(arguments: Mapping[str, Any], dims: Mapping[str, Any]) -> str:
+    """Returns what is wrong of an option that is to be the size of a dim; nothing where no array has the dim."""
+    for name, dim in SIZES.items():
+        if name in arguments and dims.get(dim, arguments[name]) != arguments[name]:
+            return f"argument {name!r} = {arguments[name]} must be {dim} = {dims[dim]}, the size that an array has"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) < 80 else f"a {type(value).__name__}"
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.Tracer))
+
+
+def no_array(value: Any) -> str:
+    """Returns why a value is no array, no pytree of arrays, and no nested list of numbers that may stand for one; nothing
+    where it is one of these."""
+    if isinstance(value, (jax.Array, jax.core.Tracer)):
+        return ""
+    if isinstance(value, (list, tuple)) and not any(map(is_array, jax.tree.leaves(value))):
+        try:
+            value = np.asarray(value)
+        except ValueError:
+            return "a list whose rows differ in length"
+    for leaf in jax.tree.leaves(value):
+        if not is_array(leaf) and not isinstance(leaf, (bool, int, float)):
+            return _shown(leaf)
+        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "USOMm":
+            return f"an array of {leaf.dtype}"
+    return ""
+
+
+def checked(function: Callable) -> Callable:
+    """Returns a public function's `prepare` that also checks what it is given against its own annotations.
+
+    Options are to be of the declared types; what is declared as an array, or as Any, is to be an array, a pytree of arrays, or
+    a list that stands for one. The function's own refusal of an argument goes before, since it knows more of it. Errors of what
+    it calls speak in its name, since that is what was called.
+    """
+    names = tuple(inspect.signature(function).parameters)
+    kinds: dict[str, Any] = {}
+
+    def check_all(given: dict[str, Any], said: str = "") -> None:
+        """Raises ValueError for an argument that cannot be what it is declared as, unless `said` names such a one."""
+        if not kinds:  # once all modules are there that the annotations name
+            kinds.update(kinds_of(function))
+        found = {name: _complaint(name, value, kinds.get(name)) for name, value in given.items()}
+        wrong = {name: what for name, what in found.items() if what}
+        if wrong and not any(f"'{name}'" in said for name in wrong):
+            raise ValueError(f"{function.__name__}: {next(iter(wrong.values()))}")
+
+    @functools.wraps(function)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        try:
+            prepared = function(*args, **kwargs)
+        except Exception as error:
+            check_all(given, said=str(error) if isinstance(error, ValueError) else "")
+            if not isinstance(error, ValueError):
+                raise
+            owner, mark, said = str(error).partition(": ")
+            said = said if mark and owner.isidentifier() else str(error)
+            raise ValueError(f"{function.__name__}: {said}") from error
+        check_all(given)
+        return prepared
+
+    return prepare
+
+
+def kinds_of(function: Callable) -> dict[str, Any]:
+    """Returns the annotations of the parameters that have one, those of a TypedDict that keyword arguments are made of too."""
+    signature = inspect.signature(function)
+    found = {n: p.annotation for n, p in signature.parameters.items() if not isinstance(p.annotation, str)}
+    for name, hint in typing.get_type_hints(function).items():
+        if typing.get_origin(hint) is typing.Unpack:
+            found |= typing.get_type_hints(typing.get_args(hint)[0])
+        else:
+            found[name] = hint
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    several = {n for n, p in signature.parameters.items() if p.kind in variadic}
+    return {n: a for n, a in found.items() if a is not inspect.Parameter.empty and n not in several}
+
+
+def _complaint(name: str, value: Any, annotation: Any) -> str:
+    """Returns what is wrong of an argument of a public function; nothing where nothing is, or no type is declared."""
+    kinds = members(annotation)
+    if Any in kinds or jax.Array in kinds:
+        others = [a for a in kinds if a not in (Any, jax.Array)]
+        if any(fits(value, a) for a in others) or (value is None and Any in kinds):
+            return ""
+        why = "None" if value is None else no_array(value)
+        return f"argument {name!r} must be an array, got {why}" if why else ""
+    return ("" if annotation is None else of_kind(name, value, annotation)) or of_domain(name, value)

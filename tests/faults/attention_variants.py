@@ -1,0 +1,41 @@
+"""Faults of attention_variants."""
+
+from faults import Fault
+
+FAULTS = (
+    Fault(
+        "differential attention adds",
+        "kernels/ops/attention_variants/xla.py",
+        "wide = first.astype(jnp.float32) - lambda_",
+        "wide = first.astype(jnp.float32) + lambda_",
+        "tests/test_ops.py -k differential_attention-small-float32",
+    ),
+    Fault(
+        "the second attention has the first one's cotangent",
+        "kernels/ops/attention_variants/xla.py",
+        "saved.d_out_2.astype(jnp.float32) - weight * d",
+        "saved.d_out_2.astype(jnp.float32) + d",
+        "tests/test_ops.py -k differential_attention-small-float32",
+    ),
+    Fault(
+        "a performer forgets to rescale its state",
+        "kernels/ops/attention_variants/xla.py",
+        "weights, old[..., None] * sums)",
+        "weights, sums)",
+        "tests/test_ops.py -k performer_attention-several_chunks-float32",
+    ),
+    Fault(
+        "slots are not put back",
+        "kernels/ops/attention_variants/xla.py",
+        "weights, sizes, **options)[back]",
+        "weights, sizes, **options)",
+        "tests/test_ops.py -k mixture_of_attention_heads-small-float32",
+    ),
+    Fault(
+        "the mean of the keys stays",
+        "kernels/ops/attention_variants/contract.py",
+        "return wide - jnp.mean(wide, axis=1, keepdims=True)",
+        "return wide",
+        "tests/kernels/test_attention_variants.py -k test_quantized_attention",
+    ),
+)

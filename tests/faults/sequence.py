@@ -1,0 +1,87 @@
+"""Faults of attention over a split sequence (ejdist/sequence)."""
+
+from faults import Fault
+
+SCHEMES = "ejdist/sequence/schemes.py"
+SEQUENCE = "tests/test_sequence.py"
+LOCAL = "ejdist/sequence/local.py"
+RING = "ejdist/sequence/attention.py"
+EXCHANGE = "ejdist/sequence/exchange.py"
+DISPATCH = "kernels/_core/dispatch.py"
+SCHEDULE = "ejdist/sequence/schedule.py"
+
+FAULTS = (
+    Fault("wrong hop", SCHEMES, "- hop) %", "+ hop) %", SEQUENCE),
+    Fault("merge without rescale", LOCAL, "return out * a[..., None] + ", "return out + ", SEQUENCE),
+    Fault(
+        "ring counts the sink twice",
+        RING,
+        "jnp.zeros_like(out), joint)",
+        "jnp.zeros_like(out), joint + 0.6931)",
+        f"{SEQUENCE} -k sinks",
+    ),
+    Fault("stale lse", RING, '{"out": out, "lse": lse}', '{"out": out, "lse": lse - 0.1}', SEQUENCE),
+    Fault(
+        "segments do not travel",
+        LOCAL,
+        '("kv_segment_ids", "kv_positions")',
+        '("kv_positions",)',
+        f"{SEQUENCE} -k packed",
+    ),
+    Fault("gradients of keys do not come home", SCHEMES, "local.ranks - hops[-1])", "0)", SEQUENCE),
+    Fault("gradients of keys come home a rank late", SCHEMES, "local.ranks - hops[-1])", "1 - hops[-1])", SEQUENCE),
+    Fault("gradients of keys do not travel", SCHEMES, "exchange.shift(travel, axis, before)", "travel", SEQUENCE),
+    Fault(
+        "positions not permuted",
+        LOCAL,
+        "order.positions(exchange.rank(self.axis), length)[None]",
+        "(jnp.arange(self.query.shape[1]) + exchange.rank(self.axis) * self.query.shape[1])[None]",
+        SEQUENCE,
+    ),
+    Fault("keys sent the other way", EXCHANGE, "(i + by) % n", "(i - by) % n", SEQUENCE),
+    Fault(
+        "gathered keys have the gradient of one rank",
+        EXCHANGE,
+        "jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)",
+        "jax.lax.dynamic_slice_in_dim(x, rank(axis) * (k := x.shape[1] // jax.lax.axis_size(axis)), k, 1)",
+        f"{SEQUENCE} -k all_gather",
+    ),
+    Fault(
+        "gathered keys taken for those of other ranks",
+        SCHEMES,
+        "local.attend(keys, jnp.arange(local.ranks))",
+        "local.attend(keys, (jnp.arange(local.ranks) + 1) % local.ranks)",
+        f"{SEQUENCE} -k all_gather",
+    ),
+    Fault(
+        "ranks of two axes counted from the minor one",
+        EXCHANGE,
+        "return jax.lax.axis_index(axis)",
+        "return jax.lax.axis_index(axis if isinstance(axis, str) else axis[::-1])",
+        f"{SEQUENCE} -k two_axes",
+    ),
+    Fault(
+        "a ring takes the axes as the mesh lists them",
+        EXCHANGE,
+        "there.transpose([listed.index(a) for a in axis]).ravel()",
+        "there.ravel()",
+        f"{SEQUENCE} -k two_axes",
+    ),
+    Fault(
+        "constants are not typed as varying",
+        DISPATCH,
+        'to="varying") if missing else x',
+        'to="varying") if missing and False else x',
+        f"{SEQUENCE} -k constant",
+    ),
+    Fault(
+        "a second derivative goes through",
+        RING,
+        "once = jax.custom_jvp(function, nondiff_argnums=(0,))",
+        "return function\n    once: Any = None",
+        f"{SEQUENCE} -k second_derivative",
+    ),
+    Fault(
+        "a needed hop left out", SCHEDULE, "return tuple(found) or (0,)", "return tuple(found[:-1]) or (0,)", SEQUENCE
+    ),
+)

@@ -1,0 +1,102 @@
+"""Faults of the sharded forms, layouts and placement."""
+
+from faults import Fault
+
+SHARDED = "ejdist/sharded.py"
+EDGES = "tests/test_edges.py"
+PLACEMENT = "ejdist/placement.py"
+DISPATCH = "kernels/_core/dispatch.py"
+
+FAULTS = (
+    Fault(
+        "sharded: sums over split widths dropped",
+        SHARDED,
+        "sums = tuple(a for d in sorted(op.sum_dims & split.keys()) for a in axes.get(d, ()))",
+        "sums = ()",
+        f"{EDGES} -k explicit",
+    ),
+    Fault(
+        "sharded: out_specs are not checked",
+        SHARDED,
+        "        check_out_specs(out_specs, wanted, mesh)\n",
+        "        pass\n",
+        f"{EDGES} -k out_specs",
+    ),
+    Fault(
+        "sharded: an axis on two dims goes through",
+        SHARDED,
+        "    axes = apart(",
+        "    apart(",
+        f"{EDGES} -k heads_before",
+    ),
+    Fault(
+        "sharded: specs with an axis on two dims go through",
+        SHARDED,
+        "said=in_specs is not None or is_explicit(mesh)",
+        "said=False",
+        f"{EDGES} -k two_dims",
+    ),
+    Fault(
+        "sharded: stray targets of a split vocabulary are no NaN",
+        "kernels/ops/cross_entropy/functions.py",
+        'vocabulary=call.dims["V"],',
+        "vocabulary=1 << 30,",
+        f"{EDGES} -k strays",
+    ),
+    Fault(
+        "sharded: a mesh that the layout does not know",
+        PLACEMENT,
+        "    layout.check(mesh, also=",
+        "    dict(mesh=mesh, also=",
+        f"{EDGES} -k ones_own",
+    ),
+    Fault(
+        "sharded: heads and the keys that serve them split apart",
+        PLACEMENT,
+        "    for first, second in op.tied_dims:\n",
+        "    for first, second in ():\n",
+        "tests/test_sharded.py -k names_what_to_change",
+    ),
+    Fault(
+        "sharded: whole weights are not typed as varying",
+        DISPATCH,
+        'to="varying") if missing else x',
+        'to="varying") if missing and False else x',
+        f"{EDGES} -k inside",
+    ),
+    Fault(
+        "sharded: every eager call compiles",
+        SHARDED,
+        "    program = _Program(key,",
+        "    program = _Program((*key, object()),",
+        f"{EDGES} -k compiles_nothing",
+    ),
+    Fault(
+        "sharded: stored weights are gathered outside",
+        SHARDED,
+        "gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}",
+        "gathered = {}",
+        f"{EDGES} -k scattered",
+    ),
+    Fault(
+        "a layout is of every thread",
+        "ejdist/layout.py",
+        "        _layout.set(self._before)\n",
+        "        pass\n",
+        f"{EDGES} -k one_thread",
+    ),
+    Fault(
+        "sharded: the logits of another vocabulary part are counted",
+        "ejdist/vocabulary_parallel.py",
+        "targets = targets - jax.lax.axis_index(vocabulary) * size",
+        "targets = targets % size",
+        "tests/test_sharded.py -k fused_cross_entropy-dp2_tp2",
+    ),
+    Fault(
+        "gradients of parameters stay whole",
+        "ejdist/layout.py",
+        "(constrain(gradient, dims, mesh, layout.parameters),)",
+        "(gradient,)",
+        "tests/test_mesh_layout.py",
+    ),
+)
