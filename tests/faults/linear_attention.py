@@ -27,7 +27,7 @@ FAULTS = (
     Fault(
         "linear attention: differences of sums",
         "kernels/ops/linear_attention/xla.py",
-        'return _sums("sj,...jh->...sh", jnp.triu(jnp.ones((C, C)), 1), self.passing)',
+        'return _sums("sj,...jh->...sh", jnp.triu(jnp.ones((C, C), jnp.float32), 1), self.passing)',
         "return self.whole()[..., None, :] - jnp.cumsum(self.passing, axis=-2)",
         "tests/kernels/test_linear_attention.py -k decays_of_every_size",
     ),
