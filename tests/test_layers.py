@@ -141,7 +141,7 @@ def test_parameters_are_stacked_by_the_layers_that_have_them():
     shapes = {k: p.shape[0] for k, p in declared["layers"].items()}
     assert shapes == {**dict.fromkeys("attention_norm query key value output".split(), 5),
                       **dict.fromkeys("mlp_norm gate up down".split(), 3), "probe_scale": 2}  # fmt: skip
-    assert decoder.declare_buffers(MIXED)["probe"]["bias"].shape == (2, CLASSES)
+    assert MIXED.build().buffers["probe"]["bias"].shape == (2, CLASSES)
     dense = dataclasses.replace(MIXED, layer_pattern=("window", "full"))
     assert {p.shape[0] for p in decoder.declare(dense)["layers"].values()} == {5}
     assert num_parameters(dense.build().buffers) == 0

@@ -10,7 +10,7 @@ from kernels.ops.rotary_embedding import RopeScaling
 
 # Kind of layer -> its parts, in the order in which they run; what each does is in `PARTS` of ejdist/models/parts.py.
 KINDS: dict[str, tuple[str, ...]] = {"full": ("attention", "mlp"), "window": ("window_attention", "mlp")}
-REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `decoder.rematerialised`
+REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `stack.rematerialised`
 
 
 @dataclass(unsafe_hash=True)
@@ -39,7 +39,7 @@ class DecoderShape:
     norm_eps: float = 1e-6
     init_std: float = 0.02
     compute_dtype: str = "float32"  # of activations and matmuls; parameters stay float32
-    remat: str = "attention"  # what the backward does not compute again: see `rematerialised`
+    remat: str = "attention"  # what the backward does not compute again: see `stack.rematerialised`
 
     def __post_init__(self) -> None:
         self.layer_pattern = tuple(self.layer_pattern)

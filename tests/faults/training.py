@@ -4,7 +4,7 @@ from faults import Fault
 
 LOOP = "ejdist/training/loop.py"
 TRAIN = "tests/test_train.py"
-DECODER, MODEL = "ejdist/models/decoder.py", "ejdist/models/model.py"
+DECODER, MODEL, STACK = (f"ejdist/models/{name}.py" for name in ("decoder", "model", "stack"))
 STEP_OF_LAYERS = "tests/test_layers.py -k step_of_mixed"
 
 FAULTS = (
@@ -66,7 +66,7 @@ FAULTS = (
     ),
     Fault(
         "a layer's loss reported and not trained on",
-        DECODER,
+        STACK,
         'm = m if m.how == "loss" else',
         "m =",
         STEP_OF_LAYERS,
@@ -108,14 +108,14 @@ FAULTS = (
     ),
     Fault(
         "an incomplete round with the rows of the first",
-        DECODER,
+        STACK,
         "w[rounds * n :]",
         "w",
         STEP_OF_LAYERS,
     ),
     Fault(
         "what a part asks remat to keep is not kept",
-        DECODER,
+        STACK,
         "policies.save_only_these_names(*offloads, *saves)",
         "policies.save_only_these_names(*saves)",
         "tests/test_model.py -k computed_again",
