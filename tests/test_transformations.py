@@ -286,3 +286,15 @@ def test_a_second_call_of_the_same_kind_is_not_traced_again(monkeypatch):
     kernels.rms_norm(x + 1)
     with pytest.raises(TypeError):
         kernels.rms_norm(jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_float32_stays_float32_where_64_bits_are_enabled(op):
+    """As a program that says no dtype for a constant or a state would not: it is lowered, and has no float64 output."""
+    floats, others, rest = parts(op)
+    run = scalar(op, "xla", others, rest)
+    with jax.enable_x64(True):
+        lowered = jax.jit(jax.grad(run) if differentiable(op) else run).lower(floats)
+        outputs = jax.eval_shape(lambda f: op(**merged(f, others), **rest, platform="xla"), floats)
+    assert "func.func public @main" in lowered.as_text()
+    assert jnp.float64 not in {y.dtype for y in jax.tree.leaves(outputs)}
