@@ -17,13 +17,19 @@ from kernels._core.contract import Op
 from kernels._core.platforms import PLATFORMS
 
 OPS = kernels.operations()
-# These are calls of flash attention with something before or after them, and that is here itself: slow.
-BUILT_ON_ANOTHER = (
-    "differential_attention",
-    "linformer_attention",
-    "mixture_of_attention_heads",
-    "quantized_attention",
-)
+# What is built on another operation, or is another form of one with the same code around it (chunks, groups, blocks of keys),
+# is transformed in the slow tier: the other is here.
+BUILT_ON_ANOTHER = {
+    "differential_attention": "flash_attention",
+    "linformer_attention": "flash_attention",
+    "mixture_of_attention_heads": "flash_attention",
+    "quantized_attention": "flash_attention",
+    "attention": "flash_attention",
+    "rwkv7": "delta_rule",
+    "rwkv4": "linear_attention",
+    "state_space_v1": "state_space_v2",
+    "grouped_matmul_quantized": "grouped_matmul",
+}
 
 
 def marks_of(op):
