@@ -16,7 +16,7 @@ import pytest
 from grid import FLOOR, differentiable, error, named, widened
 
 import kernels
-from benchmarks.cases import _with_dims
+from benchmarks.cases import with_dims
 from kernels import Unsupported
 from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
 
@@ -73,7 +73,7 @@ def drawn(op, backend, which):
             if rng.random() < 0.3:
                 options[name] = others[rng.integers(len(others))]
         try:
-            found = dataclasses.replace(_with_dims(op, case, new_sizes(rng, case)), options=options)
+            found = dataclasses.replace(with_dims(op, case, new_sizes(rng, case)), options=options)
         except KeyError:  # a shape that the case says has a dim whose size it does not
             found = dataclasses.replace(case, options=options)
         if legal(op, backend, found, dtype):
