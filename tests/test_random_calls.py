@@ -19,6 +19,7 @@ import kernels
 from benchmarks.cases import with_dims
 from kernels import Unsupported
 from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
+from kernels._core.requests import check_tables
 
 OPS = kernels.operations()
 SETS, EACH = 10, 30  # draws of an operation, and calls of each
@@ -47,10 +48,19 @@ def new_sizes(rng, case):
     return dims
 
 
+def check_requests(arguments):
+    """Raises ValueError for requests whose keys their tables, or the pages that there are, have no room for."""
+    if {"kv_lens", "block_tables"} <= arguments.keys():
+        cache = next(arguments[n] for n in ("key_cache", "kv_cache") if n in arguments)
+        lens, tables = (arguments[n] for n in ("kv_lens", "block_tables"))
+        check_tables("random call", ("kv_lens", lens), ("block_tables", tables), *cache.shape[:2])
+
+
 def legal(op, backend, case, dtype):
     """Returns whether the backend runs the case, which is told from shapes."""
     try:
         arguments = op.case_inputs(case, dtype=dtype)
+        check_requests(arguments)
         call = op.bind(**arguments)
         traced = call.traced()
         jax.eval_shape(lambda traced: op.function(**call.static(), **traced), traced)
