@@ -19,7 +19,7 @@ import kernels
 from benchmarks.cases import with_dims
 from kernels import Unsupported
 from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
-from kernels._core.requests import check_tables
+from kernels._core.requests import check_cuts, check_tables
 
 OPS = kernels.operations()
 SETS, EACH = 10, 30  # draws of an operation, and calls of each
@@ -49,7 +49,9 @@ def new_sizes(rng, case):
 
 
 def check_requests(arguments):
-    """Raises ValueError for requests whose keys their tables, or the pages that there are, have no room for."""
+    """Raises ValueError for requests with more queries than rows, or whose keys their tables and pages have no room for."""
+    if "query_start_loc" in arguments and "query" in arguments:
+        check_cuts("random call", "query_start_loc", arguments["query_start_loc"], arguments["query"].shape[0])
     if {"kv_lens", "block_tables"} <= arguments.keys():
         cache = next(arguments[n] for n in ("key_cache", "kv_cache") if n in arguments)
         lens, tables = (arguments[n] for n in ("kv_lens", "block_tables"))
