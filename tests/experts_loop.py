@@ -1,4 +1,4 @@
-"""The router and the layer of experts as a loop over tokens and experts, in NumPy: the oracle of `ejdist.route` and `ejdist.moe`."""
+"""The router and the layer of experts as a loop over tokens and experts, in NumPy: the oracle of `route` and `moe`."""
 
 import math
 from collections import defaultdict

@@ -1,6 +1,12 @@
 """The router and the layer of experts, against a loop over tokens and experts in NumPy."""
 
+import contextlib
+import doctest
 import functools
+import io
+import re
+import runpy
+from pathlib import Path
 
 import experts_loop as loop
 import jax
@@ -207,7 +213,7 @@ def test_documents_packed_in_rows_are_those_in_rows_of_their_own():
 
 
 def test_microbatches_layers_and_remat_count_once():
-    """The losses of a global batch, in gradient too, from two microbatches; a rematerialised layer counts as one that is not."""
+    """The losses of a global batch, in gradient too, from two microbatches; a rematerialised layer counts once."""
     arrays, static = inputs(), {"top_k": 2, "balance": "global"}
     names = ("router", "gate", "up", "down")
     ids = np.array([[0] * 5 + [-1] * 2, [0] * 7])
@@ -260,6 +266,22 @@ def test_rows_and_sequence_split_over_devices():
     spread["x"] = jax.device_put(arrays["x"], where)
     got = both(spread, jax.device_put(ids, where)), stats(spread, jax.device_put(ids, where))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
+
+
+def test_what_takes_tokens_to_experts_can_be_another():
+    """Every expert of every token, and the sum of those chosen."""
+    arrays = chosen(inputs())
+
+    def dense(x, experts, weights, params, apply, *, num_experts):
+        own = [
+            apply(params, x, jnp.zeros(num_experts, jnp.int32).at[e].set(x.shape[0])).astype(jnp.float32)
+            for e in range(num_experts)
+        ]
+        chosen = jax.nn.one_hot(experts, num_experts) * weights[..., None]
+        return jnp.einsum("mke,emd->md", chosen, jnp.stack(own), precision="highest"), None
+
+    out = jax.jit(functools.partial(moe, top_k=2, dispatch=dense))(**arrays, segment_ids=IDS)[0]
+    np.testing.assert_allclose(out, moe(**arrays, top_k=2, segment_ids=IDS)[0], atol=1e-5)
 
 
 def test_gate_and_up_in_one_array():
@@ -410,3 +432,23 @@ def test_rates_are_refused_by_name():
 def test_an_option_that_is_none_is_no_option():
     with pytest.raises(TypeError, match="scoring"):
         moe(**GOOD, top_k=2, scoring="softmax")
+
+
+def test_the_example_trains_and_balances():
+    example = Path(__file__).resolve().parent.parent / "examples" / "moe_layer.py"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(example), run_name="__main__")
+    losses, violations = (
+        [float(x) for x in re.findall(pattern, said.getvalue())]
+        for pattern in (r"step +\d+ loss ([\d.]+)", r"load_violation ([\d.]+)")
+    )
+    assert len(losses) == 5 and losses[-1] < 0.8 * losses[0], said.getvalue()
+    assert violations[-1] < 0.7 * violations[0], said.getvalue()
+
+
+@pytest.mark.parametrize("name", ["route", "moe", "update_bias"])
+def test_the_example_of_a_function_runs(name):
+    function = getattr(ejdist.experts, name)
+    example = doctest.DocTestParser().get_doctest(function.__doc__, {name: function}, name, None, None)
+    assert example.examples and doctest.DocTestRunner().run(example).failed == 0

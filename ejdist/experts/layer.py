@@ -158,7 +158,7 @@ def moe(
     shared_down: Any = None,
     shared_expert_gate: Any = None,
     segment_ids: Any = None,
-    dispatch: Any = local,
+    dispatch: Callable = local,
     platform: str | None = None,
     **routing: Any,
 ) -> tuple[jax.Array, Stats]:

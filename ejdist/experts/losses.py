@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels._core.binding import is_float_array
 from kernels._core.options import checked
 
 
@@ -92,11 +93,13 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
     >>> print(update_bias(jnp.zeros(3), jnp.array([5, 0, 1]), 0.5))
     [-0.5  0.5  0.5]
     """
-    if jnp.ndim(counts) != 1 or jnp.shape(counts) != jnp.shape(bias):
+    if not is_float_array(bias) or bias.ndim != 1:
+        raise ValueError("update_bias: argument 'bias' must be a float array [E]")
+    if jnp.shape(counts) != bias.shape:
         raise ValueError(
-            f"update_bias: argument 'counts' of shape {jnp.shape(counts)} must be [E], as 'bias' of shape {jnp.shape(bias)}"
+            f"update_bias: argument 'counts' of shape {jnp.shape(counts)} must be [E] = {bias.shape}, as 'bias'"
         )
     if not 0 <= rate < float("inf"):
         raise ValueError(f"update_bias: argument 'rate' must be at least 0 and finite, got {rate!r}")
-    counts = jax.lax.stop_gradient(counts).astype(jnp.float32)
-    return (bias + rate * jnp.sign(counts.mean() - counts)).astype(bias.dtype)
+    counts = jnp.asarray(counts, jnp.float32)
+    return jax.lax.stop_gradient(bias + rate * jnp.sign(counts.mean() - counts)).astype(bias.dtype)

@@ -46,7 +46,9 @@ REDUCTIONS = {
 
 def max_violation(counts: jax.Array) -> jax.Array:
     """Returns how far the largest of counts [..., E] is above their mean, as a part of it (Wang et al., 2024, eq. 4)."""
-    return counts.max(-1) * counts.shape[-1] / jnp.maximum(counts.sum(-1).astype(jnp.float32), 1) - (counts.sum(-1) > 0)
+    counts = counts.astype(jnp.float32)  # a count of many tokens times E may pass an int32
+    total = counts.sum(-1)
+    return jnp.where(total > 0, counts.max(-1) * counts.shape[-1] / jnp.maximum(total, 1) - 1, 0)
 
 
 def dead_experts(counts: jax.Array) -> jax.Array:

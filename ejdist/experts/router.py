@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.special import xlogy
 
 from ejdist.experts.losses import balance_loss, sequence_balance_loss, z_loss
 from ejdist.experts.metrics import Stats, dead_experts, max_violation
@@ -259,7 +260,7 @@ def _stats(
         probabilities=sums,
         balance_loss=loss,
         z_loss=z_loss(logits, counted),
-        entropy=-jax.scipy.special.xlogy(p, p).sum(),
+        entropy=-xlogy(p, p).sum(),
         max_violation=max_violation(counts),
         dead_experts=dead_experts(counts),
     )
