@@ -159,7 +159,7 @@ def calls(draw):
 
 def check_route(call):
     arrays, options = call
-    got = route(**arrays, **options)
+    got = jax.jit(functools.partial(route, **options))(**arrays)
     wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in arrays.items()}
     experts, weights, stats = loop.route(**wide, **options)
     np.testing.assert_array_equal(got.experts, experts)
@@ -231,9 +231,9 @@ def test_microbatches_layers_and_remat_count_once():
         return jax.grad(total, has_aux=True)(params)
 
     x = arrays["x"]
-    counts = route(x, params["router"], top_k=2, segment_ids=ids).stats.counts
+    batch = jax.jit(functools.partial(route, top_k=2))(x, params["router"], segment_ids=ids).stats
+    counts = batch.counts
     whole, stats = run(params, x, ids, False, counts)
-    batch = route(x, params["router"], top_k=2, segment_ids=ids).stats
     np.testing.assert_allclose(stats.balance_loss, batch.balance_loss, rtol=1e-6)
     parts = [run(params, x[i : i + 1], ids[i : i + 1], True, counts) for i in range(2)]
     for n in names:
@@ -281,7 +281,8 @@ def test_what_takes_tokens_to_experts_can_be_another():
         return jnp.einsum("mke,emd->md", chosen, jnp.stack(own), precision="highest"), None
 
     out = jax.jit(functools.partial(moe, top_k=2, dispatch=dense))(**arrays, segment_ids=IDS)[0]
-    np.testing.assert_allclose(out, moe(**arrays, top_k=2, segment_ids=IDS)[0], atol=1e-5)
+    wanted = jax.jit(functools.partial(moe, top_k=2))(**arrays, segment_ids=IDS)[0]
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_gate_and_up_in_one_array():
@@ -290,7 +291,8 @@ def test_gate_and_up_in_one_array():
     fused["gate"] = np.stack([arrays["gate"], arrays["up"]], axis=2)
     fused["gate_bias"] = np.stack([arrays["gate_bias"], arrays["up_bias"]], axis=1)
     for activation in ("silu", "clamped_swiglu"):
-        apart, together = (moe(**a, top_k=2, activation=activation)[0] for a in (arrays, fused))
+        run = jax.jit(functools.partial(moe, top_k=2, activation=activation))
+        apart, together = (run(**a)[0] for a in (arrays, fused))
         np.testing.assert_allclose(together, apart, atol=1e-5, err_msg=activation)
 
 
@@ -307,13 +309,13 @@ def test_narrow_dtypes_route_in_float32():
 
 def test_jitter_and_forced_balance():
     arrays = inputs()
-    plain = route(arrays["x"], arrays["router"], top_k=2)
-    a, b, c = (
-        route(arrays["x"], arrays["router"], top_k=2, jitter=0.1, key=jax.random.key(i)).weights for i in (0, 0, 1)
-    )
+    plain = jax.jit(functools.partial(route, top_k=2))(arrays["x"], arrays["router"])
+    jittered = jax.jit(functools.partial(route, top_k=2, jitter=0.1))
+    a, b, c = (jittered(arrays["x"], arrays["router"], key=jax.random.key(i)).weights for i in (0, 0, 1))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
     assert 0 < np.abs(a - plain.weights).max() < 0.5
-    forced = route(arrays["x"], arrays["router"], top_k=3, forced_balance=True, segment_ids=IDS)
+    in_turn = jax.jit(functools.partial(route, top_k=3, forced_balance=True))
+    forced = in_turn(arrays["x"], arrays["router"], segment_ids=IDS)
     counted = IDS >= 0
     assert forced.stats.counts.max() - forced.stats.counts.min() <= 1 and forced.stats.counts.sum() == 3 * counted.sum()
     np.testing.assert_array_equal(np.asarray(forced.experts)[counted].reshape(-1), np.arange(3 * counted.sum()) % E)
@@ -328,7 +330,7 @@ def test_far_logits_have_finite_weights_and_gradients():
         return (weights**2).sum() + stats.balance_loss + stats.z_loss
 
     for score in SCORES:
-        for found in jax.tree.leaves(jax.value_and_grad(total, (0, 1))(x, router, score)):
+        for found in jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1)), static_argnums=2)(x, router, score)):
             assert np.isfinite(found).all(), score
 
 

@@ -171,8 +171,9 @@ def route(
       key: of `jax.random`, needed by `jitter`: another one for each layer and step.
       forced_balance: experts in turn instead of the best, with the weights of their scores: for benchmarks alone.
 
-    x, router and router_bias have gradients, of the weights and of the losses in `stats`. Arrays are global: under `jit`, sums
-    are over all devices, however rows and sequence are split.
+    x, router and router_bias have gradients, of the weights and of the losses in `stats`. Under `jit` arrays are
+    global, and sums are over all devices, however rows and sequence are split; inside a `shard_map` they are of the device's own
+    tokens.
 
     Raises:
       ValueError: naming the argument.
