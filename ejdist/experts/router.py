@@ -172,8 +172,8 @@ def route(
       forced_balance: experts in turn instead of the best, with the weights of their scores: for benchmarks alone.
 
     x, router and router_bias have gradients, of the weights and of the losses in `stats`. Under `jit` arrays are
-    global, and sums are over all devices, however rows and sequence are split; inside a `shard_map` they are of the device's own
-    tokens.
+    global, and sums are over all devices, however rows and sequence are split; inside a `shard_map` they are of the device's
+    own tokens.
 
     Raises:
       ValueError: naming the argument.
