@@ -10,6 +10,8 @@ import jax
 
 import kernels
 from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
+from ejdist.experts import FUNCTIONS as EXPERTS
+from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence import delta_rule, linear_attention, recurrent, state_space
@@ -45,9 +47,10 @@ _COMMUNICATING = (
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING
 }
-FUNCTIONS: dict[str, Callable] = {**SHARDED, **collective_matmul.FUNCTIONS, "ring_attention": ring_attention}
+FUNCTIONS: dict[str, Callable] = {**SHARDED, **collective_matmul.FUNCTIONS, **EXPERTS, "ring_attention": ring_attention}
 MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values()} | {
     **collective_matmul.MODULES,
+    **EXPERT_MODULES,
     "RingAttention": RingAttention,
 }
 

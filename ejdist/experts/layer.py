@@ -1,0 +1,234 @@
+"""The layer of experts: route, sort the tokens by expert, multiply, weigh and add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kernels
+from ejdist.experts.metrics import Stats
+from ejdist.experts.router import route
+from kernels._core.binding import is_array, is_float_array
+from kernels._core.options import checked
+from kernels._core.public import module_class
+from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
+
+CLAMPED = "clamped_swiglu"
+ACTIVATIONS = (*PLAIN, CLAMPED)
+
+
+def _taken(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Returns rows of x in an order that has each of them once, so that the gradient is no sum."""
+    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def local(
+    x: jax.Array, experts: jax.Array, weights: jax.Array, params: Any, apply: Callable, *, num_experts: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [M, D'] float32, rows of each expert [E]): every token through its experts, on the device that has them all.
+
+    Nothing is dropped and nothing is padded: memory is that of top_k rows for each token, however they are spread.
+
+    Args:
+      x: [M, D]. experts: int [M, k], -1 for none. weights: float32 [M, k].
+      params: of all experts, a pytree.
+      apply: (params, rows [R, D] sorted by expert, rows of each expert [E]) -> rows [R, D']; zero past the last expert's.
+      num_experts: E.
+    """
+    tokens, top_k = experts.shape
+    own = jnp.where(experts < 0, num_experts, experts).reshape(-1)
+    order = jnp.argsort(own, stable=True)
+    counts = jnp.zeros(num_experts, jnp.int32).at[own].add(1, mode="drop")
+    rows = _taken(jnp.repeat(x, top_k, axis=0), order)
+    rows = _taken(apply(params, rows, counts), jnp.argsort(order)).reshape(tokens, top_k, -1)
+    return jnp.sum(weights[..., None] * rows.astype(weights.dtype), axis=1), counts
+
+
+def _refuse(argument: str, what: str) -> ValueError:
+    return ValueError(f"moe: argument {argument!r} {what}")
+
+
+def _check_shape(name: str, array: Any, shape: tuple[int, ...], dims: str, dtype: Any) -> None:
+    if not is_float_array(array) or array.shape != shape or array.dtype != dtype:
+        got = f"{array.dtype} of shape {array.shape}" if is_array(array) else type(array).__name__
+        raise _refuse(name, f"must be {dims} = {shape} of {dtype}, the dtype of 'x', got {got}")
+
+
+def _check_experts(x: Any, router: Any, params: dict[str, Any]) -> None:
+    """Raises ValueError for weights of experts that do not fit x, the router, or each other."""
+    gate = params["gate"]
+    fused = params["up"] is None
+    wanted = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
+    if not is_float_array(gate) or gate.ndim != (4 if fused else 3) or (fused and gate.shape[2] != 2):
+        got = f"{gate.dtype} of shape {gate.shape}" if is_array(gate) else type(gate).__name__
+        raise _refuse("gate", f"must be a float array {wanted}, got {got}" + ("; give 'up'" if fused else ""))
+    E, D, F = router.shape[1], x.shape[2], gate.shape[-1]
+    if gate.shape[0] != E:
+        raise _refuse("gate", f"has E = {gate.shape[0]} experts, and 'router' has {E}")
+    middle, named = ((2, F), "2, F") if fused else ((F,), "F")
+    shapes = {
+        "gate": ((E, D, *middle), f"[E, D, {named}]"),
+        "up": ((E, D, F), "[E, D, F]"),
+        "down": ((E, F, D), "[E, F, D]"),
+        "gate_bias": ((E, *middle), f"[E, {named}]"),
+        "up_bias": ((E, F), "[E, F]"),
+        "down_bias": ((E, D), "[E, D]"),
+    }
+    if fused and params["up_bias"] is not None:
+        raise _refuse("up_bias", "is for 'up', which is in 'gate'; give both biases as 'gate_bias' [E, 2, F]")
+    for name, (shape, dims) in shapes.items():
+        if params[name] is not None or name == "down":
+            _check_shape(name, params[name], shape, dims, x.dtype)
+
+
+def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activation: str) -> bool:
+    """Returns whether there are shared experts.
+
+    Raises:
+      ValueError: some of their weights are missing, or do not fit.
+    """
+    given = [name for name, w in shared.items() if w is not None]
+    if not given:
+        if shared_expert_gate is not None:
+            raise _refuse("shared_expert_gate", "is for shared experts; give 'shared_gate', 'shared_up', 'shared_down'")
+        return False
+    if missing := [name for name in shared if name not in given]:
+        raise _refuse(missing[0], f"is missing: {', '.join(given)} are given, and shared experts need all three")
+    if activation == CLAMPED:
+        raise _refuse("activation", f"= {activation!r} has no form for shared experts; use one of {', '.join(PLAIN)}")
+    gate = shared["shared_gate"]
+    D, F = x.shape[2], gate.shape[-1] if is_array(gate) and gate.ndim else 0
+    for name, w in shared.items():
+        down = name == "shared_down"
+        _check_shape(name, w, (F, D) if down else (D, F), "[F, D]" if down else "[D, F]", x.dtype)
+    if shared_expert_gate is not None:
+        _check_shape("shared_expert_gate", shared_expert_gate, (D, 1), "[D, 1]", x.dtype)
+    return True
+
+
+def _expert(activation: str, alpha: float, limit: float, platform: str | None) -> Callable:
+    """Returns the function of (params, rows, rows of each expert) that is a gated MLP of each expert."""
+
+    def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+        g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+        g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+        return ((u + 1) * g * jax.nn.sigmoid(alpha * g)).astype(gate.dtype)
+
+    def apply(params: dict[str, jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        def product(rows: jax.Array, name: str, activation: str | None = None, flat: bool = False) -> jax.Array:
+            w, b = params[name], params.get(f"{name}_bias")
+            if flat:
+                w, b = w.reshape(*w.shape[:2], -1), b if b is None else b.reshape(b.shape[0], -1)
+            return kernels.grouped_matmul(rows, w, sizes, rhs_bias=b, activation=activation, platform=platform)
+
+        if activation == CLAMPED:
+            if "up" in params:
+                hidden = clamped(product(rows, "gate"), product(rows, "up"))
+            else:
+                hidden = clamped(*jnp.split(product(rows, "gate", flat=True), 2, axis=-1))
+        elif "up" in params:
+            hidden = product(rows, "gate", activation) * product(rows, "up")
+        else:
+            hidden = product(rows, "gate", activation)
+        return product(hidden, "down")
+
+    return apply
+
+
+@checked
+def moe(
+    x: jax.Array,
+    router: jax.Array,
+    gate: jax.Array,
+    up: Any = None,
+    down: Any = None,
+    *,
+    top_k: int,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    gate_bias: Any = None,
+    up_bias: Any = None,
+    down_bias: Any = None,
+    shared_gate: Any = None,
+    shared_up: Any = None,
+    shared_down: Any = None,
+    shared_expert_gate: Any = None,
+    segment_ids: Any = None,
+    dispatch: Callable = local,
+    platform: str | None = None,
+    **routing: Any,
+) -> tuple[jax.Array, Stats]:
+    """Returns (out [B, T, D] in x's dtype, stats): the weighted sum of each token's experts, and of the one that all share.
+
+    An expert is (activation(x gate) * (x up)) down. Every token goes through all of its experts, however they are spread: none
+    is dropped. The rows of an expert lie together, so the work is that of top_k rows for each token. The weighted sum is in
+    float32.
+
+    Args:
+      x: [B, T, D]. router: [D, E], of any float dtype.
+      gate, up: [E, D, F]; or `gate` [E, D, 2, F] with both, and no `up`: one product reads the rows once. down: [E, F, D].
+        A checkpoint whose columns of the two alternate (GPT-OSS) is the latter by `.reshape(E, D, F, 2).swapaxes(2, 3)`.
+      top_k: experts of a token.
+      activation: "silu", "gelu", "gelu_tanh" or "relu"; or "clamped_swiglu", of GPT-OSS: with g at most `limit` and u within
+        `limit` of 0, g sigmoid(alpha g) (u + 1).
+      alpha, limit: of "clamped_swiglu" alone.
+      gate_bias, up_bias: [E, F], or `gate_bias` [E, 2, F] where `gate` holds both. down_bias: [E, D].
+      shared_gate, shared_up: [D, Fs]. shared_down: [Fs, D]. The expert of all tokens; several are one with their widths added.
+      shared_expert_gate: [D, 1]: the shared expert's result times sigmoid(x shared_expert_gate), as in Qwen2-MoE.
+      segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and nothing counts it.
+      dispatch: what takes tokens to experts and back, with the arguments and results of `ejdist.experts.local`.
+      platform: of the matmuls: None for the fastest backend of what this is compiled for, or a name, which never falls back.
+      routing: every option of `ejdist.route`: score, normalize, bias, router_bias, groups, jitter and so on.
+
+    All float arrays have gradients but `bias`. `stats` holds the losses, which are not added to anything.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    Sources: Shazeer et al., Outrageously Large Neural Networks, 2017; Gale et al., MegaBlocks, 2022 (no token dropped);
+    DeepSeekMoE, 2024 (shared experts); GPT-OSS model card, 2025 (clamped SwiGLU).
+
+    >>> import jax.numpy as jnp
+    >>> x, router = jnp.ones((1, 3, 4)), jnp.zeros((4, 2)).at[:, 1].set(1.0)
+    >>> gate, down = jnp.ones((2, 4, 5)), jnp.ones((2, 5, 4))
+    >>> out, stats = moe(x, router, gate, gate, down, top_k=1, segment_ids=jnp.array([[0, 0, -1]]))
+    >>> print(out.shape, stats.counts, out[0, 2])
+    (1, 3, 4) [0 2] [0. 0. 0. 0.]
+    """
+    if activation not in ACTIVATIONS:
+        raise _refuse("activation", f"= {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    if activation != CLAMPED and (alpha, limit) != (1.702, 7.0):
+        raise _refuse("alpha", f"and 'limit' are of activation={CLAMPED!r}, and it is {activation!r}; leave them out")
+    if not 0 < limit < float("inf") or not 0 < alpha < float("inf"):
+        raise _refuse("limit", f"and 'alpha' must be positive and finite, got {limit!r} and {alpha!r}")
+    if not callable(dispatch):
+        raise _refuse("dispatch", f"must be a function, see ejdist.experts.local; got {type(dispatch).__name__}")
+    experts, weights, stats = route(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
+    params = {"gate": gate, "up": up, "down": down}
+    params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    _check_experts(x, router, params)
+    shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
+    shares = _check_shared(x, shared, shared_expert_gate, activation)
+    # What lies in padding reaches no sum and no gradient, of shared experts neither.
+    x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
+    given = {name: p for name, p in params.items() if p is not None}
+    B, T, D = x.shape
+    rows, experts, weights = (a.reshape(B * T, -1) for a in (x, experts, weights))
+    apply = _expert(activation, alpha, limit, platform)
+    out, _ = dispatch(rows, experts, weights, given, apply, num_experts=router.shape[1])
+    out = out.reshape(B, T, D)
+    if shares:
+        always = kernels.gated_mlp(x, *shared.values(), activation=activation, platform=platform)
+        if shared_expert_gate is not None:
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            logit = jnp.einsum("btd,dn->btn", x.astype(wide), shared_expert_gate.astype(wide), precision="highest")
+            always = jax.nn.sigmoid(logit) * always
+        out = out + always.astype(out.dtype)
+    return out.astype(x.dtype), stats
+
+
+MoE = module_class("MoE", moe)

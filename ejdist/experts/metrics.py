@@ -1,0 +1,75 @@
+"""What a router says of a batch: sums and maxima that add up over layers, microbatches and devices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Stats(NamedTuple):
+    """Statistics of the tokens that count; padding is in none of them. `REDUCTIONS` says how each joins that of other tokens.
+
+    Attributes:
+      tokens: int32 [], how many tokens count.
+      counts: int32 [E], how often each expert was chosen; top_k * tokens in all.
+      probabilities: [E], the scores of each token, divided by their sum over all experts, summed over tokens.
+      balance_loss, z_loss: [], sums over tokens; divided by `tokens` they are what a training loss adds times a coefficient.
+        They have gradients, and so has `probabilities`.
+      entropy: [], of each token's probabilities, in nats, summed over tokens.
+      max_violation: [], the largest of `counts` relative to their mean, less 1: 0 in balance.
+      dead_experts: int32 [], experts that no token chose.
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    probabilities: jax.Array
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    entropy: jax.Array
+    max_violation: jax.Array
+    dead_experts: jax.Array
+
+
+REDUCTIONS = {
+    "tokens": "sum",
+    "counts": "sum",
+    "probabilities": "sum",
+    "balance_loss": "sum",
+    "z_loss": "sum",
+    "entropy": "sum",
+    "max_violation": "max",
+    "dead_experts": "max",
+}
+
+
+def max_violation(counts: jax.Array) -> jax.Array:
+    """Returns how far the largest of counts [..., E] is above their mean, as a part of it (Wang et al., 2024, eq. 4)."""
+    counts = counts.astype(jnp.float32)  # a count of many tokens times E may pass an int32
+    total = counts.sum(-1)
+    return jnp.where(total > 0, counts.max(-1) * counts.shape[-1] / jnp.maximum(total, 1) - 1, 0)
+
+
+def dead_experts(counts: jax.Array) -> jax.Array:
+    """Returns how many of counts [..., E] are zero."""
+    return jnp.sum(counts == 0, axis=-1, dtype=jnp.int32)
+
+
+def merge(a: Stats, b: Stats) -> Stats:
+    """Returns the statistics of the tokens of both: two microbatches, or two layers."""
+    join = {"sum": jnp.add, "max": jnp.maximum}
+    return Stats(**{name: join[how](getattr(a, name), getattr(b, name)) for name, how in REDUCTIONS.items()})
+
+
+def summary(stats: Stats) -> dict[str, jax.Array]:
+    """Returns what a log shows, float32 scalars, of statistics that are reduced over microbatches and devices.
+
+    Means are over tokens. `load_violation` and `unused_experts` are of the counts of all of these; `max_violation` and
+    `dead_experts` of the worst part (microbatch, layer) that was reduced.
+    """
+    tokens = jnp.maximum(stats.tokens, 1).astype(jnp.float32)
+    means = {name: getattr(stats, name) / tokens for name in ("balance_loss", "z_loss", "entropy")}
+    worst = {name: getattr(stats, name) for name in ("max_violation", "dead_experts")}
+    of_all = {"load_violation": max_violation(stats.counts), "unused_experts": dead_experts(stats.counts)}
+    return {name: jnp.asarray(x, jnp.float32) for name, x in (means | worst | of_all).items()}
