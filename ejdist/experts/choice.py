@@ -1,0 +1,2 @@
+"""placeholder"""
+def choose(**k): raise NotImplementedError
