@@ -17,7 +17,7 @@ class Layer(NamedTuple):
     up: np.ndarray  # [E, D, F]
     down: np.ndarray  # [E, F, D]
 
-    def random(rng, tokens, top_k, num_experts, width=6, hidden=5, experts=None):
+    def random(rng, tokens, top_k, num_experts, width=6, hidden=4, experts=None):
         """Returns a layer; choices of a token differ, and about one in eight is none (-1)."""
         if experts is None:
             experts = np.stack([rng.permutation(max(num_experts, top_k))[:top_k] for _ in range(tokens)]) % num_experts

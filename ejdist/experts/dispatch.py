@@ -1,8 +1,8 @@
 """Dispatch and combine: every token visits the experts that it chose, on whatever rank they are, and comes back as their sum.
 
-Exact: what does not fit the buffer goes in further passes of the same loop, as many as the fullest place of the whole mesh needs.
+Exact: what does not fit the buffer goes in further passes of the same loop, as many as the fullest place of the mesh needs.
 The gradient runs the same passes and sends the tokens again, so nothing that travelled is kept, and memory is bounded by the
-buffer in both directions. Derivation, traffic and measurements: README.md.
+buffer in both directions. Derivation and traffic: dispatch.md beside this file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def exchange(
         expert. Rows of a group lie together, group 0 first; those after the last group are zero, and what becomes of them
         is ignored. A pure function that closes over no array. It may communicate over other axes.
       axis: mesh axes that experts are split over; several count the ranks from the first. None: this device has all experts.
-      scheme: one of SCHEMES, "auto" (`ejdist.experts.choice`), or a Scheme. "two_level" takes an axis (hosts, devices of a host).
+      scheme: one of SCHEMES, "auto" (`ejdist.experts.choice`), or a Scheme. "two_level" takes (hosts, devices of a host).
       buffer: rows that a pass has room for, as a multiple of what comes where all experts have as many.
       chunks: parts of a pass that do not wait for each other, so that one travels while another is multiplied.
       capacity: where given, an expert takes at most ceil(capacity * k * tokens of all ranks / num_experts) tokens: those of the
@@ -87,7 +87,7 @@ def exchange(
     if scheme == "auto":
         scheme = choose(
             axis_sizes=tuple(lax.axis_size(a) for a in axis), tokens=x.shape[0], top_k=top_k, width=x.shape[1],
-            itemsize=x.dtype.itemsize, num_experts=num_experts, buffer=buffer,
+            itemsize=x.dtype.itemsize, buffer=buffer,
         ).scheme  # fmt: skip
     job = Job(apply, axis, _fitting(scheme_of(scheme), axis, ranks), num_experts, float(buffer), int(chunks))
     # An array that is alike on some ranks has cotangents that are not: where this cast is transposed they are added up.
@@ -141,8 +141,8 @@ def _once(function: Callable) -> Callable:
     @once.defjvp
     def refuse(job: Job, primals: Any, tangents: Any) -> Any:
         raise Unsupported(
-            "exchange: second derivatives are not supported; stop the outer derivative by jax.lax.stop_gradient, or differentiate "
-            "a sum over experts on one device"
+            "exchange: second derivatives are not supported; stop the outer derivative by jax.lax.stop_gradient, or "
+            "differentiate a sum over experts on one device"
         )
 
     return once
@@ -197,8 +197,8 @@ def _axis(axis: Any) -> tuple[tuple[str, ...], int]:
     for name in names:
         if not axis_is_bound(name):
             raise ValueError(
-                f"exchange: argument 'axis' names {name!r}, which this is not mapped over; call it inside a shard_map over that "
-                "axis, or give None for one device"
+                f"exchange: argument 'axis' names {name!r}, which this is not mapped over; call it inside a shard_map over "
+                "that axis, or give None for one device"
             )
     return names, math.prod(lax.axis_size(a) for a in names)
 
@@ -207,8 +207,8 @@ def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
     """Returns the scheme; on one rank, where nothing travels, it is `local`."""
     if isinstance(scheme, TwoLevel) and len(axis) < 2:
         raise ValueError(
-            f"exchange: argument 'scheme' = 'two_level' needs an 'axis' of two names, (hosts, devices of a host), got {axis}; use "
-            "'all_to_all' for one"
+            f"exchange: argument 'scheme' = 'two_level' needs an 'axis' of two names, (hosts, devices of a host), got {axis}; "
+            "use 'all_to_all' for one"
         )
     if isinstance(scheme, Local) and ranks > 1:
         raise ValueError(
@@ -223,7 +223,15 @@ def _number(value: Any) -> bool:
 
 
 def _check(
-    x: Any, experts: Any, weights: Any, params: Any, num_experts: Any, ranks: int, buffer: Any, chunks: Any, capacity: Any
+    x: Any,
+    experts: Any,
+    weights: Any,
+    params: Any,
+    num_experts: Any,
+    ranks: int,
+    buffer: Any,
+    chunks: Any,
+    capacity: Any,
 ) -> None:
     def refuse(name: str, must: str, got: Any) -> None:
         raise ValueError(f"exchange: argument {name!r} must be {must}, got {got}")
@@ -243,13 +251,15 @@ def _check(
         refuse("num_experts", "a positive integer", repr(num_experts))
     if num_experts % ranks:
         raise ValueError(
-            f"exchange: argument 'num_experts' = {num_experts} cannot be divided over {ranks} ranks; use a multiple of {ranks}, "
-            "or an axis of fewer ranks"
+            f"exchange: argument 'num_experts' = {num_experts} cannot be divided over {ranks} ranks; use a multiple of "
+            f"{ranks}, or an axis of fewer ranks"
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "ndim") or not leaf.ndim or leaf.shape[0] != num_experts // ranks:
             where = f"params{jax.tree_util.keystr(path)}"
-            refuse(where, f"of {num_experts // ranks} experts, its first dim: {num_experts} over {ranks} ranks", kind(leaf))
+            refuse(
+                where, f"of {num_experts // ranks} experts, its first dim: {num_experts} over {ranks} ranks", kind(leaf)
+            )
     if not _number(buffer) or buffer <= 0:
         refuse("buffer", "a number above 0, a multiple of the balanced number of rows (1.25)", repr(buffer))
     if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:

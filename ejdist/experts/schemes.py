@@ -1,12 +1,13 @@
 """Schemes of expert parallelism: what travels between the ranks, and when. A scheme is a class here and its name below.
 
-Sources: D. Lepikhin et al., *GShard*, 2020, arXiv:2006.16668 (experts over devices by all-to-all); C. Hwang et al., *Tutel*, 2022,
-arXiv:2206.03382 (all-to-all in two levels; in parts that overlap with the products).
+Sources: D. Lepikhin et al., *GShard*, 2020, arXiv:2006.16668 (experts over devices by all-to-all); C. Hwang et al., *Tutel*,
+2022, arXiv:2206.03382 (all-to-all in two levels; in parts that overlap with the products).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,8 +62,8 @@ class Local(AllToAll):
 
 @dataclass(frozen=True)
 class TwoLevel(AllToAll):
-    """The dense all-to-all in two steps, for an axis (hosts, devices of a host): first among the devices of a host, then between
-    hosts, so that what goes from a host to another is one message a device and not one for each pair of devices."""
+    """The dense all-to-all in two steps, for an axis (hosts, devices of a host): first among the devices of a host, then
+    between hosts, so that a device sends one message to another host, and not one for each device there."""
 
     def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
         outer, inner = job.axis[:1], job.axis[1:]
@@ -179,14 +180,12 @@ class AllGather(Scheme):
     @staticmethod
     def _inner(job: Job) -> Job:
         """Returns the exchange of gathered tokens with this rank's own experts, in which nothing travels."""
-        return replace(
-            job, axis=(), scheme=Local(), num_experts=job.own, buffer=job.buffer / job.ranks, chunks=1
-        )
+        return replace(job, axis=(), scheme=Local(), num_experts=job.own, buffer=job.buffer / job.ranks, chunks=1)
 
     @staticmethod
     def _chunks(job: Job, x: jax.Array) -> list[jax.Array]:
         edges = [i * x.shape[0] // job.chunks for i in range(job.chunks + 1)]
-        return [x[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        return [x[a:b] for a, b in itertools.pairwise(edges) if b > a]
 
     @staticmethod
     def _gather(job: Job, x: jax.Array) -> jax.Array:
