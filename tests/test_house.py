@@ -133,6 +133,7 @@ ONLY = {
     r"\bcustom_vjp\b": {
         "ejdist/collective_matmul.py",
         "ejdist/compression.py",
+        "ejdist/experts/dispatch.py",
         "ejdist/layout.py",
         "ejdist/sequence/attention.py",
         "kernels/_core/execute.py",

@@ -1,0 +1,151 @@
+"""Which scheme of expert parallelism: `auto` compares the bytes that each would send, over what the links of the device give.
+
+An exchange sends rows twice forward and three times backward (tokens and cotangents there, gradients back). With n ranks, k
+choices a token, M tokens of D features a rank, and r rows in the buffer (r = buffer M k):
+
+    all_to_all          5 r D (n - 1) / n          the buffer travels, full or not
+    ragged_all_to_all   5 M k D (n - 1) / n        rows that exist
+    all_gather          5 M D (n - 1)              a token once for each rank, whatever its choices: 3 gathers, 2 scatters
+    two_level           as all_to_all, within a host and then between hosts, in fewer and larger messages
+
+What is gathered is as large as all ranks' tokens, so `all_gather` is no choice where that is much more than the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second of one device in each collective, and where the numbers are from.
+
+    Attributes:
+      torus: devices along an axis are a ring; `all_gather` is its rate in both directions, and an all-to-all over n of them
+        has 4 / n of it (J. Austin et al., *How to Scale Your Model*, 2025).
+      network: between hosts, a device; None where the links reach all devices.
+      latency: seconds a message, an estimate.
+    """
+
+    all_to_all: float
+    ragged_all_to_all: float
+    all_gather: float
+    reduce_scatter: float
+    source: str
+    network: float | None = None
+    torus: bool = False
+    latency: float = 1e-5
+
+    def rate(self, collective: str, ranks: int) -> float:
+        rate = getattr(self, collective)
+        return rate * 4 / max(ranks, 4) if self.torus and collective.endswith("all_to_all") else rate
+
+
+def _torus(rate: float, what: str) -> Links:
+    return Links(rate, rate, rate, rate, f"published: {what}", torus=True)
+
+
+# By how a device's kind begins; the longest that fits.
+LINKS = {
+    # Within a host measured, 64 and 256 MiB; between hosts 400 Gbit/s a device, published.
+    "NVIDIA H200": Links(220e9, 8e9, 283e9, 340e9, "measured on four H200, jax 0.11.2", network=50e9),
+    "TPU v5 lite": _torus(100e9, "1600 Gbit/s a chip over 4 links"),
+    "TPU v5": _torus(200e9, "4800 Gbit/s a chip over 6 links"),
+    "TPU v6 lite": _torus(224e9, "3584 Gbit/s a chip over 4 links"),
+}
+# Rows that `all_gather` may bring to a device, over those of the buffer.
+GATHERED = 2.0
+# Nothing is known: bytes are compared as if every collective were as fast; not the ragged one, which few devices have.
+UNKNOWN = Links(100e9, 1e9, 100e9, 100e9, "no rates known: bytes alone")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scheme, why (one line), and the seconds expected of each scheme, forward and backward."""
+
+    scheme: str
+    reason: str
+    seconds: dict[str, float]
+
+
+def links_of(device_kind: str) -> Links:
+    """Returns the links of a kind of device, as `jax.Device.device_kind` says it."""
+    found = [name for name in LINKS if device_kind.startswith(name)]
+    return LINKS[max(found, key=len)] if found else UNKNOWN
+
+
+def choose(
+    *,
+    axis_sizes: tuple[int, ...],
+    tokens: int,
+    top_k: int,
+    width: int,
+    itemsize: int,
+    buffer: float = 1.25,
+    hosts: int | None = None,
+    device_kind: str | None = None,
+    pinned: str | None = None,
+) -> Choice:
+    """Returns the scheme that is expected to take the least time, and why.
+
+    Args:
+      axis_sizes: of the axes that experts are split over, the major one first.
+      tokens: of one rank. width: features of a token. itemsize: bytes of one.
+      hosts: that the axes span. Default: the size of the first of several axes where there are several processes; else 1.
+      device_kind: default: that of this process's first device.
+      pinned: a scheme that is taken whatever is expected; the reason says both.
+    """
+    ranks = math.prod(axis_sizes)
+    if ranks == 1:
+        return Choice("local", "local: one rank has all experts, and nothing travels", {"local": 0.0})
+    if hosts is None:
+        hosts = axis_sizes[0] if len(axis_sizes) > 1 and jax.process_count() > 1 else 1
+    kind = jax.local_devices()[0].device_kind if device_kind is None else device_kind
+    seconds = _seconds(links_of(kind), ranks, hosts, len(axis_sizes) > 1, tokens, top_k, width * itemsize, buffer)
+    if ranks > GATHERED * buffer * top_k and pinned != "all_gather":
+        seconds.pop("all_gather")
+    if pinned is not None and pinned not in seconds:
+        raise ValueError(
+            f"argument 'pinned' = {pinned!r} is no scheme for this axis; use one of {', '.join(sorted(seconds))}"
+        )
+    ordered = sorted(seconds, key=lambda name: seconds[name])
+    best = ordered[0] if pinned is None else pinned
+    other = next(name for name in ordered if name != best)
+    times = f"{seconds[best] * 1e3:.3g} ms a layer and step, {other} {seconds[other] * 1e3:.3g} ms"
+    over = f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
+    why = "pinned" if pinned else "chosen"
+    return Choice(best, f"{best} ({why}): {times}, over {over} of {kind} ({links_of(kind).source})", seconds)
+
+
+def _seconds(
+    links: Links, ranks: int, hosts: int, levels: bool, tokens: int, top_k: int, row: int, buffer: float
+) -> dict[str, float]:
+    inner = ranks // hosts
+
+    def between(rows: float, name: str, messages: int) -> float:
+        """Seconds of one all-to-all of rows that a rank has for all ranks; the two kinds of links work side by side."""
+        here = rows * row * (inner - 1) / ranks / links.rate(name, ranks)
+        if links.network is None or hosts == 1:
+            here = rows * row * (ranks - 1) / ranks / links.rate(name, ranks)
+            return here + messages * links.latency
+        return max(here, rows * row * (ranks - inner) / ranks / links.network) + messages * links.latency
+
+    def gathered(name: str) -> float:
+        rate = getattr(links, name)
+        rate = min(rate, links.network * inner) if links.network and hosts > 1 else rate
+        return tokens * row * (ranks - 1) / rate + links.latency * math.log2(ranks)
+
+    pairs = tokens * top_k
+    found = {
+        "all_to_all": 5 * between(buffer * pairs, "all_to_all", ranks - 1),
+        "ragged_all_to_all": 5 * between(pairs, "ragged_all_to_all", ranks - 1),
+        "all_gather": 3 * gathered("all_gather") + 2 * gathered("reduce_scatter"),
+    }
+    if levels and hosts > 1:
+        within = buffer * pairs * row * (inner - 1) / inner / links.rate("all_to_all", inner)
+        far = buffer * pairs * row * (hosts - 1) / hosts / (links.network or links.rate("all_to_all", hosts))
+        found["two_level"] = 5 * (within + far + (inner + hosts - 2) * links.latency)
+    return found

@@ -1,0 +1,269 @@
+"""Dispatch and combine: every token visits the experts that it chose, on whatever rank they are, and comes back as their sum.
+
+Exact: what does not fit the buffer goes in further passes of the same loop, as many as the fullest place of the mesh needs.
+The gradient runs the same passes and sends the tokens again, so nothing that travelled is kept, and memory is bounded by the
+buffer in both directions. Derivation and traffic: dispatch.md beside this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejdist.experts.choice import choose
+from ejdist.experts.rows import Job, Scheme, count
+from ejdist.experts.schemes import SCHEMES, Local, TwoLevel, scheme_of
+from ejdist.mesh import axis_is_bound
+from kernels._core.binding import is_float_array
+from kernels._core.dispatch import vary_alike, varying_axes
+from kernels._core.platforms import Unsupported
+
+
+class Stats(NamedTuple):
+    """What an exchange did. Sums are over ranks of different tokens.
+
+    Attributes:
+      extra_passes: int32, passes beyond the first, the same on all ranks; 0 where the buffer was large enough.
+      high_water: float32, the same on all ranks: rows for the fullest place of the buffer over its room. Above 1 it took more
+        passes; far below 1 the buffer could be smaller.
+      dropped: int32, choices of this rank's tokens that had no room (with `capacity`; 0 without). To be summed.
+      counts: int32 [E], choices of this rank's tokens for each expert, dropped ones among them. To be summed.
+    """
+
+    extra_passes: jax.Array
+    high_water: jax.Array
+    dropped: jax.Array
+    counts: jax.Array
+
+
+def exchange(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    params: Any,
+    apply: Callable[[Any, jax.Array, jax.Array], jax.Array],
+    *,
+    axis: str | tuple[str, ...] | None,
+    num_experts: int,
+    scheme: str | Scheme = "auto",
+    buffer: float = 1.25,
+    chunks: int = 1,
+    capacity: float | None = None,
+) -> tuple[jax.Array, Stats]:
+    """Returns (out, stats): out[m] = sum over j of weights[m, j] * expert experts[m, j] of x[m], [M, D'] in x's dtype.
+
+    Runs inside a `shard_map` over the axis, on a rank's own arrays. Expert e is on rank e // (num_experts / ranks). It has
+    gradients of x, weights and the floats of params, once differentiated.
+
+    Args:
+      x: [M, D], the tokens of this rank.
+      experts: int [M, k]. Outside of [0, num_experts), as -1: none, of padding for example.
+      weights: float [M, k]. Sums are in float32.
+      params: pytree of this rank's experts, each leaf [num_experts / ranks, ...].
+      apply: (params, rows [R, D], group_sizes [num_experts / ranks]) -> rows [R, D'], each made from its own row by its group's
+        expert. Rows of a group lie together, group 0 first; those after the last group are zero, and what becomes of them
+        is ignored. A pure function that closes over no array. It may communicate over other axes.
+      axis: mesh axes that experts are split over; several count the ranks from the first. None: this device has all experts.
+      scheme: one of SCHEMES, "auto" (`ejdist.experts.choice`), or a Scheme. "two_level" takes (hosts, devices of a host).
+      buffer: rows that a pass has room for, as a multiple of what comes where all experts have as many.
+      chunks: parts of a pass that do not wait for each other, so that one travels while another is multiplied.
+      capacity: where given, an expert takes at most ceil(capacity * k * tokens of all ranks / num_experts) tokens: those of the
+        first ranks, and there the first ones. The others are dropped, and counted. Default: nothing is dropped.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: a second derivative.
+    """
+    axis, ranks = _axis(axis)
+    _check(x, experts, weights, params, num_experts, ranks, buffer, chunks, capacity)
+    top_k = experts.shape[1]
+    if scheme == "auto":
+        scheme = choose(
+            axis_sizes=tuple(lax.axis_size(a) for a in axis), tokens=x.shape[0], top_k=top_k, width=x.shape[1],
+            itemsize=x.dtype.itemsize, buffer=buffer,
+        ).scheme  # fmt: skip
+    job = Job(apply, axis, _fitting(scheme_of(scheme), axis, ranks), num_experts, float(buffer), int(chunks))
+    # An array that is alike on some ranks has cotangents that are not: where this cast is transposed they are added up.
+    x, experts, weights = vary_alike((x, experts, weights), job.rank)
+    params = jax.tree.map(lambda p: vary_alike(p, x), params)
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
+    counts, dropped = count(experts, num_experts), vary_alike(jnp.int32(0), experts)
+    if capacity is not None:
+        kept = _within(job, experts, counts, math.ceil(capacity * experts.size * ranks / num_experts))
+        experts, dropped = jnp.where(kept, experts, num_experts), jnp.sum((experts < num_experts) & ~kept)
+    plan = job.scheme.plan(job, experts)
+    demand = job.scheme.demand(job, plan, *experts.shape)
+    # All ranks of the mesh make as many passes, those of other tokens too: `apply` may communicate with them.
+    most = [_agreed(rows, job) for rows, _ in demand]
+    passes = functools.reduce(jnp.maximum, [-(-m // size) for m, (_, size) in zip(most, demand, strict=True)])
+    high = functools.reduce(jnp.maximum, [m / size for m, (_, size) in zip(most, demand, strict=True)])
+    passes = jnp.maximum(passes, 1).astype(jnp.int32)
+    out = _exchanged(job, passes, plan, x, weights, params)
+    return out, Stats(passes - 1, high.astype(jnp.float32), dropped.astype(jnp.int32), counts)
+
+
+def _agreed(rows: jax.Array, job: Job) -> jax.Array:
+    axes = varying_axes(rows)
+    if not axes and job.axis and not varying_axes(job.rank):  # a `shard_map` that does not track what varies
+        axes = jax.sharding.get_abstract_mesh().manual_axes
+    return lax.pmax(rows, tuple(sorted(axes, key=str))) if axes else rows
+
+
+def _within(job: Job, experts: jax.Array, counts: jax.Array, limit: int) -> jax.Array:
+    """Returns bool [M, k]: whether a choice is among the first `limit` of its expert, over all ranks."""
+    before = 0
+    if job.axis:
+        every = lax.all_gather(counts, job.axis)
+        before = jnp.sum(jnp.where(jnp.arange(job.ranks)[:, None] < job.rank, every, 0), axis=0)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    # The place among this rank's choices of the same expert.
+    index = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype)).reshape(experts.shape)
+    expert = jnp.minimum(experts, job.num_experts - 1)
+    index = index - (jnp.cumsum(counts) - counts)[expert]
+    return (experts < job.num_experts) & (index < (limit - before + jnp.zeros_like(counts))[expert])
+
+
+# -- differentiation -------------------------------------------------------------------------------------------------------
+
+
+def _once(function: Callable) -> Callable:
+    """Returns the function, whose own differentiation is refused by name: as part of a gradient it was one already."""
+    once = jax.custom_jvp(function, nondiff_argnums=(0,))
+
+    @once.defjvp
+    def refuse(job: Job, primals: Any, tangents: Any) -> Any:
+        raise Unsupported(
+            "exchange: second derivatives are not supported; stop the outer derivative by jax.lax.stop_gradient, or "
+            "differentiate a sum over experts on one device"
+        )
+
+    return once
+
+
+def _forward(job: Job, passes: jax.Array, plan: Any, x: jax.Array, weights: jax.Array, params: Any) -> jax.Array:
+    return job.scheme.forward(job, passes, plan, x, weights, params).astype(x.dtype)
+
+
+@_once
+def _backward(job: Job, passes: Any, plan: Any, x: Any, weights: Any, params: Any, d_out: Any) -> Any:
+    return job.scheme.backward(job, passes, plan, x, weights, params, d_out)
+
+
+_forward_of_a_gradient = _once(_forward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchanged(job: Job, passes: jax.Array, plan: Any, x: jax.Array, weights: jax.Array, params: Any) -> jax.Array:
+    return _forward(job, passes, plan, x, weights, params)
+
+
+def _exchanged_fwd(job, passes, plan, x, weights, params):
+    return _forward_of_a_gradient(job, passes, plan, x, weights, params), (passes, plan, x, weights, params)
+
+
+def _exchanged_bwd(job, kept, d_out):
+    passes, plan, x, weights, params = kept
+    d_x, d_weights, d_params = _backward(job, passes, plan, x, weights, params, d_out.astype(x.dtype))
+    d_params = jax.tree.map(lambda p, d: None if d is None else _settled(d, p), params, d_params)
+    return None, None, _settled(d_x, x), _settled(d_weights, weights), d_params
+
+
+def _settled(d: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the gradient of an array: over axes where that is alike, the devices have parts of it (tp, for instance)."""
+    parts = tuple(sorted(varying_axes(d) - varying_axes(like), key=str))
+    return (lax.psum(d, parts) if parts else d).astype(like.dtype)
+
+
+_exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+def _axis(axis: Any) -> tuple[tuple[str, ...], int]:
+    names = () if axis is None else (axis,) if isinstance(axis, str) else axis
+    if not isinstance(names, tuple) or not all(isinstance(a, str) for a in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"exchange: argument 'axis' = {axis!r} must be the name of a mesh axis, a tuple of different names, or None"
+        )
+    for name in names:
+        if not axis_is_bound(name):
+            raise ValueError(
+                f"exchange: argument 'axis' names {name!r}, which this is not mapped over; call it inside a shard_map over "
+                "that axis, or give None for one device"
+            )
+    return names, math.prod(lax.axis_size(a) for a in names)
+
+
+def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
+    """Returns the scheme; on one rank, where nothing travels, it is `local`."""
+    if isinstance(scheme, TwoLevel) and len(axis) < 2:
+        raise ValueError(
+            f"exchange: argument 'scheme' = 'two_level' needs an 'axis' of two names, (hosts, devices of a host), got {axis}; "
+            "use 'all_to_all' for one"
+        )
+    if isinstance(scheme, Local) and ranks > 1:
+        raise ValueError(
+            f"exchange: argument 'scheme' = 'local' is for one rank, and 'axis' = {axis} has {ranks}; use one of "
+            f"{', '.join(n for n in SCHEMES if n != 'local')}"
+        )
+    return Local() if ranks == 1 else scheme
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and math.isfinite(value)
+
+
+def _check(
+    x: Any,
+    experts: Any,
+    weights: Any,
+    params: Any,
+    num_experts: Any,
+    ranks: int,
+    buffer: Any,
+    chunks: Any,
+    capacity: Any,
+) -> None:
+    def refuse(name: str, must: str, got: Any) -> None:
+        raise ValueError(f"exchange: argument {name!r} must be {must}, got {got}")
+
+    def kind(a: Any) -> str:
+        return f"{a.dtype} of shape {a.shape}" if hasattr(a, "dtype") else type(a).__name__
+
+    if not is_float_array(x) or x.ndim != 2 or not x.shape[0]:
+        refuse("x", "a float array [tokens, features], of one token at least", kind(x))
+    if not hasattr(experts, "dtype") or not jnp.issubdtype(experts.dtype, jnp.integer) or experts.ndim != 2:
+        refuse("experts", "an integer array [tokens, choices]", kind(experts))
+    if experts.shape[0] != x.shape[0] or not experts.shape[1]:
+        refuse("experts", f"[{x.shape[0]}, choices], a row for each token of 'x'", kind(experts))
+    if not is_float_array(weights) or weights.shape != experts.shape:
+        refuse("weights", f"a float array of the shape {experts.shape} of 'experts'", kind(weights))
+    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, np.integer)) or num_experts < 1:
+        refuse("num_experts", "a positive integer", repr(num_experts))
+    if num_experts % ranks:
+        raise ValueError(
+            f"exchange: argument 'num_experts' = {num_experts} cannot be divided over {ranks} ranks; use a multiple of "
+            f"{ranks}, or an axis of fewer ranks"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "ndim") or not leaf.ndim or leaf.shape[0] != num_experts // ranks:
+            where = f"params{jax.tree_util.keystr(path)}"
+            refuse(
+                where, f"of {num_experts // ranks} experts, its first dim: {num_experts} over {ranks} ranks", kind(leaf)
+            )
+    if not _number(buffer) or buffer <= 0:
+        refuse("buffer", "a number above 0, a multiple of the balanced number of rows (1.25)", repr(buffer))
+    if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:
+        refuse("chunks", "an integer of at least 1", repr(chunks))
+    if capacity is not None and (not _number(capacity) or capacity * experts.shape[1] < 1):
+        least = f"1 / {experts.shape[1]}, which is room for one choice of every token"
+        refuse("capacity", f"None, or a number of at least {least}", repr(capacity))

@@ -1,0 +1,223 @@
+"""Schemes of expert parallelism: what travels between the ranks, and when. A scheme is a class here and its name below.
+
+Sources: D. Lepikhin et al., *GShard*, 2020, arXiv:2006.16668 (experts over devices by all-to-all); C. Hwang et al., *Tutel*,
+2022, arXiv:2206.03382 (all-to-all in two levels; in parts that overlap with the products).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejdist.experts.rows import Job, Plan, Rows, Scheme, Window, add, before, plan_of, room, wide
+from kernels._core.dispatch import vary_alike
+
+
+@dataclass(frozen=True)
+class AllToAll(Rows):
+    """A pass takes as many rows from each rank to each other: one dense all-to-all there, and one back."""
+
+    @staticmethod
+    def _room(job: Job, pairs: int) -> int:
+        return room(job, pairs / job.ranks, pairs)
+
+    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int]]:
+        between = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum(-1)
+        return [(between.max(), self._room(job, tokens * top_k) * job.chunks)]
+
+    def window(self, job: Job, plan: Plan, q: jax.Array) -> Window:
+        n, c = job.ranks, self._room(job, plan.order.size)
+        sizes = plan.sizes.reshape(n, n, job.own)
+        mine = sizes[job.rank].sum(-1)
+        first = before(mine, 0)
+        at = q * c + jnp.arange(c)
+        # What goes to rank r stands from first[r] on; this window has the rows `at` of it.
+        there = jnp.minimum(first[:, None] + at, plan.order.size - 1)
+        pair = jnp.where(at < mine[:, None], plan.order[there], -1).reshape(-1)
+        to = jnp.minimum(plan.expert // job.own, n - 1)
+        index = plan.place - first[to] - q * c
+        sent = (plan.expert < job.num_experts) & (index >= 0) & (index < c)
+        slot = jnp.where(sent, to * c + index, -1)
+        ends = jnp.cumsum(sizes[:, job.rank], axis=1)
+        group = jax.vmap(lambda ends: jnp.searchsorted(ends, at, side="right"))(ends)
+        return Window(pair, slot, group.reshape(-1))
+
+    def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x, job.axis, 0, 0, tiled=True) if job.axis else x
+
+    def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+        return self.there(job, window, x)
+
+
+@dataclass(frozen=True)
+class Local(AllToAll):
+    """One device has all experts: nothing travels."""
+
+
+@dataclass(frozen=True)
+class TwoLevel(AllToAll):
+    """The dense all-to-all in two steps, for an axis (hosts, devices of a host): first among the devices of a host, then
+    between hosts, so that a device sends one message to another host, and not one for each device there."""
+
+    def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+        outer, inner = job.axis[:1], job.axis[1:]
+        x = x.reshape(lax.axis_size(outer), lax.axis_size(inner), -1, *x.shape[1:])
+        x = lax.all_to_all(x, inner, 1, 1, tiled=True)
+        x = lax.all_to_all(x, outer, 0, 0, tiled=True)
+        return x.reshape(-1, *x.shape[3:])
+
+
+@dataclass(frozen=True)
+class RaggedAllToAll(Rows):
+    """A pass takes as many rows to each rank, from whom they may come: only rows that exist travel."""
+
+    @staticmethod
+    def _room(job: Job, pairs: int) -> int:
+        return room(job, pairs, pairs * job.ranks)
+
+    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int]]:
+        arriving = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum((0, 2))
+        return [(arriving.max(), self._room(job, tokens * top_k) * job.chunks)]
+
+    def window(self, job: Job, plan: Plan, q: jax.Array) -> Window:
+        n, me, R = job.ranks, job.rank, self._room(job, plan.order.size)
+        between = plan.sizes.reshape(n, n, job.own).sum(-1)  # from, to
+        # All rows for a rank stand in one line, those of rank 0 first; this window is [q R, (q + 1) R) of each line.
+        line = before(between, 0)
+        low, high = (jnp.clip(edge - line, 0, between) for edge in (q * R, (q + 1) * R))
+        home = before(between, 1) + low  # where, in the order of the sender, they begin
+        away = line + low - q * R  # where, in the window of the receiver
+        to = jnp.minimum(plan.expert // job.own, n - 1)
+        index = plan.place - home[me][to]
+        sent = (plan.expert < job.num_experts) & (index >= 0) & (index < (high - low)[me][to])
+        slot = jnp.where(sent, plan.place, -1)
+        ends = jnp.cumsum(plan.sizes.reshape(n, n, job.own)[:, me].reshape(-1))
+        at = q * R + jnp.arange(R)
+        group = jnp.where(at < ends[-1], jnp.searchsorted(ends, at, side="right") % job.own, job.own)
+        return Window(plan.order, slot, group, (home, high - low, away))
+
+    def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+        home, sizes, away = window.moves
+        return _ragged(x, window.group.size, home, sizes, away, job)
+
+    def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+        home, sizes, away = window.moves
+        return _ragged(x, window.pair.size, away.T, sizes.T, home.T, job)
+
+
+def _ragged(x: jax.Array, rows: int, start: jax.Array, sizes: jax.Array, to: jax.Array, job: Job) -> jax.Array:
+    """Returns [rows, ...]: from each rank i the rows start[i, me] ... of its x, sizes[i, me] of them, at to[i, me]; else 0.
+
+    XLA has no ragged all-to-all for the CPU: there every rank gathers everything and takes its own.
+    """
+    me = job.rank
+
+    def ragged(x: jax.Array, start: jax.Array, sizes: jax.Array, to: jax.Array) -> jax.Array:
+        out = vary_alike(jnp.zeros((rows, *x.shape[1:]), x.dtype), x)
+        return lax.ragged_all_to_all(x, out, start[me], sizes[me], to[me], sizes[:, me], axis_name=job.axis)
+
+    def gathered(x: jax.Array, start: jax.Array, sizes: jax.Array, to: jax.Array) -> jax.Array:
+        every, at = lax.all_gather(x, job.axis), jnp.arange(rows)[:, None]
+        holds = (at >= to[:, me]) & (at < (to + sizes)[:, me])
+        source = jnp.argmax(holds, axis=1)
+        row = jnp.clip((start - to)[source, me] + at[:, 0], 0, x.shape[0] - 1)
+        return jnp.where(holds.any(1).reshape(-1, *(1,) * (x.ndim - 1)), every[source, row], 0)
+
+    return lax.platform_dependent(x, *vary_alike((start, sizes, to), x), cpu=gathered, default=ragged)
+
+
+# -- tokens that are gathered ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllGather(Scheme):
+    """Every rank gathers all tokens and makes its experts' part of every sum; the parts are added up where the tokens are.
+
+    A token travels once however many experts it has, and no row waits for another pass on its way: only the products are made
+    in passes. Chunks are of tokens. Sums travel in the dtype of the tokens.
+    """
+
+    def plan(self, job: Job, experts: jax.Array) -> tuple[Plan, ...]:
+        def own(part: jax.Array) -> jax.Array:
+            part = self._gather(job, part) - job.rank * job.own
+            return jnp.where((part >= 0) & (part < job.own), part, job.own)
+
+        return tuple(plan_of(own(part), job.own, ()) for part in self._chunks(job, experts))
+
+    def demand(self, job: Job, plan: tuple[Plan, ...], tokens: int, top_k: int) -> list[tuple[jax.Array, int]]:
+        inner = self._inner(job)
+        return [d for part in plan for d in inner.scheme.demand(inner, part, *part.place.shape)]
+
+    def forward(self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any) -> jax.Array:
+        inner = self._inner(job)
+        out = []
+        for part, x_part, w_part in zip(plan, self._chunks(job, x), self._chunks(job, weights), strict=True):
+            every, w = self._gather(job, x_part), self._gather(job, w_part)
+            sums = inner.scheme.forward(inner, passes, part, every, w, params)
+            out.append(self._scatter(job, sums.astype(x.dtype)))
+        return wide(jnp.concatenate(out))
+
+    def backward(
+        self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        inner = self._inner(job)
+        d_x, d_weights, d_params = [], [], []
+        parts = (self._chunks(job, a) for a in (x, weights, d_out))
+        for part, *own in zip(plan, *parts, strict=True):
+            every, w, d = (self._gather(job, a) for a in own)
+            found = inner.scheme.backward(inner, passes, part, every, w, params, d)
+            d_x.append(self._scatter(job, found[0].astype(x.dtype)))
+            d_weights.append(self._scatter(job, found[1]))
+            d_params.append(found[2])
+        return wide(jnp.concatenate(d_x)), jnp.concatenate(d_weights), functools.reduce(add, d_params)
+
+    @staticmethod
+    def _inner(job: Job) -> Job:
+        """Returns the exchange of gathered tokens with this rank's own experts, in which nothing travels."""
+        return replace(job, axis=(), scheme=Local(), num_experts=job.own, buffer=job.buffer / job.ranks, chunks=1)
+
+    @staticmethod
+    def _chunks(job: Job, x: jax.Array) -> list[jax.Array]:
+        edges = [i * x.shape[0] // job.chunks for i in range(job.chunks + 1)]
+        return [x[a:b] for a, b in itertools.pairwise(edges) if b > a]
+
+    @staticmethod
+    def _gather(job: Job, x: jax.Array) -> jax.Array:
+        with jax.named_scope("dispatch"):
+            return lax.all_gather(x, job.axis, axis=0, tiled=True)
+
+    @staticmethod
+    def _scatter(job: Job, x: jax.Array) -> jax.Array:
+        with jax.named_scope("combine"):
+            return lax.psum_scatter(x, job.axis, scatter_dimension=0, tiled=True)
+
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "local": Local,
+    "all_gather": AllGather,
+    "all_to_all": AllToAll,
+    "ragged_all_to_all": RaggedAllToAll,
+    "two_level": TwoLevel,
+}
+
+
+def scheme_of(scheme: Any) -> Scheme:
+    """Returns the scheme by name, or the one given.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, str) and scheme in SCHEMES:
+        return SCHEMES[scheme]()
+    raise ValueError(
+        f"exchange: argument 'scheme' = {scheme!r} is unknown; use 'auto', one of {', '.join(SCHEMES)}, or a Scheme such as "
+        "AllToAll()"
+    )
