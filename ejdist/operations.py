@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import kernels
 from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.experts import FUNCTIONS as EXPERTS
 from ejdist.experts import MODULES as EXPERT_MODULES
+from ejdist.experts.layer import with_stored_weights
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence import delta_rule, linear_attention, recurrent, state_space
@@ -61,6 +62,8 @@ def bind_ops(
     order: Order | str = "contiguous",
     scheme: Any = "ring",
     platform: str | None = None,
+    experts: Mapping[str, Any] | None = None,
+    told: Callable[[str], None] | None = None,
 ) -> Ops:
     """Returns the operations that a model calls, on a mesh.
 
@@ -69,8 +72,13 @@ def bind_ops(
       order: the order that the batch was permuted to.
       scheme: how keys and values travel over the sequence axis, see `ring_attention`.
       platform: backend of every operation; None for the fastest.
+      experts: how experts lie and how tokens get to them: axes, dispatch, buffer, chunks and capacity, as `moe` takes them.
+      told: takes a line for each choice that was made, with its reason, when the program is traced.
     """
     where = {"mesh": mesh, "platform": platform}
     functions = {name: functools.partial(f.with_stored_weights, **where) for name, f in SHARDED.items()}
     functions["attention"] = functools.partial(ring_attention, order=order, scheme=scheme, **where)
+    given = dict(experts or {})
+    on = {"axis": given.get("axes"), **{n: given[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in given}}
+    functions["moe"] = functools.partial(with_stored_weights, told=told, **on, **where)
     return Ops(functions, functools.partial(constrain, mesh=mesh), functools.partial(gather, mesh=mesh))

@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.models.config import REMAT, DecoderShape
+from ejdist.experts.picture import draw_load
+from ejdist.models.config import KINDS, REMAT, DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
-from ejdist.models.parts import LayerContext
-from ejdist.models.stack import declare_buffers, declare_layers, layers_of, run_layers, update_buffers
+from ejdist.models.part import LayerContext
+from ejdist.models.stack import declare_buffers, declare_layers, layers_of, report, run_layers, update_buffers
 
 __all__ = ["REMAT", "DecoderConfig", "declare", "hidden_states", "loss"]
 
@@ -34,13 +35,17 @@ class DecoderConfig(DecoderShape):
     def build(self) -> Model:
         """Returns the model. Raises ValueError, naming the key, for a wrong configuration."""
         self.validate()
+        split = {"num_heads": ("N", self.num_heads), "num_kv_heads": ("K", self.num_kv_heads)}
+        mixed = any("experts" in KINDS[kind] for kind in self.kinds())
         return Model(
             declared=declare(self),
             loss=partial(loss, c=self),
             flops=flops(self),
             buffers=declare_buffers(self),
             update=partial(update_buffers, self),
-            split={"num_heads": ("N", self.num_heads), "num_kv_heads": ("K", self.num_kv_heads)},
+            report=partial(report, self),
+            split=split | ({"experts.num": ("E", self.experts.num)} if mixed else {}),
+            pictures={"experts.png": draw_load} if mixed else {},
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,26 +15,26 @@ from jax.ad_checkpoint import checkpoint_name
 from ejdist.models.config import KINDS, DecoderShape
 from ejdist.models.model import Metric, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.parts import PARTS, LayerContext, Part
+from ejdist.models.part import LayerContext, Part
+from ejdist.models.parts import PARTS
 
 _LAYER_INPUT = "decoder.layer_input"
 
 
-def pattern_of(c: DecoderShape) -> list[list[Part]]:
-    """Returns the parts of each layer of the pattern."""
-    pattern = [[PARTS[part] for part in KINDS[kind]] for kind in c.layer_pattern]
-    for kind, parts in zip(c.layer_pattern, pattern, strict=True):
+def _of_kinds(kinds: Iterable[str]) -> list[list[Part]]:
+    """Returns the parts of a layer of each kind."""
+    layers = {kind: [PARTS[part] for part in KINDS[kind]] for kind in kinds}
+    for kind, parts in layers.items():
         if len({part.name for part in parts}) < len(parts):
             raise ValueError(
                 f"a layer of kind {kind!r} has two parts of one name, and so of the same parameters; rename one"
             )
-    return pattern
+    return [layers[kind] for kind in kinds]
 
 
 def layers_of(c: DecoderShape) -> list[list[Part]]:
     """Returns the parts of each layer."""
-    pattern = pattern_of(c)
-    return [pattern[i % len(pattern)] for i in range(c.num_layers)]
+    return _of_kinds(c.kinds())
 
 
 def _counts(layers: Iterable[list[Part]]) -> Counter[str]:
@@ -43,7 +44,7 @@ def _counts(layers: Iterable[list[Part]]) -> Counter[str]:
 
 def parts_of(c: DecoderShape) -> dict[str, Part]:
     """Returns name -> a part of that name: those of one name have the same parameters."""
-    return {part.name: part for parts in pattern_of(c) for part in parts}
+    return {part.name: part for parts in layers_of(c) for part in parts}
 
 
 def declare_layers(c: DecoderShape) -> dict[str, Param]:
@@ -74,6 +75,11 @@ def update_buffers(c: DecoderShape, buffers: Any, seen: dict[str, jax.Array]) ->
         return {key.removeprefix(mine): value for key, value in seen.items() if key.startswith(mine)}
 
     return {name: jax.vmap(partial(parts[name].update, c))(old, of(name)) for name, old in buffers.items()}
+
+
+def report(c: DecoderShape, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns what follows from the metrics of a step, of all parts."""
+    return {name: value for part in parts_of(c).values() for name, value in part.report(c, numbers).items()}
 
 
 def rematerialised(layer: Callable, policy: str, parts: list[Part], *, in_scan: bool) -> Callable:
@@ -113,7 +119,7 @@ def _layer(x, weights, buffers, layer, parts: list[Part], at: Callable[..., Laye
             x, given = part.apply(x, weights[part.name], at(layer=layer, buffers=buffers[part.name]))
         for name, m in given.items():
             # Without a gradient, so that the backward keeps nothing for them.
-            m = m if m.how == "loss" else Metric(jax.lax.stop_gradient(m.value), m.how)
+            m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
             name = f"{part.name}.{name}" if m.how == "update" else name
             if name in metrics:
                 raise ValueError(f"two parts of a layer give the metric {name!r}; rename {part.name}'s")
@@ -123,30 +129,50 @@ def _layer(x, weights, buffers, layer, parts: list[Part], at: Callable[..., Laye
 
 def _stacked(layers: list[Metrics]) -> Metrics:
     """Returns the metrics of several layers, those of one name stacked in the order of the layers that give it."""
-    names = {name: m.how for metrics in layers for name, m in metrics.items()}
+    names = {name: m for metrics in layers for name, m in metrics.items()}
     for metrics in layers:
-        odd = [name for name, m in metrics.items() if m.how != names[name]]
+        odd = [name for name, m in metrics.items() if (m.how, m.each) != (names[name].how, names[name].each)]
         if odd:
             raise ValueError(f"the metric {odd[0]!r} is reduced in one way by one layer and in another by another")
-    return {n: Metric(jnp.stack([m[n].value for m in layers if n in m]), how) for n, how in names.items()}
+    return {n: replace(one, value=jnp.stack([m[n].value for m in layers if n in m])) for n, one in names.items()}
+
+
+def _concatenated(runs: list[Metrics]) -> Metrics:
+    """Returns the metrics of several runs of layers, each stacked already."""
+    found: Metrics = {}
+    for metrics in runs:
+        for name, m in metrics.items():
+            before = [found[name].value] if name in found else []
+            found[name] = replace(m, value=jnp.concatenate([*before, m.value]))
+    return found
 
 
 def run_layers(
     x: jax.Array, params: dict, buffers: dict, c: DecoderShape, at: Callable[..., LayerContext]
 ) -> tuple[jax.Array, Metrics]:
-    """Returns (x, metrics of all layers). The pattern's whole rounds are one scan; what is left of it follows.
+    """Returns (x, metrics of all layers). After the first layers, the pattern's whole rounds are one scan; what is left of it
+    follows.
 
     Args:
       params: as `declare_layers` says. Matrices are cast to the dtype of x before the scan.
       at: `LayerContext` but for what differs between layers.
     """
-    pattern = pattern_of(c)
-    period, each = len(pattern), _counts(pattern)
-    rounds = c.num_layers // period
+    head, pattern = _of_kinds(c.first_layers), _of_kinds(c.layer_pattern)
+    rounds, left = divmod(c.num_layers - len(head), len(pattern))
+    tail = pattern[:left]
+    each, first = _counts(pattern), _counts(head)
     stacks = {}
     for name, part in parts_of(c).items():
         weights = {k: params[k].astype(x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
         stacks[name] = (weights, buffers.get(name, {}))
+
+    def rows(name: str, start: int, stop: int | None) -> Any:
+        return jax.tree.map(lambda w: w[start:stop], stacks[name])
+
+    def in_rounds(name: str) -> Any:
+        n = each[name]
+        mine = rows(name, first[name], first[name] + rounds * n)
+        return jax.tree.map(lambda w: w.reshape(rounds, n, *w.shape[1:]), mine)
 
     def run(
         x: jax.Array, stacks: Any, first: Any, layers: list[list[Part]], in_scan: bool
@@ -165,15 +191,15 @@ def run_layers(
     def one_round(x: jax.Array, stacked: Any) -> tuple[jax.Array, Metrics]:
         return run(x, stacked[0], stacked[1], pattern, in_scan=rounds > 1)
 
-    def in_rounds(name: str) -> Any:
-        n = each[name]
-        return jax.tree.map(lambda w: w[: rounds * n].reshape(rounds, n, *w.shape[1:]), stacks[name])
-
-    firsts = period * jnp.arange(rounds, dtype=jnp.int32)
+    found = []
+    if head:
+        x, metrics = run(x, {name: rows(name, 0, n) for name, n in first.items()}, jnp.int32(0), head, in_scan=False)
+        found.append(metrics)
+    firsts = len(head) + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
     x, metrics = jax.lax.scan(one_round, x, ({name: in_rounds(name) for name in each}, firsts))
-    metrics = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics)
-    if left := c.num_layers - rounds * period:
-        rest = {name: jax.tree.map(lambda w, n=n: w[rounds * n :], stacks[name]) for name, n in each.items()}
-        x, more = run(x, rest, jnp.int32(rounds * period), pattern[:left], in_scan=False)
-        metrics |= {n: Metric(jnp.concatenate([metrics[n].value, m.value]), m.how) for n, m in more.items()}
-    return x, {name: m.over_layers() for name, m in metrics.items()}
+    found.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
+    if tail:
+        rest = {name: rows(name, first[name] + rounds * each[name], None) for name in _counts(tail)}
+        x, metrics = run(x, rest, jnp.int32(c.num_layers - left), tail, in_scan=False)
+        found.append(metrics)
+    return x, {name: m.over_layers() for name, m in _concatenated(found).items()}

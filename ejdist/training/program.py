@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, sharding
-from ejdist.mesh import MeshSection
+from ejdist.experts.schemes import SCHEMES
+from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, sharding
+from ejdist.mesh import BATCH_AXES, EP, SP, MeshSection
 from ejdist.models.model import Model, StepContext
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
@@ -42,6 +43,36 @@ class SequenceSection:
 
 
 @dataclass
+class ExpertsSection:
+    """The `experts` section of a recipe: where experts lie and how tokens get to them; see `ejdist.moe`."""
+
+    axes: tuple[str, ...] = (EP,)  # mesh axes that they are split over: ep, or such as also split the sequence or parameters
+    dispatch: str = "auto"  # all_gather, all_to_all, ragged_all_to_all, two_level; auto says which and why
+    buffer: float = 1.25  # rows that a pass has room for, as a multiple of those of balanced experts
+    chunks: int = 1  # parts of a pass, of which one travels while another is multiplied
+    capacity: float | None = None  # tokens of an expert at most, as a multiple of balanced ones; null: none is dropped
+    load_every: int = 10  # steps between rows of metrics.jsonl that hold the tokens of each expert; 0: none does
+
+    def __post_init__(self) -> None:
+        self.axes = tuple(self.axes)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        unknown = [a for a in self.axes if a not in (*BATCH_AXES, SP)]
+        if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
+            known = ", ".join((*BATCH_AXES, SP))
+            raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that split the tokens: {known}")
+        if self.dispatch != "auto" and self.dispatch not in SCHEMES:
+            raise ValueError(f"experts.dispatch = {self.dispatch!r} is unknown; use auto, {', '.join(SCHEMES)}")
+        if self.load_every < 0:
+            raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
+
+    def table(self, table: Axes) -> Axes:
+        """Returns where dims lie, with the experts where this says."""
+        return {**table, "E": self.axes}
+
+
+@dataclass
 class TrainSections:
     """What a training run is made from; `recipes.schema.Recipe` is this."""
 
@@ -49,6 +80,7 @@ class TrainSections:
     model: Any = None  # a section with `vocab_size` and `build()`, which returns a `Model`
     mesh: MeshSection = field(default_factory=MeshSection)
     sequence: SequenceSection = field(default_factory=SequenceSection)
+    experts: ExpertsSection = field(default_factory=ExpertsSection)
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -70,6 +102,7 @@ class Program:
     batch: dict[str, jax.ShapeDtypeStruct]
     schedule: Any
     num_parameters: int
+    notes: list[str]  # what was chosen, and why; complete once the step is lowered
 
 
 def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
@@ -88,9 +121,12 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
+    s.experts.validate()
+    parameters = s.experts.table(PARAMETERS)
     for key, (dim, size) in model.split.items():
-        sharding(mesh, (dim,), ACTIVATIONS, shape=(size,), what=f"model.{key}")
-    ops = bind_ops(mesh, order=order, scheme=s.sequence.scheme, platform=s.platform)
+        sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
+    notes: list[str] = []
+    ops = bind_ops(mesh, order=order, scheme=s.sequence.scheme, platform=s.platform, experts=vars(s.experts), told=notes.append)
     decayed = map_declared(lambda _, p: p.decay, model.declared)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
 
@@ -103,7 +139,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
 
     def places(declared: Any, kind: str) -> Any:
         return map_declared(
-            lambda path, p: sharding(mesh, p.dims.split(), PARAMETERS, shape=p.shape, what=f"{kind} {path}"), declared
+            lambda path, p: sharding(mesh, p.dims.split(), parameters, shape=p.shape, what=f"{kind} {path}"), declared
         )
 
     placed = places(model.declared, "parameter")
@@ -118,13 +154,15 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         return jax.lax.with_sharding_constraint(grads, placed)
 
     step = jax.jit(
-        make_train_step(loss, optimizer, accumulation=s.accumulation, place=place, update=model.update),
+        make_train_step(
+            loss, optimizer, accumulation=s.accumulation, place=place, update=model.update, report=model.report
+        ),
         donate_argnums=0,
         in_shardings=(shardings, dict.fromkeys(fields, at)),
         out_shardings=(shardings, replicated(mesh)),
     )
     init = jax.jit(make_state, out_shardings=shardings)
-    return Program(model, mesh, order, step, init, state, batch, schedule, num_parameters(model.declared))
+    return Program(model, mesh, order, step, init, state, batch, schedule, num_parameters(model.declared), notes)
 
 
 def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -44,6 +44,7 @@ def make_train_step(
     accumulation: int = 1,
     place: Callable[[Any], Any] = lambda gradients: gradients,
     update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers,
+    report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {},
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the function (state, batch) -> (state, metrics).
 
@@ -54,6 +55,7 @@ def make_train_step(
       place: applied to the gradients of each microbatch. On a mesh, puts them where the parameters lie: left alone, the
         compiler is free to keep a sum whole on every device.
       update: (buffers, the "update" metrics of the whole batch) -> buffers; once a step.
+      report: (the numbers of the whole batch) -> more that follow from them.
     """
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
@@ -82,6 +84,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         buffers = update(state.buffers, {name: m.value for name, m in found.items() if m.how == "update"})
         metrics = {name: m.reported(count) for name, m in found.items() if m.how != "update"}
+        metrics |= report(metrics)
         metrics["grad_norm"] = optax.tree.norm(grads)
         return TrainState(state.step + 1, params, opt_state, buffers), metrics
 
