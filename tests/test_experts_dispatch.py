@@ -183,25 +183,33 @@ def test_one_device_has_the_numbers_of_the_loop():
     check_routes(ONE, "auto", names={"random", "none"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("scheme", TRAVELLING)
-@pytest.mark.parametrize("place", PLACES)
-def test_every_place_and_scheme(place, scheme, chunks):
-    check_routes(PLACES[place], scheme, chunks=chunks)
+def grid():
+    """Every number of ranks, alone, folded on an axis that also splits sequence or parameters, and with tp inside experts."""
+    for n in (1, 2, 4, 8):
+        beside = 8 // n  # all devices, and two tokens on each
+        yield f"ep {n}", Where({"ep": n}, "ep", ("ep",)), TRAVELLING
+        yield f"sp {n}", Where({"dp": beside, "sp": n}, "sp", ("dp", "sp")), TRAVELLING
+        yield f"fsdp {n}", Where({"fsdp": n, "sp": beside}, "fsdp", ("fsdp", "sp")), TRAVELLING
+        if n < 8:
+            yield f"ep {n} x tp", Where({"ep": n, "tp": 2}, "ep", ("ep",)), TRAVELLING
+    for outer in ("sp", "fsdp"):
+        for i, j in ((2, 2), (2, 4), (4, 2)):
+            where = Where({outer: i, "ep": j}, (outer, "ep"), (outer, "ep"))
+            yield f"{outer} {i} and ep {j}", where, ("two_level", "all_to_all", "all_gather")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", TRAVELLING)
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_any_number_of_ranks(ranks, scheme):
-    check_routes(Where({"ep": ranks}, "ep", ("ep",)), scheme, buffer=1.0)
+@pytest.mark.parametrize(("name", "scheme"), [(name, s) for name, _, schemes in grid() for s in schemes])
+def test_every_place_and_scheme(name, scheme):
+    check_routes(next(where for n, where, _ in grid() if n == name), scheme)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"ep": 2, "sp": 4}, {"ep": 4, "sp": 2}])
-def test_two_levels_of_any_size(sizes):
-    check_routes(Where(sizes, ("ep", "sp"), ("ep", "sp")), "two_level", chunks=2)
+@pytest.mark.parametrize("scheme", [*TRAVELLING, "two_level"])
+def test_more_chunks_than_one_in_any_scheme(scheme):
+    place = PLACES["ep and sp" if scheme == "two_level" else "ep"]
+    for chunks in (2, 5):
+        check_routes(place, scheme, chunks=chunks, buffer=0.9)
 
 
 @pytest.mark.slow
@@ -283,12 +291,11 @@ def test_memory_is_that_of_the_buffer(scheme):
         run = compiled(Key(*where), n, (("apply", rows_only), ("buffer", buffer), ("scheme", scheme)))
         args = shapes(M * n, k, n, D, 1)
         analysis = run.lower(*args, jax.ShapeDtypeStruct((M * n, D), jnp.float32)).compile().memory_analysis()
-        return analysis.temp_size_in_bytes / (M * k * D * 4)
+        return analysis.temp_size_in_bytes
 
-    balanced = used(1.25)
-    # Forward and backward together, in rows that a rank has where all is balanced; at the worst it has n times as many.
-    assert balanced < (8 if scheme == "all_to_all" else n * 2)
-    assert used(0.25) < 0.5 * balanced or scheme != "all_to_all"
+    # Forward and backward, beside a buffer that takes the worst imbalance in one pass: a rank then has all rows of all ranks.
+    assert used(1.25) < used(n) / 4 or scheme != "all_to_all"
+    assert used(0.25) < used(1.25) / 2 or scheme != "all_to_all"
 
 
 def inside(jaxpr, name):

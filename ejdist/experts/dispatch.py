@@ -1,8 +1,8 @@
 """Dispatch and combine: every token visits the experts that it chose, on whatever rank they are, and comes back as their sum.
 
 Exact: what does not fit the buffer goes in further passes of the same loop, as many as the fullest place of the mesh needs.
-The gradient runs the same passes and sends the tokens again, so nothing that travelled is kept, and memory is bounded by the
-buffer in both directions. Derivation and traffic: dispatch.md beside this file.
+The gradient runs the same passes. Of the first it keeps what it needs, unless it is told to send and multiply again; of further
+ones nothing. So memory is bounded by the buffer in both directions. Derivation and traffic: dispatch.md beside this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ def exchange(
     buffer: float = 1.25,
     chunks: int = 1,
     capacity: float | None = None,
+    recompute: bool = False,
 ) -> tuple[jax.Array, Stats]:
     """Returns (out, stats): out[m] = sum over j of weights[m, j] * expert experts[m, j] of x[m], [M, D'] in x's dtype.
 
@@ -77,21 +79,25 @@ def exchange(
       chunks: parts of a pass that do not wait for each other, so that one travels while another is multiplied.
       capacity: where given, an expert takes at most ceil(capacity * k * tokens of all ranks / num_experts) tokens: those of the
         first ranks, and there the first ones. The others are dropped, and counted. Default: nothing is dropped.
+      recompute: a gradient sends and multiplies the first pass again too, and nothing of the size of the buffer is kept for it.
+        Under `jax.checkpoint` around the call that happens anyway: leave it out there.
 
     Raises:
       ValueError: naming the argument. Unsupported: a second derivative.
     """
     axis, ranks = _axis(axis)
-    _check(x, experts, weights, params, num_experts, ranks, buffer, chunks, capacity)
+    _check(x, experts, weights, params, num_experts, ranks, buffer, chunks, capacity, recompute)
     top_k = experts.shape[1]
     if scheme == "auto":
         scheme = choose(
             axis_sizes=tuple(lax.axis_size(a) for a in axis), tokens=x.shape[0], top_k=top_k, width=x.shape[1],
             itemsize=x.dtype.itemsize, buffer=buffer,
         ).scheme  # fmt: skip
-    job = Job(apply, axis, _fitting(scheme_of(scheme), axis, ranks), num_experts, float(buffer), int(chunks))
+    fitting = _fitting(scheme_of(scheme), axis, ranks)
     # An array that is alike on some ranks has cotangents that are not: where this cast is transposed they are added up.
-    x, experts, weights = vary_alike((x, experts, weights), job.rank)
+    x, experts, weights = vary_alike((x, experts, weights), lax.axis_index(axis) if axis else 0)
+    axis = axis if ranks > 1 else ()  # a collective of one rank is none
+    job = Job(apply, axis, fitting, num_experts, float(buffer), int(chunks), recompute)
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
     counts, dropped = count(experts, num_experts), vary_alike(jnp.int32(0), experts)
@@ -101,18 +107,20 @@ def exchange(
     plan = job.scheme.plan(job, experts)
     demand = job.scheme.demand(job, plan, *experts.shape)
     # All ranks of the mesh make as many passes, those of other tokens too: `apply` may communicate with them.
-    most = [_agreed(rows, job) for rows, _ in demand]
-    passes = functools.reduce(jnp.maximum, [-(-m // size) for m, (_, size) in zip(most, demand, strict=True)])
-    high = functools.reduce(jnp.maximum, [m / size for m, (_, size) in zip(most, demand, strict=True)])
-    passes = jnp.maximum(passes, 1).astype(jnp.int32)
+    job = replace(job, single=all(size >= may for _, size, may in demand))
+    most = _agreed(jnp.stack([rows for rows, _, _ in demand]))
+    sizes = np.asarray([size for _, size, _ in demand])
+    passes = jnp.maximum(jnp.max(-(-most // sizes)), 1).astype(jnp.int32)
     out = _exchanged(job, passes, plan, x, weights, params)
-    return out, Stats(passes - 1, high.astype(jnp.float32), dropped.astype(jnp.int32), counts)
+    high = jnp.max(most / sizes).astype(jnp.float32)
+    return out, Stats(passes - 1, high, dropped.astype(jnp.int32), counts)
 
 
-def _agreed(rows: jax.Array, job: Job) -> jax.Array:
-    axes = varying_axes(rows)
-    if not axes and job.axis and not varying_axes(job.rank):  # a `shard_map` that does not track what varies
-        axes = jax.sharding.get_abstract_mesh().manual_axes
+def _agreed(rows: jax.Array) -> jax.Array:
+    """Returns the maximum over all ranks of the mesh that may have others."""
+    axes, manual = varying_axes(rows), jax.sharding.get_abstract_mesh().manual_axes
+    if manual and not varying_axes(lax.axis_index(manual[0])):  # a `shard_map` that does not track what varies
+        axes = frozenset(manual)
     return lax.pmax(rows, tuple(sorted(axes, key=str))) if axes else rows
 
 
@@ -148,30 +156,30 @@ def _once(function: Callable) -> Callable:
     return once
 
 
-def _forward(job: Job, passes: jax.Array, plan: Any, x: jax.Array, weights: jax.Array, params: Any) -> jax.Array:
-    return job.scheme.forward(job, passes, plan, x, weights, params).astype(x.dtype)
+@_once
+def _forward(job: Job, passes: Any, plan: Any, x: Any, weights: Any, params: Any) -> tuple[jax.Array, Any]:
+    out, kept = job.scheme.forward(job, passes, plan, x, weights, params, keep=not job.recompute)
+    return out.astype(x.dtype), kept
 
 
 @_once
-def _backward(job: Job, passes: Any, plan: Any, x: Any, weights: Any, params: Any, d_out: Any) -> Any:
-    return job.scheme.backward(job, passes, plan, x, weights, params, d_out)
-
-
-_forward_of_a_gradient = _once(_forward)
+def _backward(job: Job, passes: Any, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: Any) -> Any:
+    return job.scheme.backward(job, passes, plan, kept, x, weights, params, d_out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchanged(job: Job, passes: jax.Array, plan: Any, x: jax.Array, weights: jax.Array, params: Any) -> jax.Array:
-    return _forward(job, passes, plan, x, weights, params)
+    return job.scheme.forward(job, passes, plan, x, weights, params)[0].astype(x.dtype)
 
 
 def _exchanged_fwd(job, passes, plan, x, weights, params):
-    return _forward_of_a_gradient(job, passes, plan, x, weights, params), (passes, plan, x, weights, params)
+    out, kept = _forward(job, passes, plan, x, weights, params)
+    return out, (passes, plan, kept, x, weights, params)
 
 
-def _exchanged_bwd(job, kept, d_out):
-    passes, plan, x, weights, params = kept
-    d_x, d_weights, d_params = _backward(job, passes, plan, x, weights, params, d_out.astype(x.dtype))
+def _exchanged_bwd(job, residuals, d_out):
+    passes, plan, kept, x, weights, params = residuals
+    d_x, d_weights, d_params = _backward(job, passes, plan, kept, x, weights, params, d_out.astype(x.dtype))
     d_params = jax.tree.map(lambda p, d: None if d is None else _settled(d, p), params, d_params)
     return None, None, _settled(d_x, x), _settled(d_weights, weights), d_params
 
@@ -232,6 +240,7 @@ def _check(
     buffer: Any,
     chunks: Any,
     capacity: Any,
+    recompute: Any,
 ) -> None:
     def refuse(name: str, must: str, got: Any) -> None:
         raise ValueError(f"exchange: argument {name!r} must be {must}, got {got}")
@@ -267,3 +276,5 @@ def _check(
     if capacity is not None and (not _number(capacity) or capacity * experts.shape[1] < 1):
         least = f"1 / {experts.shape[1]}, which is room for one choice of every token"
         refuse("capacity", f"None, or a number of at least {least}", repr(capacity))
+    if not isinstance(recompute, (bool, np.bool_)):
+        refuse("recompute", "True or False", repr(recompute))

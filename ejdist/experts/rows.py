@@ -30,6 +30,8 @@ class Job:
       axis: mesh axes that the experts are split over, the major one first; () for one device.
       buffer: rows that a pass can take, as a multiple of those that each rank has where all experts have as many.
       chunks: parts of a pass; none waits for another, so that one travels while another is multiplied.
+      recompute: whether a backward sends and multiplies again, or what it needs of the first pass is kept.
+      single: whether a pass has room for whatever comes, so that there is no other.
     """
 
     apply: Callable
@@ -38,6 +40,8 @@ class Job:
     num_experts: int
     buffer: float
     chunks: int
+    recompute: bool = False
+    single: bool = False
 
     @property
     def ranks(self) -> int:
@@ -63,29 +67,35 @@ class Scheme:
         """Returns a pytree of integers: where everything goes."""
         raise NotImplementedError
 
-    def demand(self, job: Job, plan: Any, tokens: int, top_k: int) -> list[tuple[jax.Array, int]]:
-        """Returns (rows, rows that a pass has room for) of the fullest places."""
+    def demand(self, job: Job, plan: Any, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
+        """Returns (rows, rows that a pass has room for, rows that may ever come) of the fullest places."""
         raise NotImplementedError
 
-    def forward(self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any) -> jax.Array:
-        """Returns the weighted sums [M, D'] of what the experts make of the tokens, in float32 or wider."""
+    def forward(
+        self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
+    ) -> tuple[jax.Array, Any]:
+        """Returns the weighted sums [M, D'] of what the experts make of the tokens, in float32 or wider, and, with `keep`,
+        what a backward needs of the first pass."""
         raise NotImplementedError
 
     def backward(
-        self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
+        self, job: Job, passes: jax.Array, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Returns the gradients of x, weights, and the floats of params (None for others), in float32 or wider."""
+        """Returns the gradients of x, weights, and the floats of params (None for others), in float32 or wider. `kept` is
+        what the forward kept; None if it did not."""
         raise NotImplementedError
 
 
-def summed(passes: jax.Array, part: Callable) -> Any:
-    """Returns the sum of part(0) ... part(passes - 1). The first stands outside the loop: most steps need no other."""
+def summed(job: Job, passes: jax.Array, first: Any, part: Callable) -> Any:
+    """Returns first + part(1) + ... + part(passes - 1). The first stands outside the loop: most steps need no other."""
+    if job.single:
+        return first
 
     def more(state: Any) -> Any:
         i, total = state
         return i + 1, add(total, part(i))
 
-    return lax.while_loop(lambda state: state[0] < passes, more, (jnp.int32(1), part(jnp.int32(0))))[1]
+    return lax.while_loop(lambda state: state[0] < passes, more, (jnp.int32(1), first))[1]
 
 
 def add(a: Any, b: Any) -> Any:
@@ -113,21 +123,6 @@ class Plan(NamedTuple):
     sizes: jax.Array
 
 
-class Window(NamedTuple):
-    """The pairs of one chunk of a pass.
-
-    Attributes:
-      pair: [S], the pair in each place of what is sent, -1 for none. slot: [M, k], the place of a pair, -1 for not this time.
-      group: [R], the expert, of this rank's, of each row that arrives; their number for a place that is empty.
-      moves: what `there` and `back` need to know.
-    """
-
-    pair: jax.Array
-    slot: jax.Array
-    group: jax.Array
-    moves: Any = ()
-
-
 def count(experts: jax.Array, num_experts: int) -> jax.Array:
     """Returns [E]: how many pairs an expert has."""
     zeros = vary_alike(jnp.zeros(num_experts, jnp.int32), experts)
@@ -144,10 +139,64 @@ def before(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan:
-    order = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
+    # Keys without a sign are what GPUs sort fastest.
+    order = jnp.argsort(experts.reshape(-1).astype(jnp.uint32), stable=True).astype(jnp.int32)
     sizes = count(experts, num_experts)[None]
     sizes = lax.all_gather(sizes, axis, axis=0, tiled=True) if axis else sizes
     return Plan(order, _inverse(order).reshape(experts.shape), experts, sizes)
+
+
+def within(sizes: jax.Array, low: Any, high: Any) -> jax.Array:
+    """Returns how many rows of each block are among [low, high) of all; blocks follow each other in the last dim."""
+    ends = jnp.cumsum(sizes, axis=-1)
+    return jnp.clip(ends, low, high) - jnp.clip(ends - sizes, low, high)
+
+
+def block_of(starts: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns the last block that begins at or before each place. Steps of a search without a loop are one kernel."""
+    found = jnp.searchsorted(starts, at, side="right", method="scan_unrolled")
+    return jnp.maximum(found - 1, 0)
+
+
+class ByExpert(NamedTuple):
+    """Where rows stand that arrived from rank after rank, each rank's by expert, when those of an expert are put together.
+
+    Both orders are of the same blocks (rank, expert), whose sizes are known: there is nothing to sort.
+
+    Attributes:
+      source: [R], the place among those that arrived, -1 past the last. place: [R], the inverse; anything where no row is.
+    """
+
+    source: jax.Array
+    place: jax.Array
+
+    @classmethod
+    def of(cls, sizes: jax.Array, start: jax.Array, rows: int) -> ByExpert:
+        """From sizes [ranks, E / ranks] of blocks, the places [ranks] where those of a rank begin, and R."""
+        at = jnp.arange(rows)
+        here = start[:, None] + before(sizes, 1)
+        there = before(sizes.T.reshape(-1), 0).reshape(sizes.T.shape).T
+        block = block_of(there.T.reshape(-1), at)
+        source = (here - there).T.reshape(-1)[block] + at
+        block = block_of(here.reshape(-1), at)
+        place = jnp.minimum((there - here).reshape(-1)[block] + at, rows - 1)
+        return cls(jnp.where(at < sizes.sum(), source, -1), place)
+
+
+class Window(NamedTuple):
+    """The pairs of one chunk of a pass.
+
+    Attributes:
+      pair: [S], the pair in each place of what is sent, -1 for none. slot: [M, k], the place of a pair, -1 for not this time.
+      sizes: [E / ranks], the rows that arrive for each expert. by: how they are put together; None where they are already.
+      moves: what `there` and `back` need to know.
+    """
+
+    pair: jax.Array
+    slot: jax.Array
+    sizes: jax.Array
+    by: ByExpert | None
+    moves: Any = ()
 
 
 def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
@@ -164,19 +213,6 @@ def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None)
         row = row if weights is None else row * weights[:, j, None].astype(row.dtype)
         total = total + jnp.where((slot[:, j] >= 0)[:, None], row, 0)
     return total
-
-
-class _Sorted(NamedTuple):
-    """Rows that have arrived, as `apply` wants them: those of a group together, empty places last."""
-
-    perm: jax.Array
-    inverse: jax.Array
-    sizes: jax.Array
-
-    @classmethod
-    def of(cls, group: jax.Array, groups: int) -> _Sorted:
-        perm = jnp.argsort(group, stable=True)
-        return cls(perm, _inverse(perm), count(group, groups))
 
 
 class Rows(Scheme):
@@ -196,61 +232,118 @@ class Rows(Scheme):
     def plan(self, job: Job, experts: jax.Array) -> Plan:
         return plan_of(experts, job.num_experts, job.axis)
 
-    def forward(self, job: Job, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any) -> jax.Array:
-        def visit(q: jax.Array) -> jax.Array:
-            w = self.window(job, plan, q)
-            arrived = self._there(job, w, taken(x, w.pair, weights.shape[1]))
-            by = _Sorted.of(w.group, job.own)
-            y = _applied(job, params, arrived[by.perm], by.sizes)
-            return combined(self._back(job, w, y[by.inverse]), w.slot, weights)
+    def forward(
+        self, job: Job, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any, keep: bool = False
+    ) -> tuple[jax.Array, Any]:
+        own = _Params.of(params)
 
-        return summed(passes, self._over_chunks(job, visit))
+        def visit(q: jax.Array, keep: bool = False) -> tuple[jax.Array, Any]:
+            w = self.window(job, plan, q)
+            rows = self._rows(job, w, taken(x, w.pair, weights.shape[1]))
+            made = _Made.of(job, own, rows, w.sizes, keep)
+            return combined(self._home(job, w, made.y), w.slot, weights), made if keep else None
+
+        chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
+        first = functools.reduce(add, [out for out, _ in chunks])
+        out = summed(job, passes, first, self._over_chunks(job, lambda q: visit(q)[0]))
+        return out, [made for _, made in chunks] if keep else None
 
     def backward(
-        self, job: Job, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any, d_out: jax.Array
+        self, job: Job, passes: jax.Array, plan: Plan, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
-        top_k = weights.shape[1]
-        leaves, tree = jax.tree.flatten(params)
-        floats = [i for i, leaf in enumerate(leaves) if is_float_array(leaf)]
+        top_k, own = weights.shape[1], _Params.of(params)
 
-        def visit(q: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        def visit(q: jax.Array, made: _Made | None = None) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
             w = self.window(job, plan, q)
-            by = _Sorted.of(w.group, job.own)
             weight = jnp.where(w.pair >= 0, weights.reshape(-1)[jnp.maximum(w.pair, 0)], 0)
-            sent = taken(x, w.pair, top_k), taken(d_out, w.pair, top_k), weight
-            rows, d, weight = (self._there(job, w, a)[by.perm] for a in sent)
-
-            def of(own: list[jax.Array], rows: jax.Array) -> jax.Array:
-                whole = list(leaves)
-                for i, leaf in zip(floats, own, strict=True):
-                    whole[i] = leaf
-                return _applied(job, jax.tree.unflatten(tree, whole), rows, by.sizes)
-
-            y, pull = jax.vjp(of, [leaves[i] for i in floats], rows)
-            d_own, d_rows = pull((wide(d) * weight[:, None]).astype(y.dtype))
-            d_weight = jnp.sum(wide(y) * wide(d), axis=1)
-            d_rows, d_weight = (self._back(job, w, a[by.inverse]) for a in (d_rows, d_weight))
+            d, weight = (self._rows(job, w, a) for a in (taken(d_out, w.pair, top_k), weight))
+            if made is None:
+                made = _Made.of(job, own, self._rows(job, w, taken(x, w.pair, top_k)), w.sizes, True)
+            d_own, d_rows = made.pull(own, (wide(d) * weight[:, None]).astype(made.y.dtype))
+            d_weight = jnp.sum(wide(made.y) * wide(d), axis=1)
+            d_rows, d_weight = (self._home(job, w, a) for a in (d_rows, d_weight))
             d_weight = jnp.where(w.slot >= 0, d_weight[jnp.maximum(w.slot, 0)], 0)
             return combined(d_rows, w.slot), d_weight, [wide(a) for a in d_own]
 
-        d_x, d_weights, d_own = summed(passes, self._over_chunks(job, visit))
-        grads: list[Any] = [None] * len(leaves)
-        for i, d in zip(floats, d_own, strict=True):
-            grads[i] = d
-        return d_x, d_weights, jax.tree.unflatten(tree, grads)
+        mades = [None] * job.chunks if kept is None else kept
+        first = functools.reduce(add, [visit(jnp.int32(i), made) for i, made in enumerate(mades)])
+        d_x, d_weights, d_own = summed(job, passes, first, self._over_chunks(job, visit))
+        return d_x, d_weights, own.tree_of(d_own)
 
     @staticmethod
     def _over_chunks(job: Job, visit: Callable) -> Callable:
         """Returns the sum of the chunks of pass p, as a function of p."""
         return lambda p: functools.reduce(add, [visit(p * job.chunks + i) for i in range(job.chunks)])
 
-    def _there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+    def _rows(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+        """Returns what is sent as `apply` wants it: the rows of a group together, zeros last."""
+        if window.by is None:
+            return x
         with jax.named_scope("dispatch"):
-            return self.there(job, window, x)
+            x = self.there(job, window, x)
+        return taken(x, window.by.source, 1)
 
-    def _back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+    def _home(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+        if window.by is None:
+            return x
         with jax.named_scope("combine"):
-            return self.back(job, window, x)
+            return self.back(job, window, x[window.by.place])
+
+
+class _Params(NamedTuple):
+    """The params of `apply`, their floats apart."""
+
+    leaves: list[Any]
+    floats: list[int]
+    tree: Any
+
+    @classmethod
+    def of(cls, params: Any) -> _Params:
+        leaves, tree = jax.tree.flatten(params)
+        return cls(leaves, [i for i, leaf in enumerate(leaves) if is_float_array(leaf)], tree)
+
+    @property
+    def own(self) -> list[jax.Array]:
+        return [self.leaves[i] for i in self.floats]
+
+    def whole(self, own: list[jax.Array]) -> Any:
+        found = dict(zip(self.floats, own, strict=True))
+        return self.tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+
+    def tree_of(self, own: list[jax.Array]) -> Any:
+        """Returns a tree like that of the params, None for what is no float."""
+        found = dict(zip(self.floats, own, strict=True))
+        return self.tree.unflatten([found.get(i) for i in range(len(self.leaves))])
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("y", "leaves"), meta_fields=("tree", "params"))
+@dataclass(frozen=True)
+class _Made:
+    """What the experts made of rows, and what the backward needs for it; params are not among what is kept.
+
+    Attributes:
+      y: [R, D']. leaves: of the pullback `tree`, without those that are params. params: (its leaf, which param) of these.
+    """
+
+    y: jax.Array
+    leaves: list[jax.Array]
+    tree: Any
+    params: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, job: Job, params: _Params, rows: jax.Array, sizes: jax.Array, keep: bool) -> _Made:
+        if not keep:
+            return cls(_applied(job, params.whole(params.own), rows, sizes), [], None, ())
+        y, pull = jax.vjp(lambda own, rows: _applied(job, params.whole(own), rows, sizes), params.own, rows)
+        leaves, tree = jax.tree.flatten(pull)
+        known = {id(leaf): i for i, leaf in enumerate(params.leaves)}
+        again = tuple((i, known[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in known)
+        return cls(y, [leaf for leaf in leaves if id(leaf) not in known], tree, again)
+
+    def pull(self, params: _Params, d: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        rest, known = iter(self.leaves), dict(self.params)
+        leaves = [params.leaves[known[i]] if i in known else next(rest) for i in range(len(self.leaves) + len(known))]
+        return jax.tree.unflatten(self.tree, leaves)(d)
 
 
 def _applied(job: Job, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejdist.experts.rows import Job, Plan, Rows, Scheme, Window, add, before, plan_of, room, wide
+from ejdist.experts.rows import ByExpert, Job, Plan, Rows, Scheme, Window, add, before, plan_of, room, wide, within
 from kernels._core.dispatch import vary_alike
 
 
@@ -27,9 +27,10 @@ class AllToAll(Rows):
     def _room(job: Job, pairs: int) -> int:
         return room(job, pairs / job.ranks, pairs)
 
-    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int]]:
+    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
         between = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum(-1)
-        return [(between.max(), self._room(job, tokens * top_k) * job.chunks)]
+        pairs = tokens * top_k
+        return [(between.max(), self._room(job, pairs) * job.chunks, pairs)]
 
     def window(self, job: Job, plan: Plan, q: jax.Array) -> Window:
         n, c = job.ranks, self._room(job, plan.order.size)
@@ -44,9 +45,9 @@ class AllToAll(Rows):
         index = plan.place - first[to] - q * c
         sent = (plan.expert < job.num_experts) & (index >= 0) & (index < c)
         slot = jnp.where(sent, to * c + index, -1)
-        ends = jnp.cumsum(sizes[:, job.rank], axis=1)
-        group = jax.vmap(lambda ends: jnp.searchsorted(ends, at, side="right"))(ends)
-        return Window(pair, slot, group.reshape(-1))
+        arriving = within(sizes[:, job.rank], q * c, (q + 1) * c)
+        by = ByExpert.of(arriving, jnp.arange(n) * c, n * c) if job.axis else None
+        return Window(pair, slot, arriving.sum(0), by)
 
     def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
         return lax.all_to_all(x, job.axis, 0, 0, tiled=True) if job.axis else x
@@ -81,9 +82,10 @@ class RaggedAllToAll(Rows):
     def _room(job: Job, pairs: int) -> int:
         return room(job, pairs, pairs * job.ranks)
 
-    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int]]:
+    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
         arriving = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum((0, 2))
-        return [(arriving.max(), self._room(job, tokens * top_k) * job.chunks)]
+        pairs = tokens * top_k
+        return [(arriving.max(), self._room(job, pairs) * job.chunks, pairs * job.ranks)]
 
     def window(self, job: Job, plan: Plan, q: jax.Array) -> Window:
         n, me, R = job.ranks, job.rank, self._room(job, plan.order.size)
@@ -97,14 +99,13 @@ class RaggedAllToAll(Rows):
         index = plan.place - home[me][to]
         sent = (plan.expert < job.num_experts) & (index >= 0) & (index < (high - low)[me][to])
         slot = jnp.where(sent, plan.place, -1)
-        ends = jnp.cumsum(plan.sizes.reshape(n, n, job.own)[:, me].reshape(-1))
-        at = q * R + jnp.arange(R)
-        group = jnp.where(at < ends[-1], jnp.searchsorted(ends, at, side="right") % job.own, job.own)
-        return Window(plan.order, slot, group, (home, high - low, away))
+        arriving = within(plan.sizes.reshape(n, n, job.own)[:, me].reshape(-1), q * R, (q + 1) * R).reshape(n, job.own)
+        by = ByExpert.of(arriving, away[:, me], R)
+        return Window(plan.order, slot, arriving.sum(0), by, (home, high - low, away))
 
     def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
         home, sizes, away = window.moves
-        return _ragged(x, window.group.size, home, sizes, away, job)
+        return _ragged(x, self._room(job, window.pair.size), home, sizes, away, job)
 
     def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
         home, sizes, away = window.moves
@@ -144,34 +145,48 @@ class AllGather(Scheme):
     """
 
     def plan(self, job: Job, experts: jax.Array) -> tuple[Plan, ...]:
-        def own(part: jax.Array) -> jax.Array:
-            part = self._gather(job, part) - job.rank * job.own
-            return jnp.where((part >= 0) & (part < job.own), part, job.own)
+        return tuple(self._own(job, plan_of(part, job.num_experts, job.axis)) for part in self._chunks(job, experts))
 
-        return tuple(plan_of(own(part), job.own, ()) for part in self._chunks(job, experts))
+    def _own(self, job: Job, plan: Plan) -> Plan:
+        """Returns the plan of this rank's experts for the tokens of all ranks. Each rank has sorted its own."""
+        n, pairs, mine = job.ranks, plan.order.size, job.rank * job.own
+        order, place, expert = (self._gather(job, a) for a in (plan.order, plan.place, plan.expert))
+        sizes = lax.dynamic_slice_in_dim(plan.sizes, mine, job.own, axis=1)
+        first = jnp.arange(n) * pairs + lax.dynamic_slice_in_dim(before(plan.sizes, 1), mine, 1, axis=1)[:, 0]
+        by = ByExpert.of(sizes, first, n * pairs)
+        # Pair p of rank i is pair i * pairs + p of all.
+        source = jnp.maximum(by.source, 0)
+        order = order[source] + source // pairs * pairs
+        rank = jnp.arange(place.shape[0])[:, None] // (place.shape[0] // n)
+        here = (expert >= mine) & (expert < mine + job.own)
+        return Plan(order, by.place[place + rank * pairs], jnp.where(here, expert - mine, job.own), sizes.sum(0)[None])
 
-    def demand(self, job: Job, plan: tuple[Plan, ...], tokens: int, top_k: int) -> list[tuple[jax.Array, int]]:
+    def demand(self, job: Job, plan: tuple[Plan, ...], tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
         inner = self._inner(job)
         return [d for part in plan for d in inner.scheme.demand(inner, part, *part.place.shape)]
 
-    def forward(self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any) -> jax.Array:
+    def forward(
+        self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
+    ) -> tuple[jax.Array, Any]:
         inner = self._inner(job)
-        out = []
+        out, kept = [], []
         for part, x_part, w_part in zip(plan, self._chunks(job, x), self._chunks(job, weights), strict=True):
             every, w = self._gather(job, x_part), self._gather(job, w_part)
-            sums = inner.scheme.forward(inner, passes, part, every, w, params)
+            sums, made = inner.scheme.forward(inner, passes, part, every, w, params, keep)
             out.append(self._scatter(job, sums.astype(x.dtype)))
-        return wide(jnp.concatenate(out))
+            kept.append(made)
+        return wide(jnp.concatenate(out)), kept if keep else None
 
     def backward(
-        self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
+        self, job: Job, passes: jax.Array, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
         inner = self._inner(job)
         d_x, d_weights, d_params = [], [], []
         parts = (self._chunks(job, a) for a in (x, weights, d_out))
-        for part, *own in zip(plan, *parts, strict=True):
-            every, w, d = (self._gather(job, a) for a in own)
-            found = inner.scheme.backward(inner, passes, part, every, w, params, d)
+        for i, (part, *own) in enumerate(zip(plan, *parts, strict=True)):
+            made = None if kept is None else kept[i]
+            every, w, d = (self._gather(job, a) for a in own)  # what is not used is not gathered
+            found = inner.scheme.backward(inner, passes, part, made, every, w, params, d)
             d_x.append(self._scatter(job, found[0].astype(x.dtype)))
             d_weights.append(self._scatter(job, found[1]))
             d_params.append(found[2])
