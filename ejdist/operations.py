@@ -12,7 +12,7 @@ import kernels
 from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
 from ejdist.experts import FUNCTIONS as EXPERTS
 from ejdist.experts import MODULES as EXPERT_MODULES
-from ejdist.experts.layer import with_stored_weights
+from ejdist.experts import moe
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence import delta_rule, linear_attention, recurrent, state_space
@@ -79,6 +79,9 @@ def bind_ops(
     functions = {name: functools.partial(f.with_stored_weights, **where) for name, f in SHARDED.items()}
     functions["attention"] = functools.partial(ring_attention, order=order, scheme=scheme, **where)
     given = dict(experts or {})
-    on = {"axis": given.get("axes"), **{n: given[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in given}}
-    functions["moe"] = functools.partial(with_stored_weights, told=told, **on, **where)
+    on = {
+        "axis": given.get("axes"),
+        **{n: given[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in given},
+    }
+    functions["moe"] = functools.partial(moe, stored_weights=True, told=told, **on, **where)
     return Ops(functions, functools.partial(constrain, mesh=mesh), functools.partial(gather, mesh=mesh))

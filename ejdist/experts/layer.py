@@ -10,65 +10,20 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from ejdist.experts.metrics import Stats, Traffic, expert_counts
+from ejdist.experts.metrics import Stats
+from ejdist.experts.placed import Travel, place_of, through_experts
 from ejdist.experts.router import route
+from ejdist.experts.rows import Scheme
+from ejdist.layout import current_layout
+from ejdist.sharded import sharded
 from kernels._core.binding import is_array, is_float_array
-from kernels._core.dispatch import vary_alike
 from kernels._core.options import checked
 from kernels._core.public import module_class
 from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
 
 CLAMPED = "clamped_swiglu"
 ACTIVATIONS = (*PLAIN, CLAMPED)
-
-
-@jax.custom_vjp
-def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns the rows of x in another order. The gradient is a gather too, by the inverse: nothing is scattered."""
-    return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
-
-
-_permuted.defvjp(
-    lambda x, order, inverse: (_permuted(x, order, inverse), (order, inverse)),
-    lambda kept, d: (_permuted(d, *reversed(kept)), None, None),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread(x: jax.Array, order: jax.Array, inverse: jax.Array, top_k: int) -> jax.Array:
-    """Returns top_k rows of each of x, in an order of all of these; the gradient is a gather and a sum over top_k."""
-    return jnp.asarray(x).at[order // top_k].get(mode="promise_in_bounds")
-
-
-def _spread_bwd(top_k: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, None, None]:
-    d = _permuted(d, *reversed(kept))
-    return d.reshape(d.shape[0] // top_k, top_k, d.shape[1]).sum(1), None, None
-
-
-_spread.defvjp(lambda x, order, inverse, top_k: (_spread(x, order, inverse, top_k), (order, inverse)), _spread_bwd)
-
-
-def local(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, params: Any, apply: Callable, *, num_experts: int
-) -> tuple[jax.Array, Traffic]:
-    """Returns (out [M, D'] float32, traffic): every token through its experts, on the device that has them all.
-
-    Nothing is dropped and nothing is padded: memory is that of top_k rows for each token, however they are spread.
-
-    Args:
-      x: [M, D]. experts: int [M, k], -1 for none. weights: float32 [M, k].
-      params: of all experts, a pytree.
-      apply: (params, rows [R, D] sorted by expert, rows of each expert [E]) -> rows [R, D']; zero past the last expert's.
-      num_experts: E.
-    """
-    tokens, top_k = experts.shape
-    x, experts, weights = vary_alike((x, experts, weights))
-    own = jnp.where(experts < 0, num_experts, experts).reshape(tokens * top_k)
-    order = jnp.argsort(own, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    rows = apply(params, _spread(x, order, inverse, top_k), expert_counts(experts, num_experts))
-    rows = _permuted(rows, inverse, order).reshape(tokens, top_k, rows.shape[1])
-    return jnp.sum(weights[..., None] * rows.astype(weights.dtype), axis=1), Traffic()
+_gated_mlp = sharded(kernels.gated_mlp)
 
 
 def _refuse(argument: str, what: str) -> ValueError:
@@ -81,8 +36,8 @@ def _check_shape(name: str, array: Any, shape: tuple[int, ...], dims: str, dtype
         raise _refuse(name, f"must be {dims} = {shape} of {dtype}, the dtype of 'x', got {got}")
 
 
-def _check_experts(x: Any, router: Any, params: dict[str, Any], apart: bool) -> None:
-    """Raises ValueError for weights of experts that do not fit x, the router, or each other; `apart`: they may be a rank's."""
+def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> None:
+    """Raises ValueError for weights of experts that do not fit x, the router, or each other; these are one of `ranks`' own."""
     gate = params["gate"]
     fused = params["up"] is None
     wanted = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
@@ -90,8 +45,8 @@ def _check_experts(x: Any, router: Any, params: dict[str, Any], apart: bool) -> 
         got = f"{gate.dtype} of shape {gate.shape}" if is_array(gate) else type(gate).__name__
         raise _refuse("gate", f"must be a float array {wanted}, got {got}" + ("; give 'up'" if fused else ""))
     E, D, F = gate.shape[0], x.shape[2], gate.shape[-1]
-    if E != router.shape[1] and not (apart and E and router.shape[1] % E == 0):
-        more = ", which are no equal part of them" if apart else ""
+    if ranks * E != router.shape[1]:
+        more = "" if ranks == 1 else f"; of {ranks} ranks of 'axis' each has an equal part"
         raise _refuse("gate", f"has E = {E} experts, and 'router' has {router.shape[1]}" + more)
     middle, named = ((2, F), "2, F") if fused else ((F,), "F")
     shapes = {
@@ -184,7 +139,15 @@ def moe(
     shared_down: Any = None,
     shared_expert_gate: Any = None,
     segment_ids: Any = None,
-    dispatch: Callable = local,
+    axis: str | tuple[str, ...] | None = None,
+    dispatch: str | Scheme = "auto",
+    buffer: float = 1.25,
+    chunks: int = 1,
+    capacity: float | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    in_specs: jax.sharding.PartitionSpec | tuple | None = None,
+    stored_weights: bool = False,
+    told: Callable | None = None,
     platform: str | None = None,
     **routing: Any,
 ) -> tuple[jax.Array, Stats]:
@@ -206,8 +169,17 @@ def moe(
       shared_gate, shared_up: [D, Fs]. shared_down: [Fs, D]. The expert of all tokens; several are one with their widths added.
       shared_expert_gate: [D, 1]: the shared expert's result times sigmoid(x shared_expert_gate), as in Qwen2-MoE.
       segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and nothing counts it.
-      dispatch: what takes tokens to experts and back, with the arguments and results of `ejdist.experts.local`. Inside a
-        `shard_map` over ranks that share the experts, `gate` and the others are a rank's own, an equal part of E.
+      axis: mesh axes that the experts are split over, the major one first: ep, or such as split the tokens anyway (sp, fsdp).
+        Default: on a mesh where the layout has E; else none. Inside a `shard_map` over them the arrays are a rank's own,
+        `gate` and the others an equal part of E; there they have to be named.
+      dispatch, buffer, chunks, capacity: how tokens travel, see `ejdist.experts.exchange`. "auto" takes the scheme that is
+        expected to be the fastest. Without `capacity` nothing is dropped.
+      mesh: default: the mesh in force; with none, one device.
+      in_specs: PartitionSpecs of x and gate; the others follow. Default: the layout in force, or the arrays' types on a mesh of
+        explicit axes. Axes of F are of the features inside experts; over them the results are added up.
+      stored_weights: D of the experts' weights lies as the layout stores parameters. They are gathered where they are used, and
+        their gradients scattered as they are summed.
+      told: takes a line that says what "auto" chose, and why, when the call is traced.
       platform: of the matmuls: None for the fastest backend of what this is compiled for, or a name, which never falls back.
       routing: every option of `ejdist.route`: score, normalize, bias, router_bias, groups, jitter and so on.
 
@@ -233,27 +205,26 @@ def moe(
             raise _refuse(name, f"is of activation={CLAMPED!r}, and it is {activation!r}; leave it out")
         if not 0 < given < float("inf"):
             raise _refuse(name, f"must be positive and finite, got {given!r}")
-    if not callable(dispatch):
-        raise _refuse("dispatch", f"must be a function, see ejdist.experts.local; got {type(dispatch).__name__}")
     experts, weights, stats = route(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     params = {"gate": gate, "up": up, "down": down}
     params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    _check_experts(x, router, params, apart=dispatch is not local)
+    stored = current_layout().parameters if stored_weights else None
+    E = router.shape[1]
+    place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
+    _check_experts(x, router, params, place.ranks if place.mesh is None else 1)
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
     shares = _check_shared(x, shared, shared_expert_gate, activation)
     # What lies in padding reaches no sum and no gradient, of shared experts neither.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
     given = {name: p for name, p in params.items() if p is not None}
-    B, T, D = x.shape
-    rows, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
+    how = Travel(dispatch, buffer, chunks, capacity)
     apply = _expert(activation, alpha, limit, platform)
-    out, traffic = dispatch(rows, experts, weights, given, apply, num_experts=router.shape[1])
-    if missing := [name for name in Traffic._fields if not hasattr(traffic, name)]:
-        raise _refuse("dispatch", f"must return (out, traffic), and there is no {missing[0]} in what it returned")
-    stats = stats._replace(**{name: jnp.asarray(getattr(traffic, name)) for name in Traffic._fields})
-    out = out.reshape(B, T, D)
+    out, traffic = through_experts(x, experts, weights, given, apply, num_experts=E, place=place, how=how, told=told)
+    rows = stats.counts.reshape(place.ranks, E // place.ranks).sum(-1)
+    stats = stats._replace(rank_counts=rows, **traffic._asdict())
     if shares:
-        always = kernels.gated_mlp(x, *shared.values(), activation=activation, platform=platform)
+        mlp = kernels.gated_mlp if place.mesh is None else place.bound(_gated_mlp, stored_weights)
+        always = mlp(x, *shared.values(), activation=activation, platform=platform)
         if shared_expert_gate is not None:
             wide = jnp.promote_types(x.dtype, jnp.float32)
             logit = jnp.einsum("btd,dn->btn", x.astype(wide), shared_expert_gate.astype(wide), precision="highest")

@@ -41,6 +41,7 @@ class Stats(NamedTuple):
       entropy: [], of each token's probabilities, in nats, summed over tokens.
       max_violation: [], the largest of `counts` relative to their mean, less 1: 0 in balance.
       dead_experts: int32 [], experts that no token chose.
+      rank_counts: int32 [ranks], the same of each rank's experts, where `moe` has split them; else 0.
       extra_passes, high_water, dropped: [], see `Traffic`.
     """
 
@@ -52,6 +53,7 @@ class Stats(NamedTuple):
     entropy: jax.Array
     max_violation: jax.Array
     dead_experts: jax.Array
+    rank_counts: jax.Array = _NONE
     extra_passes: jax.Array = _NONE
     high_water: jax.Array = _EMPTY
     dropped: jax.Array = _NONE
@@ -68,6 +70,7 @@ REDUCTIONS = {
     "entropy": "sum",
     "max_violation": "max",
     "dead_experts": "max",
+    "rank_counts": "sum",
     "extra_passes": "max",
     "high_water": "max",
     "dropped": "sum",

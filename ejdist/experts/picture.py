@@ -44,13 +44,17 @@ def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
         axes.yaxis.get_major_locator().set_params(integer=True)
     assert first is not None and image is not None
     first.set(ylabel="layer with experts")
-    bar = figure.colorbar(image, ax=figure.axes, ticks=range(-3, 4), label="tokens over the mean of the layer")
+    bar = figure.colorbar(image, ax=figure.axes, ticks=range(-3, 4), label="tokens over the mean")
     bar.ax.set_yticklabels(["<= 1/8", "1/4", "1/2", "1", "2", "4", ">= 8"])
     below = figure.add_subplot(grid[1, :])
     worst = np.asarray([row["experts/max_violation"] for row in rows], float)
     for layer in range(layers):
         below.plot(
-            [row["step"] for row in rows], worst[:, layer], linewidth=1, alpha=0.8, label=f"layer {layer}" if layers <= 8 else None
+            [row["step"] for row in rows],
+            worst[:, layer],
+            linewidth=1,
+            alpha=0.8,
+            label=f"layer {layer}" if layers <= 8 else None,
         )
     below.set(xlabel="step", ylabel="largest over mean - 1", title="max violation of a step, by layer")
     below.set_ylim(bottom=0)

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from ejdist.experts.choice import choose
-from ejdist.experts.dispatch import Stats, exchange
+from ejdist.experts.dispatch import exchange
+from ejdist.experts.local import local
+from ejdist.experts.metrics import Traffic
 from ejdist.layout import Axes, axes_of_specs, check_specs, current_layout, on_mesh, spec
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
@@ -53,9 +54,12 @@ class Place:
         """Over how many devices the experts are split."""
         return math.prod(jax.lax.axis_size(a) if self.mesh is None else self.mesh.shape[a] for a in self.axis)
 
-    @property
-    def weights_are_local(self) -> bool:
-        return self.mesh is None
+    def bound(self, function: Any, stored: bool) -> Callable:
+        """Returns a sharded function of x [B, T, D] and weights, on this mesh."""
+        if stored:
+            return functools.partial(function.with_stored_weights, mesh=self.mesh)
+        lies = spec(("B", "T", "D"), self.axes)
+        return functools.partial(function, mesh=self.mesh, in_specs=(lies,))
 
 
 def place_of(
@@ -71,13 +75,16 @@ def place_of(
         raise _refuse("axis", f"= {axis!r} must be the name of a mesh axis, a tuple of different names, or None")
     if named and all(map(axis_is_bound, named)):
         if mesh is not None or in_specs is not None:
-            raise _refuse("mesh", "and 'in_specs' are for global arrays; this call is mapped over 'axis' already: leave them out")
+            raise _refuse(
+                "mesh", "and 'in_specs' are for global arrays; this call is mapped over 'axis' already: leave them out"
+            )
         return Place(None, {}, named)
     whole = mesh_of(mesh, in_specs)
     if whole is None:
         if named and mesh is None:
             raise _refuse(
-                "axis", f"= {axis!r} is of a mesh, and there is none: give 'mesh', or call it inside a shard_map over that axis"
+                "axis",
+                f"= {axis!r} is of a mesh, and there is none: give 'mesh', or call it inside a shard_map over that axis",
             )
         return Place(None, {}, ())
     strange = [a for a in named if a not in whole.axis_names]
@@ -96,9 +103,10 @@ def place_of(
     if num_experts % place.ranks:
         over = " x ".join(f"{a}={whole.shape[a]}" for a in place.axis)
         raise _refuse(
-            "router", f"has E = {num_experts} experts, which cannot be divided over {over}; use a multiple of {place.ranks}, or a "
-            "smaller axis"
-        )  # fmt: skip
+            "router",
+            f"has E = {num_experts} experts, which cannot be divided over {over}; use a multiple of {place.ranks}, or a "
+            "smaller axis",
+        )
     return place
 
 
@@ -126,7 +134,9 @@ def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, s
         shown = [(d, a, s) for (d, a), s in zip(seen, specs, strict=False) if s is not None]
         found = axes_of_specs([d for d, *_ in shown], [s for *_, s in shown], [a.shape for _, a, _ in shown])
         if found.get("D"):
-            raise _refuse("in_specs", f"splits dim D of 'x' over {found['D']}, which every expert needs whole; gather it first")
+            raise _refuse(
+                "in_specs", f"splits dim D of 'x' over {found['D']}, which every expert needs whole; gather it first"
+            )
         axes = {d: tuple(a for a in found.get(d, ()) if mesh.shape[a] > 1) for d in ("B", "T", "F", "E", "W")}
         own = tuple(a for a in named if mesh.shape[a] > 1)
         if named and "E" in found and axes["E"] != own:
@@ -135,7 +145,9 @@ def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, s
     tokens = {*axes["B"], *axes["T"]}
     both = [a for a in axes["F"] if a in tokens or a in axes["E"]]
     if both:
-        raise _refuse("mesh", f": the axis {both[0]!r} splits dim F and the tokens or experts too; an axis splits one of them")
+        raise _refuse(
+            "mesh", f": the axis {both[0]!r} splits dim F and the tokens or experts too; an axis splits one of them"
+        )
     return axes
 
 
@@ -163,12 +175,12 @@ def through_experts(
     place: Place,
     how: Travel,
     told: Callable[[str], None] | None = None,
-) -> tuple[jax.Array, Stats]:
+) -> tuple[jax.Array, Traffic]:
     """Returns (out [B, T, D], stats): the weighted sum of what the experts make of each token. `stats` is of all devices, but
     inside the caller's `shard_map`, where `dropped` is of the rank's own tokens.
 
     Args:
-      apply: hashable, see `exchange`; `apply.features` are the axes that F is split over.
+      apply: the same object for the same function, see `exchange`.
       told: takes a line that says which scheme was chosen and why.
     """
     if place.mesh is None:
@@ -177,7 +189,6 @@ def through_experts(
     mesh, axes = place.mesh, place.axes
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for d in "BT" for a in axes[d])
     how = _chosen(how, place, tokens, weights.shape[-1], x, told)
-    apply = replace(apply, features=axes["F"])
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
     program = _compiled(_Program(key, apply, num_experts, how, (x.shape, shapes), mesh, axes))
@@ -203,11 +214,14 @@ def _kind_of(mesh: Any) -> str | None:
     return None if devices is None else devices.flat[0].device_kind
 
 
-def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Stats]:
+def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
     B, T, _ = x.shape
-    flat = (a.reshape(B * T, -1) for a in (x, experts, weights))
-    out, stats = exchange(*flat, params, apply, axis=axis or None, num_experts=num_experts, **how.options())
-    return out.reshape(B, T, -1), stats
+    flat = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
+    if not axis and how.capacity is None:
+        out, traffic = local(*flat, params, apply, num_experts=num_experts)
+        return out.reshape(B, T, out.shape[1]), traffic
+    out, s = exchange(*flat, params, apply, axis=axis or None, num_experts=num_experts, **how.options())
+    return out.reshape(B, T, out.shape[1]), Traffic(s.extra_passes, s.high_water, s.dropped)
 
 
 @functools.lru_cache(maxsize=256)
@@ -235,12 +249,10 @@ def _compiled(p: _Program) -> Callable:
                 params[name] = jax.lax.all_gather(w, inside, axis=dims(name).index("W"), tiled=True)
         if "down_bias" in params and axes["F"]:  # once, not on every device that has a part of F
             params["down_bias"] = jnp.where(jax.lax.axis_index(axes["F"]) == 0, params["down_bias"], 0)
-        out, stats = _flat(x, experts, weights, params, p.apply, p.num_experts, axes["E"], p.how)
+        out, traffic = _flat(x, experts, weights, params, p.apply, p.num_experts, axes["E"], p.how)
         out = jax.lax.psum(out, axes["F"]) if axes["F"] else out
-        dropped = jax.lax.psum(stats.dropped, split) if split else stats.dropped
-        counts = jax.lax.psum(stats.counts, split) if split else stats.counts
-        return out, stats._replace(dropped=dropped, counts=counts)
+        return out, traffic._replace(dropped=jax.lax.psum(traffic.dropped, split) if split else traffic.dropped)
 
-    whole = PartitionSpec()
-    mapped = map_shards(body, mesh, (rows, rows, rows, specs), (rows, Stats(whole, whole, whole, whole)))
+    whole = spec((), {})
+    mapped = map_shards(body, mesh, (rows, rows, rows, specs), (rows, Traffic(whole, whole, whole)))
     return jax.jit(mapped)

@@ -123,13 +123,13 @@ class LatentAttention(Part):
         q = ops.constrain(einsum("btr,rnh->btnh", q, p["query"]), "B T N H")
         latent, shared = jnp.split(einsum("btd,dr->btr", h, p["latent_down"]), [m.kv_rank], axis=-1)
         latent = ops.rms_norm(latent, p["latent_norm"], eps=c.norm_eps)
-        k, v = (
-            ops.constrain(einsum("btr,rnh->btnh", latent, p[name]), "B T N H") for name in ("key_up", "value_up")
-        )
+        k, v = (ops.constrain(einsum("btr,rnh->btnh", latent, p[name]), "B T N H") for name in ("key_up", "value_up"))
         scaling = c.scaling()
 
         def turned(y: jax.Array) -> jax.Array:
-            return ops.rotary_embedding(y, batch["positions"], base=float(c.rope_base), scaling=scaling, interleaved=True)
+            return ops.rotary_embedding(
+                y, batch["positions"], base=float(c.rope_base), scaling=scaling, interleaved=True
+            )
 
         q = jnp.concatenate([q[..., : m.nope_dim], turned(q[..., m.nope_dim :])], -1)
         shared = jnp.broadcast_to(turned(shared[:, :, None]), (*k.shape[:3], m.rope_dim))

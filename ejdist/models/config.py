@@ -51,12 +51,12 @@ class ExpertsShape:
                 raise ValueError(f"model.experts.{name} must be positive, got {getattr(self, name)}")
         if self.top_k > self.num:
             raise ValueError(
-                f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}: a token goes to an expert once"
+                f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the experts that there are"
             )
         if self.shared_dim < 0 or (self.shared_gate and not self.shared_dim):
             raise ValueError(
-                f"model.experts.shared_dim must be the width of the shared experts, got {self.shared_dim}; 0 for none, and then "
-                "no model.experts.shared_gate"
+                f"model.experts.shared_dim must be the width of the shared experts, got {self.shared_dim}; 0 for none, and "
+                "then no model.experts.shared_gate"
             )
         for name in ("bias_rate", "balance_loss", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -64,7 +64,9 @@ class ExpertsShape:
         if self.balance not in ("batch", "sequence", "global"):
             raise ValueError(f"model.experts.balance = {self.balance!r} is unknown; use batch, sequence or global")
         if self.forced_balance and self.bias_rate:
-            raise ValueError("model.experts.forced_balance chooses nothing that a bias could balance; set bias_rate to 0")
+            raise ValueError(
+                "model.experts.forced_balance chooses nothing that a bias could balance; set bias_rate to 0"
+            )
 
 
 @dataclass(unsafe_hash=True)
@@ -84,8 +86,8 @@ class LatentShape:
                 raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
         if self.query_rank < 0 or self.rope_dim % 2:
             raise ValueError(
-                f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = {self.rope_dim} "
-                "even: rotary embedding turns pairs"
+                f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
+                f"{self.rope_dim} even: rotary embedding turns pairs"
             )
 
 
@@ -169,8 +171,8 @@ class DecoderShape:
             raise ValueError(f"model.layer_pattern = [] must be made of {known}")
         if self.num_layers < len(self.first_layers) + len(self.layer_pattern):
             raise ValueError(
-                f"model.num_layers = {self.num_layers} is less than the {len(self.first_layers)} layers of model.first_layers and "
-                f"the {len(self.layer_pattern)} of model.layer_pattern: shorten them or add layers"
+                f"model.num_layers = {self.num_layers} is less than the {len(self.first_layers)} layers of model.first_layers "
+                f"and the {len(self.layer_pattern)} of model.layer_pattern: shorten them or add layers"
             )
         parts = {part for kind in self.kinds() for part in KINDS[kind]}
         if "window_attention" in parts and not self.sliding_window:
@@ -183,7 +185,9 @@ class DecoderShape:
         plain = ("qk_norm", "attention_bias", "attention_output_bias", "attention_sinks")
         ignored = [name for name in plain if getattr(self, name)]
         if ignored and not parts & {"attention", "window_attention"}:
-            raise ValueError(f"model.{ignored[0]} is of plain attention, and no layer of model.layer_pattern has it: leave it out")
+            raise ValueError(
+                f"model.{ignored[0]} is of plain attention, and no layer of model.layer_pattern has it: leave it out"
+            )
         for part, given, section in (
             ("experts", self.experts != ExpertsShape(), self.experts),
             ("latent_attention", self.latent != LatentShape(), self.latent),

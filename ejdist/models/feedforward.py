@@ -83,7 +83,11 @@ class Experts(Part):
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, m = at.config, at.ops, at.config.experts
-        whole = {n: ops.gather(params[n], d.dims) for n, d in self.declare(c).items() if n.startswith(("router", "shared_expert"))}
+        whole = {
+            n: ops.gather(params[n], d.dims)
+            for n, d in self.declare(c).items()
+            if n.startswith(("router", "shared_expert"))
+        }
         norm = ops.gather(params["experts_norm"], "norm")
         key = None
         if m.jitter:
@@ -129,7 +133,7 @@ class Experts(Part):
             "experts/entropy": Metric(stats.entropy * share, "mean", each=True),
             "experts/max_violation_micro": Metric(stats.max_violation, "max", each=True),
             "experts/extra_passes": Metric(stats.extra_passes, "sum", each=True),
-            "experts/buffer_high_water": Metric(stats.buffer_high_water, "max", each=True),
+            "experts/buffer_high_water": Metric(stats.high_water, "max", each=True),
             "experts/dropped": Metric(stats.dropped, "sum", each=True),
             "experts/counts": Metric(stats.counts, "sum", each=True),
             "experts/rank_counts": Metric(stats.rank_counts, "sum", each=True),

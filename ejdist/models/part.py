@@ -21,7 +21,9 @@ class LayerContext:
 
     config: DecoderShape
     ops: Ops
-    batch: Mapping[str, jax.Array]  # int32 [B, T]: tokens, positions, segment_ids (-1: padding), and targets in training
+    batch: Mapping[
+        str, jax.Array
+    ]  # int32 [B, T]: tokens, positions, segment_ids (-1: padding), and targets in training
     tokens: Any  # counted tokens of this microbatch, over all devices; 0 where there are no targets
     layer: Any  # int32, which one of the model
     step: Any  # int32, steps made before this one

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.models.config import KINDS, DecoderShape
-from ejdist.models.model import Metric, Metrics
+from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.parts import PARTS

@@ -46,7 +46,9 @@ class SequenceSection:
 class ExpertsSection:
     """The `experts` section of a recipe: where experts lie and how tokens get to them; see `ejdist.moe`."""
 
-    axes: tuple[str, ...] = (EP,)  # mesh axes that they are split over: ep, or such as also split the sequence or parameters
+    axes: tuple[str, ...] = (
+        EP,
+    )  # mesh axes that they are split over: ep, or such as also split the sequence or parameters
     dispatch: str = "auto"  # all_gather, all_to_all, ragged_all_to_all, two_level; auto says which and why
     buffer: float = 1.25  # rows that a pass has room for, as a multiple of those of balanced experts
     chunks: int = 1  # parts of a pass, of which one travels while another is multiplied
@@ -126,7 +128,9 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
     notes: list[str] = []
-    ops = bind_ops(mesh, order=order, scheme=s.sequence.scheme, platform=s.platform, experts=vars(s.experts), told=notes.append)
+    ops = bind_ops(
+        mesh, order=order, scheme=s.sequence.scheme, platform=s.platform, experts=vars(s.experts), told=notes.append
+    )
     decayed = map_declared(lambda _, p: p.decay, model.declared)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
 

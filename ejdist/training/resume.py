@@ -56,7 +56,9 @@ def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, w
     """Raises ValueError, naming the keys, if the run with this fingerprint, which made so many steps, may not go on."""
     now = fingerprint(sections)
     # A key that did not exist then had the meaning that its default has.
-    plain = replace(sections, model=type(sections.model)(), optimizer=type(sections.optimizer)(), experts=type(sections.experts)())
+    plain = replace(
+        sections, model=type(sections.model)(), optimizer=type(sections.optimizer)(), experts=type(sections.experts)()
+    )
     stored = {k: v for k, v in fingerprint(plain).items() if k not in (_STEPS, "accumulation", "z_loss")} | stored
     changed = [k for k in sorted({*stored, *now}) if stored.get(k) != now.get(k)]
     old, new = stored.get(_STEPS), sections.run.steps
