@@ -2,7 +2,7 @@
 
 from ejdist.experts.layer import MoE, local, moe
 from ejdist.experts.losses import balance_loss, sequence_balance_loss, update_bias, z_loss
-from ejdist.experts.metrics import REDUCTIONS, Stats, merge, summary
+from ejdist.experts.metrics import REDUCTIONS, Stats, Traffic, merge, summary
 from ejdist.experts.router import SCORES, Route, Routing, route
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Route",
     "Routing",
     "Stats",
+    "Traffic",
     "balance_loss",
     "local",
     "merge",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from ejdist.experts.metrics import Stats
+from ejdist.experts.metrics import Stats, Traffic, expert_counts
 from ejdist.experts.router import route
 from kernels._core.binding import is_array, is_float_array
+from kernels._core.dispatch import vary_alike
 from kernels._core.options import checked
 from kernels._core.public import module_class
 from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
@@ -20,15 +22,36 @@ CLAMPED = "clamped_swiglu"
 ACTIVATIONS = (*PLAIN, CLAMPED)
 
 
-def _taken(x: jax.Array, order: jax.Array) -> jax.Array:
-    """Returns rows of x in an order that has each of them once, so that the gradient is no sum."""
-    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
+@jax.custom_vjp
+def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Returns the rows of x in another order. The gradient is a gather too, by the inverse: nothing is scattered."""
+    return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+_permuted.defvjp(
+    lambda x, order, inverse: (_permuted(x, order, inverse), (order, inverse)),
+    lambda kept, d: (_permuted(d, *reversed(kept)), None, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _spread(x: jax.Array, order: jax.Array, inverse: jax.Array, top_k: int) -> jax.Array:
+    """Returns top_k rows of each of x, in an order of all of these; the gradient is a gather and a sum over top_k."""
+    return jnp.asarray(x).at[order // top_k].get(mode="promise_in_bounds")
+
+
+def _spread_bwd(top_k: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, None, None]:
+    d = _permuted(d, *reversed(kept))
+    return d.reshape(d.shape[0] // top_k, top_k, d.shape[1]).sum(1), None, None
+
+
+_spread.defvjp(lambda x, order, inverse, top_k: (_spread(x, order, inverse, top_k), (order, inverse)), _spread_bwd)
 
 
 def local(
     x: jax.Array, experts: jax.Array, weights: jax.Array, params: Any, apply: Callable, *, num_experts: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [M, D'] float32, rows of each expert [E]): every token through its experts, on the device that has them all.
+) -> tuple[jax.Array, Traffic]:
+    """Returns (out [M, D'] float32, traffic): every token through its experts, on the device that has them all.
 
     Nothing is dropped and nothing is padded: memory is that of top_k rows for each token, however they are spread.
 
@@ -39,12 +62,13 @@ def local(
       num_experts: E.
     """
     tokens, top_k = experts.shape
-    own = jnp.where(experts < 0, num_experts, experts).reshape(-1)
+    x, experts, weights = vary_alike((x, experts, weights))
+    own = jnp.where(experts < 0, num_experts, experts).reshape(tokens * top_k)
     order = jnp.argsort(own, stable=True)
-    counts = jnp.zeros(num_experts, jnp.int32).at[own].add(1, mode="drop")
-    rows = _taken(jnp.repeat(x, top_k, axis=0), order)
-    rows = _taken(apply(params, rows, counts), jnp.argsort(order)).reshape(tokens, top_k, -1)
-    return jnp.sum(weights[..., None] * rows.astype(weights.dtype), axis=1), counts
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    rows = apply(params, _spread(x, order, inverse, top_k), expert_counts(experts, num_experts))
+    rows = _permuted(rows, inverse, order).reshape(tokens, top_k, rows.shape[1])
+    return jnp.sum(weights[..., None] * rows.astype(weights.dtype), axis=1), Traffic()
 
 
 def _refuse(argument: str, what: str) -> ValueError:
@@ -57,17 +81,18 @@ def _check_shape(name: str, array: Any, shape: tuple[int, ...], dims: str, dtype
         raise _refuse(name, f"must be {dims} = {shape} of {dtype}, the dtype of 'x', got {got}")
 
 
-def _check_experts(x: Any, router: Any, params: dict[str, Any]) -> None:
-    """Raises ValueError for weights of experts that do not fit x, the router, or each other."""
+def _check_experts(x: Any, router: Any, params: dict[str, Any], apart: bool) -> None:
+    """Raises ValueError for weights of experts that do not fit x, the router, or each other; `apart`: they may be a rank's."""
     gate = params["gate"]
     fused = params["up"] is None
     wanted = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
     if not is_float_array(gate) or gate.ndim != (4 if fused else 3) or (fused and gate.shape[2] != 2):
         got = f"{gate.dtype} of shape {gate.shape}" if is_array(gate) else type(gate).__name__
         raise _refuse("gate", f"must be a float array {wanted}, got {got}" + ("; give 'up'" if fused else ""))
-    E, D, F = router.shape[1], x.shape[2], gate.shape[-1]
-    if gate.shape[0] != E:
-        raise _refuse("gate", f"has E = {gate.shape[0]} experts, and 'router' has {E}")
+    E, D, F = gate.shape[0], x.shape[2], gate.shape[-1]
+    if E != router.shape[1] and not (apart and E and router.shape[1] % E == 0):
+        more = ", which are no equal part of them" if apart else ""
+        raise _refuse("gate", f"has E = {E} experts, and 'router' has {router.shape[1]}" + more)
     middle, named = ((2, F), "2, F") if fused else ((F,), "F")
     shapes = {
         "gate": ((E, D, *middle), f"[E, D, {named}]"),
@@ -109,6 +134,7 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
     return True
 
 
+@functools.cache  # a dispatch may be compiled for the function that it is given
 def _expert(activation: str, alpha: float, limit: float, platform: str | None) -> Callable:
     """Returns the function of (params, rows, rows of each expert) that is a gated MLP of each expert."""
 
@@ -180,7 +206,8 @@ def moe(
       shared_gate, shared_up: [D, Fs]. shared_down: [Fs, D]. The expert of all tokens; several are one with their widths added.
       shared_expert_gate: [D, 1]: the shared expert's result times sigmoid(x shared_expert_gate), as in Qwen2-MoE.
       segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and nothing counts it.
-      dispatch: what takes tokens to experts and back, with the arguments and results of `ejdist.experts.local`.
+      dispatch: what takes tokens to experts and back, with the arguments and results of `ejdist.experts.local`. Inside a
+        `shard_map` over ranks that share the experts, `gate` and the others are a rank's own, an equal part of E.
       platform: of the matmuls: None for the fastest backend of what this is compiled for, or a name, which never falls back.
       routing: every option of `ejdist.route`: score, normalize, bias, router_bias, groups, jitter and so on.
 
@@ -201,25 +228,29 @@ def moe(
     """
     if activation not in ACTIVATIONS:
         raise _refuse("activation", f"= {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
-    if activation != CLAMPED and (alpha, limit) != (1.702, 7.0):
-        raise _refuse("alpha", f"and 'limit' are of activation={CLAMPED!r}, and it is {activation!r}; leave them out")
-    if not 0 < limit < float("inf") or not 0 < alpha < float("inf"):
-        raise _refuse("limit", f"and 'alpha' must be positive and finite, got {limit!r} and {alpha!r}")
+    for name, given, default in (("alpha", alpha, 1.702), ("limit", limit, 7.0)):
+        if activation != CLAMPED and given != default:
+            raise _refuse(name, f"is of activation={CLAMPED!r}, and it is {activation!r}; leave it out")
+        if not 0 < given < float("inf"):
+            raise _refuse(name, f"must be positive and finite, got {given!r}")
     if not callable(dispatch):
         raise _refuse("dispatch", f"must be a function, see ejdist.experts.local; got {type(dispatch).__name__}")
     experts, weights, stats = route(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     params = {"gate": gate, "up": up, "down": down}
     params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    _check_experts(x, router, params)
+    _check_experts(x, router, params, apart=dispatch is not local)
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
     shares = _check_shared(x, shared, shared_expert_gate, activation)
     # What lies in padding reaches no sum and no gradient, of shared experts neither.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
     given = {name: p for name, p in params.items() if p is not None}
     B, T, D = x.shape
-    rows, experts, weights = (a.reshape(B * T, -1) for a in (x, experts, weights))
+    rows, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
     apply = _expert(activation, alpha, limit, platform)
-    out, _ = dispatch(rows, experts, weights, given, apply, num_experts=router.shape[1])
+    out, traffic = dispatch(rows, experts, weights, given, apply, num_experts=router.shape[1])
+    if missing := [name for name in Traffic._fields if not hasattr(traffic, name)]:
+        raise _refuse("dispatch", f"must return (out, traffic), and there is no {missing[0]} in what it returned")
+    stats = stats._replace(**{name: jnp.asarray(getattr(traffic, name)) for name in Traffic._fields})
     out = out.reshape(B, T, D)
     if shares:
         always = kernels.gated_mlp(x, *shared.values(), activation=activation, platform=platform)

@@ -13,6 +13,10 @@ from kernels._core.binding import is_float_array
 from kernels._core.options import checked
 
 
+def _refuse(function: str, argument: str, what: str) -> ValueError:
+    return ValueError(f"{function}: argument {argument!r} {what}")
+
+
 def balance_loss(counts: jax.Array, probabilities: jax.Array) -> jax.Array:
     """Returns the balance loss, a sum over tokens: E sum_e f_e sum_t P[t, e], with f_e the share of expert e in all choices.
 
@@ -24,9 +28,14 @@ def balance_loss(counts: jax.Array, probabilities: jax.Array) -> jax.Array:
         the global batch's loss, and so is its gradient.
       probabilities: float [E], the probability of each expert, summed over tokens.
 
+    Raises:
+      ValueError: naming the argument.
+
     Sources: Fedus et al., Switch Transformers, 2021, eq. 4, with f a share of all choices as in DeepSeek-V3, 2024, eq. 18;
     Qiu et al., Demons in the Detail, 2025, of the global batch.
     """
+    if counts.ndim != 1 or counts.shape != probabilities.shape:
+        raise _refuse("balance_loss", "counts", f"of shape {counts.shape} must be [E] = {probabilities.shape}")
     counts = jax.lax.stop_gradient(counts).astype(probabilities.dtype)
     return counts.size * jnp.sum(counts / jnp.maximum(counts.sum(), 1) * probabilities)
 
@@ -50,9 +59,18 @@ def sequence_balance_loss(
       experts: int [B, T, k], those chosen, -1 for none. probabilities: float [B, T, E].
       segment_ids: int [B, T]: a sequence is what has one id in a row. Default: a row is a sequence.
 
+    Raises:
+      ValueError: naming the argument.
+
     Source: DeepSeek-V3, 2024, eq. 17 to 20.
     """
+    if probabilities.ndim != 3:
+        raise _refuse("sequence_balance_loss", "probabilities", f"must be [B, T, E], got {probabilities.shape}")
     rows, length, num_experts = probabilities.shape
+    for name, array, dims in (("experts", experts, 3), ("segment_ids", segment_ids, 2)):
+        if array is not None and (array.ndim != dims or array.shape[:2] != (rows, length)):
+            must = f"must be [B, T{', k' if dims == 3 else ''}] with [B, T] = {(rows, length)}, got {array.shape}"
+            raise _refuse("sequence_balance_loss", name, must)
     row = jnp.arange(rows)[:, None]
     document = jnp.zeros((rows, length), jnp.int32) if segment_ids is None else _documents(segment_ids)
     documents = 1 if segment_ids is None else length
@@ -68,21 +86,26 @@ def sequence_balance_loss(
 def z_loss(logits: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """Returns the sum over tokens of the squared log-sum-exp of the router's logits [..., E]; `counted` [...]: which tokens.
 
+    Raises:
+      ValueError: naming the argument.
+
     Source: Zoph et al., ST-MoE, 2022, eq. 5.
     """
+    if counted is not None and counted.shape != logits.shape[:-1]:
+        raise _refuse("z_loss", "counted", f"must be {logits.shape[:-1]}, as 'logits' without E, got {counted.shape}")
     square = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return jnp.sum(square if counted is None else jnp.where(counted, square, 0))
 
 
 @checked
-def update_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
+def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> jax.Array:
     """Returns the bias of the next step [E]: an expert chosen less often than the mean gains `rate`, one more often loses it.
 
     Once a step, with the counts of all its microbatches and devices. It has no gradient. Without a token nothing changes.
 
     Args:
       bias: float [E], see `route`. counts: [E], how often each expert was chosen.
-      rate: what a step changes, 0.001 in DeepSeek-V3.
+      rate: what a step changes, 0.001 in DeepSeek-V3, and 0 at its end; an array [] where it follows a schedule.
 
     Raises:
       ValueError: naming the argument.
@@ -94,12 +117,13 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
     [-0.5  0.5  0.5]
     """
     if not is_float_array(bias) or bias.ndim != 1:
-        raise ValueError("update_bias: argument 'bias' must be a float array [E]")
+        raise _refuse("update_bias", "bias", "must be a float array [E]")
     if jnp.shape(counts) != bias.shape:
-        raise ValueError(
-            f"update_bias: argument 'counts' of shape {jnp.shape(counts)} must be [E] = {bias.shape}, as 'bias'"
-        )
-    if not 0 <= rate < float("inf"):
-        raise ValueError(f"update_bias: argument 'rate' must be at least 0 and finite, got {rate!r}")
+        raise _refuse("update_bias", "counts", f"of shape {jnp.shape(counts)} must be [E] = {bias.shape}, as 'bias'")
+    if isinstance(rate, jax.Array):
+        if rate.shape != () or not is_float_array(rate):
+            raise _refuse("update_bias", "rate", f"must be one float, got {rate.dtype} of shape {rate.shape}")
+    elif not 0 <= rate < float("inf"):
+        raise _refuse("update_bias", "rate", f"must be at least 0 and finite, got {rate!r}")
     counts = jnp.asarray(counts, jnp.float32)
     return jax.lax.stop_gradient(bias + rate * jnp.sign(counts.mean() - counts)).astype(bias.dtype)

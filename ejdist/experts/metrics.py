@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.dispatch import vary_alike
+
+_NONE: Any = np.int32(0)
+_EMPTY: Any = np.float32(0)
+
+
+class Traffic(NamedTuple):
+    """What taking tokens to their experts met. On one device, and without the tokens of a dispatch, nothing.
+
+    Attributes:
+      extra_passes: int32 [], beyond the first, where a buffer took a part of the tokens at a time.
+      high_water: float32 [], rows for the fullest place of a buffer, as a part of its room.
+      dropped: int32 [], choices that had no room, and are in no result.
+    """
+
+    extra_passes: jax.Array = _NONE
+    high_water: jax.Array = _EMPTY
+    dropped: jax.Array = _NONE
 
 
 class Stats(NamedTuple):
@@ -20,6 +41,7 @@ class Stats(NamedTuple):
       entropy: [], of each token's probabilities, in nats, summed over tokens.
       max_violation: [], the largest of `counts` relative to their mean, less 1: 0 in balance.
       dead_experts: int32 [], experts that no token chose.
+      extra_passes, high_water, dropped: [], see `Traffic`.
     """
 
     tokens: jax.Array
@@ -30,7 +52,12 @@ class Stats(NamedTuple):
     entropy: jax.Array
     max_violation: jax.Array
     dead_experts: jax.Array
+    extra_passes: jax.Array = _NONE
+    high_water: jax.Array = _EMPTY
+    dropped: jax.Array = _NONE
 
+
+jax.export.register_namedtuple_serialization(Stats, serialized_name="ejdist.experts.Stats")
 
 REDUCTIONS = {
     "tokens": "sum",
@@ -41,7 +68,18 @@ REDUCTIONS = {
     "entropy": "sum",
     "max_violation": "max",
     "dead_experts": "max",
+    "extra_passes": "max",
+    "high_water": "max",
+    "dropped": "sum",
 }
+
+
+def expert_counts(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Returns int32 [E], how often each expert is among `experts`, of any shape; -1 is none."""
+    chosen = jnp.where(experts < 0, num_experts, experts).reshape(experts.size)
+    # Inside a `shard_map` the counts are a device's own, as what is counted is.
+    zeros = vary_alike(jnp.zeros(num_experts, jnp.int32), chosen)
+    return zeros.at[chosen].add(1, mode="drop")
 
 
 def max_violation(counts: jax.Array) -> jax.Array:
@@ -65,11 +103,12 @@ def merge(a: Stats, b: Stats) -> Stats:
 def summary(stats: Stats) -> dict[str, jax.Array]:
     """Returns what a log shows, float32 scalars, of statistics that are reduced over microbatches and devices.
 
-    Means are over tokens. `load_violation` and `unused_experts` are of the counts of all of these; `max_violation` and
-    `dead_experts` of the worst part (microbatch, layer) that was reduced.
+    Means are over tokens, `dropped_fraction` over choices. `load_violation` and `unused_experts` are of the counts of all of
+    these; `max_violation`, `dead_experts`, `extra_passes` and `high_water` of the worst part (microbatch, layer).
     """
     tokens = jnp.maximum(stats.tokens, 1).astype(jnp.float32)
     means = {name: getattr(stats, name) / tokens for name in ("balance_loss", "z_loss", "entropy")}
-    worst = {name: getattr(stats, name) for name in ("max_violation", "dead_experts")}
+    means["dropped_fraction"] = stats.dropped / jnp.maximum(stats.counts.sum(), 1)
+    worst = {name: getattr(stats, name) for name in ("max_violation", "dead_experts", "extra_passes", "high_water")}
     of_all = {"load_violation": max_violation(stats.counts), "unused_experts": dead_experts(stats.counts)}
     return {name: jnp.asarray(x, jnp.float32) for name, x in (means | worst | of_all).items()}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.special import xlogy
 
 from ejdist.experts.losses import balance_loss, sequence_balance_loss, z_loss
-from ejdist.experts.metrics import Stats, dead_experts, max_violation
+from ejdist.experts.metrics import Stats, dead_experts, expert_counts, max_violation
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.options import checked
 from kernels._core.public import module_class
@@ -56,8 +58,10 @@ def _check_arrays(x: Any, router: Any, segment_ids: Any, vectors: dict[str, Any]
     if not router.shape[1]:
         raise _refuse("router", "has E = 0 experts")
     for name, vector in vectors.items():
-        if vector is not None and (not is_array(vector) or vector.shape != router.shape[1:]):
-            raise _refuse(name, f"must be [E] with E = {router.shape[1]} of 'router', got {_shape(vector)}")
+        kind = "numbers" if name == "load" else "a float array"
+        fits = is_float_array(vector) or (name == "load" and is_array(vector) and vector.dtype != bool)
+        if vector is not None and (not fits or vector.shape != router.shape[1:]):
+            raise _refuse(name, f"must be {kind} [E] with E = {router.shape[1]} of 'router', got {_shape(vector)}")
     if segment_ids is None:
         return
     integers = is_array(segment_ids) and jnp.issubdtype(segment_ids.dtype, jnp.integer)
@@ -71,8 +75,9 @@ def _check_groups(experts: int, top_k: int, num_groups: int, topk_groups: int | 
     if num_groups < 1 or experts % num_groups:
         raise _refuse("num_groups", f"= {num_groups} must divide E = {experts}, the experts of 'router'")
     if num_groups == 1:
-        if topk_groups not in (None, 1):
-            raise _refuse("topk_groups", f"= {topk_groups} is of more groups than there are; give 'num_groups'")
+        for name, given, default in (("topk_groups", topk_groups, None), ("group_top", group_top, 2)):
+            if given not in (default, 1):
+                raise _refuse(name, f"= {given} is for groups, and there are none; give 'num_groups'")
         return
     if topk_groups is None or not 1 <= topk_groups <= num_groups:
         raise _refuse(
@@ -87,9 +92,7 @@ def _check_groups(experts: int, top_k: int, num_groups: int, topk_groups: int | 
         raise _refuse("group_top", f"= {group_top} must be at least 1 and at most {size}, the experts of a group")
 
 
-def _check_options(
-    score: str, balance: str, load: Any, jitter: float, key: Any, factor: float, forced_balance: bool, bias: Any
-) -> None:
+def _check_options(score: str, balance: str, load: Any, jitter: float, key: Any, factor: float) -> None:
     if score not in SCORES:
         raise _refuse("score", f"= {score!r} is unknown; use one of {', '.join(SCORES)}")
     if balance not in BALANCE:
@@ -102,15 +105,22 @@ def _check_options(
     if (jitter > 0) != (key is not None):
         why = f"is needed for 'jitter' = {jitter}" if key is None else "is for 'jitter', which is 0"
         raise _refuse("key", f"{why}; give both or none")
+    if key is not None and not _is_key(key):
+        raise _refuse("key", f"must be one key of `jax.random.key`, got {_shape(key)}")
     if not 0 < factor < float("inf"):
         raise _refuse("routed_scaling_factor", f"must be positive and finite, got {factor!r}")
-    if forced_balance and bias is not None:
-        raise _refuse("bias", "chooses experts, and with 'forced_balance' nothing is chosen; leave one out")
+
+
+def _is_key(key: Any) -> bool:
+    if not is_array(key):
+        return False
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return key.shape == () if typed else key.ndim == 1 and key.dtype == jnp.uint32
 
 
 def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: int) -> jax.Array:
     """Returns choice [B, T, E] with -inf for the experts of groups that are not among a token's best."""
-    groups = choice.reshape(*choice.shape[:-1], num_groups, -1)
+    groups = choice.reshape(*choice.shape[:-1], num_groups, choice.shape[-1] // num_groups)
     best = jax.lax.top_k(groups, group_top)[0].sum(-1)
     chosen = jax.nn.one_hot(jax.lax.top_k(best, topk_groups)[1], num_groups, dtype=bool).any(-2)
     return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
@@ -118,7 +128,7 @@ def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: in
 
 def _round_robin(counted: jax.Array, top_k: int, experts: int) -> jax.Array:
     """Returns experts [B, T, k] in turn over the tokens that count."""
-    before = jnp.cumsum(counted.reshape(-1).astype(jnp.int32)).reshape(counted.shape) - 1
+    before = jnp.cumsum(counted.reshape(counted.size).astype(jnp.int32)).reshape(counted.shape) - 1
     # Before it is multiplied: tokens times top_k may pass an int32.
     return (before[..., None] % experts * top_k + jnp.arange(top_k, dtype=jnp.int32)) % experts
 
@@ -169,7 +179,8 @@ def route(
       load: [E], how often each expert was chosen in the global batch.
       jitter: x is multiplied by random numbers in [1 - jitter, 1 + jitter] before the router sees it; in training alone.
       key: of `jax.random`, needed by `jitter`: another one for each layer and step.
-      forced_balance: experts in turn instead of the best, with the weights of their scores: for benchmarks alone.
+      forced_balance: experts in turn instead of the best, with the weights of their scores: for benchmarks alone. It takes the
+        place of the choice, so `bias` and groups, which may be given, have no part in it.
 
     x, router and router_bias have gradients, of the weights and of the losses in `stats`. Under `jit` arrays are
     global, and sums are over all devices, however rows and sequence are split; inside a `shard_map` they are of the device's
@@ -190,7 +201,7 @@ def route(
     _check_arrays(x, router, segment_ids, {"bias": bias, "router_bias": router_bias, "load": load})
     experts_in_all = router.shape[1]
     _check_groups(experts_in_all, top_k, num_groups, topk_groups, group_top)
-    _check_options(score, balance, load, jitter, key, routed_scaling_factor, forced_balance, bias)
+    _check_options(score, balance, load, jitter, key, routed_scaling_factor)
     wide = jnp.promote_types(jnp.promote_types(x.dtype, router.dtype), jnp.float32)
     counted = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids >= 0
     # Before anything else sees it: whatever lies in padding, a NaN too, has no part in a sum or a gradient.
@@ -205,6 +216,8 @@ def route(
         experts = _round_robin(counted, top_k, experts_in_all)
     else:
         experts = _chosen(logits, scores, bias, top_k, num_groups, topk_groups, group_top)
+    # By this name a policy can keep them: where they are computed again, what is close may be decided otherwise.
+    experts = checkpoint_name(experts, "route.experts")
     if score == "softmax" and normalize:
         weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
     else:
@@ -247,8 +260,7 @@ def _stats(
     load: Any,
 ) -> Stats:
     size = logits.shape[-1]
-    chosen = jnp.where(experts < 0, size, experts).reshape(-1)
-    counts = jnp.zeros(size, jnp.int32).at[chosen].add(1, mode="drop")
+    counts = expert_counts(experts, size)
     sums = probabilities.sum((0, 1))
     if balance == "sequence":
         loss = sequence_balance_loss(experts, probabilities, segment_ids)
@@ -268,3 +280,4 @@ def _stats(
 
 
 Route = module_class("Route", route)
+jax.export.register_namedtuple_serialization(Routing, serialized_name="ejdist.experts.Routing")
