@@ -134,6 +134,7 @@ ONLY = {
         "ejdist/collective_matmul.py",
         "ejdist/compression.py",
         "ejdist/layout.py",
+        "ejdist/experts/layer.py",
         "ejdist/sequence/attention.py",
         "kernels/_core/execute.py",
     },
