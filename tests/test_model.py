@@ -75,7 +75,7 @@ def batch_of(config, seed=0, cuts=((7, 15), (11,)), padding=2):
 
 def mean_loss(params, batch, config, ops=OPS):
     total, terms = loss(params, batch, config, ops)
-    return total / terms["tokens"]
+    return total / terms["tokens"].value
 
 
 def value_and_grad(config, params, batch, ops=OPS):

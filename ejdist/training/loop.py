@@ -152,7 +152,7 @@ def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start
     step = start
     for step in range(start + 1, end + 1):
         batch = next(batches)
-        flops = step_flops(program.config, batch["segment_ids"])
+        flops = step_flops(program.model.flops, batch["segment_ids"])
         state, metrics = train_step(state, place_batch(batch, program, rows.start))
         if writer is not None:
             share = s.data.global_batch / (rows.stop - rows.start)

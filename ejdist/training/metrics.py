@@ -117,6 +117,20 @@ class Events:
         self._writer.close()
 
 
+def _for_json(value: Any) -> Any:
+    """Returns a number, or a list of them, as JSON has it: there is no NaN in it and no infinity."""
+    if isinstance(value, list):
+        return [_for_json(x) for x in value]
+    return value if math.isfinite(value) else None
+
+
+def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
+    """Returns the numbers of a metric, each with a name: those of an array are name/0, name/1, ..."""
+    if isinstance(value, list):
+        return [pair for i, x in enumerate(value) for pair in _scalars(f"{name}/{i}", x)]
+    return [(name, value)]
+
+
 class MetricsWriter:
     """Takes (step, device metrics, host numbers) and writes them from its own thread.
 
@@ -162,15 +176,15 @@ class MetricsWriter:
             self._queue.task_done()
 
     def _write(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float]) -> None:
-        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        values = {name: x.tolist() for name, x in jax.device_get(metrics).items()}
         now = time.perf_counter()
         step_time, self._finished_at = now - self._finished_at, now
         row = {"step": step, **values, **host, "step_time": step_time}
         row["tokens_per_second"] = values["tokens"] / step_time
-        # JSON has no NaN and no infinity.
-        written = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        self._file.write(json.dumps(written) + "\n")
-        self._events.add(step, {name: value for name, value in row.items() if name != "step"})
+        self._file.write(json.dumps({name: _for_json(value) for name, value in row.items()}) + "\n")
+        self._events.add(
+            step, {n: v for name, value in row.items() if name != "step" for n, v in _scalars(name, value)}
+        )
         self._progress.show(row)
 
     def close(self) -> None:
