@@ -93,8 +93,8 @@ def route(
 
 
 def moe(
-    x, router, gate, up, down, *, activation="silu", alpha=1.702, limit=7.0, gate_bias=None, up_bias=None, down_bias=None,
-    shared_gate=None, shared_up=None, shared_down=None, shared_expert_gate=None, **routing,
+    x, router, gate, up=None, down=None, *, activation="silu", alpha=1.702, limit=7.0, gate_bias=None, up_bias=None,
+    down_bias=None, shared_gate=None, shared_up=None, shared_down=None, shared_expert_gate=None, **routing,
 ):  # fmt: skip
     def inner(g, u):
         if activation != "clamped_swiglu":
@@ -105,6 +105,9 @@ def moe(
     def of(array, e):
         return 0.0 if array is None else array[e]
 
+    if up is None:
+        gate, up = gate[:, :, 0], gate[:, :, 1]
+        gate_bias, up_bias = (None, None) if gate_bias is None else (gate_bias[:, 0], gate_bias[:, 1])
     experts, weights, stats = route(x, router, **routing)
     out = np.zeros_like(x)
     for b, t in np.ndindex(x.shape[:2]):

@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 
 import ejdist
 from ejdist import moe, route
-from ejdist.experts import SCORES, balance_loss, merge, summary, update_bias
+from ejdist.experts import (
+    SCORES,
+    Traffic,
+    balance_loss,
+    local,
+    merge,
+    sequence_balance_loss,
+    summary,
+    update_bias,
+    z_loss,
+)
 
 B, T, D, E, F, Fs = 2, 7, 5, 8, 3, 4
 IDS = np.array([[4, 4, 4, 9, 9, -1, 4], [0, -1, 1, 1, 1, -1, -1]])  # a document that goes on, one of one token, padding
@@ -29,6 +39,7 @@ def inputs(seed=0, experts=E, dtype=np.float32):
     rng = np.random.default_rng(seed)
     shapes = {
         "x": (B, T, D), "router": (D, experts), "gate": (experts, D, F), "up": (experts, D, F), "down": (experts, F, D),
+        "fused": (experts, D, 2, F), "fused_bias": (experts, 2, F),
         "router_bias": (experts,), "gate_bias": (experts, F), "up_bias": (experts, F), "down_bias": (experts, D),
         "shared_gate": (D, Fs), "shared_up": (D, Fs), "shared_down": (Fs, D), "shared_expert_gate": (D, 1),
     }  # fmt: skip
@@ -36,23 +47,25 @@ def inputs(seed=0, experts=E, dtype=np.float32):
 
 
 def chosen(arrays, *names):
+    if "fused" in names:  # gate and up in one array
+        fused = {"gate": arrays["fused"]} | ({"gate_bias": arrays["fused_bias"]} if "gate_bias" in names else {})
+        return {n: arrays[n] for n in ("x", "router", "down", *names) if n not in ("fused", "gate_bias")} | fused
     return {n: arrays[n] for n in ("x", "router", "gate", "up", "down", *names)}
 
 
+CLAMPED = {"top_k": 2, "activation": "clamped_swiglu", "alpha": 1.5, "limit": 0.75}
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_expert_gate")
 LAYERS = {
     # name -> (other arrays, options, whether there is a bias that chooses)
     "mixtral": ((), {"top_k": 2}, False),
     "qwen2_moe": (SHARED, {"top_k": 3, "normalize": False, "activation": "gelu", "balance": "global"}, False),
     "deepseek": (SHARED[:3], {"top_k": 3, **DEEPSEEK}, True),
-    "gpt_oss": (
-        ("router_bias", "gate_bias", "up_bias", "down_bias"),
-        {"top_k": 2, "activation": "clamped_swiglu", "alpha": 1.5, "limit": 0.75},
-        False,
-    ),
+    "gpt_oss": (("fused", "router_bias", "gate_bias", "down_bias"), CLAMPED, False),
+    "clamped": (("gate_bias", "up_bias", "down_bias"), CLAMPED, False),
     "sqrtsoftplus": ((), {"top_k": 2, "score": "sqrtsoftplus", "normalize": False}, True),
-    "switch": ((), {"top_k": 1, "normalize": False}, False),
+    "switch": (("fused",), {"top_k": 1, "normalize": False}, False),
 }
+RARE = ("clamped", "sqrtsoftplus")  # in the full run; random routes have all scores
 
 
 def extras(options, bias):
@@ -71,7 +84,7 @@ def value(arrays, run, weights, options):
     return (out * weights).sum() + 0.3 * stats.balance_loss + 0.2 * stats.z_loss
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in RARE else ()) for n in LAYERS])
 def test_the_layer_is_the_loop(name):
     """Result, statistics and every gradient. The loop's gradients are finite differences in float64."""
     others, options, bias = LAYERS[name]
@@ -186,7 +199,7 @@ def test_many_random_routes(call):
 
 def test_documents_packed_in_rows_are_those_in_rows_of_their_own():
     """And whatever lies in padding, a NaN too, changes nothing, neither a value nor a gradient."""
-    arrays, ids = chosen(inputs(), *SHARED), np.array([[0] * 4 + [1] * 3])
+    arrays, ids = chosen(inputs(), *SHARED), np.array([[0] * 4 + [1] * 3, [-1] * 7])
     static = {"top_k": 2, "balance": "sequence"}
 
     @jax.jit
@@ -196,11 +209,11 @@ def test_documents_packed_in_rows_are_those_in_rows_of_their_own():
 
         return moe(**arrays, segment_ids=ids, **static), jax.grad(total)(arrays)
 
-    x = arrays["x"][:1]
+    x = arrays["x"]  # of which the second row is padding
     apart = np.full((2, T, D), np.nan, np.float32)
     apart[0, :4], apart[1, 2:5] = x[0, :4], x[0, 4:]
     apart_ids = np.array([[0] * 4 + [-1] * 3, [-1] * 2 + [7] * 3 + [-5] * 2])
-    (packed, stats), gradients = run(arrays | {"x": x}, ids)
+    (packed, stats), gradients = run(arrays, ids)
     (out, stats_apart), gradients_apart = run(arrays | {"x": apart}, apart_ids)
     np.testing.assert_allclose(np.concatenate([out[0, :4], out[1, 2:5]]), packed[0], atol=1e-5)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
@@ -251,6 +264,18 @@ def test_microbatches_layers_and_remat_count_once():
     assert said["unused_experts"] == stats.dead_experts
 
 
+def test_remat_keeps_the_choice():
+    def total(x, router):
+        return route(x, router, top_k=2, score="sigmoid", num_groups=4, topk_groups=2).weights.sum()
+
+    policy = jax.checkpoint_policies.save_only_these_names("route.experts")
+    chosen = [
+        str(jax.make_jaxpr(jax.grad(function))(*(inputs()[n] for n in ("x", "router")))).count("= top_k[")
+        for function in (total, jax.checkpoint(total, policy=policy), jax.checkpoint(total))
+    ]
+    assert chosen == [3, 3, 6]
+
+
 def test_rows_and_sequence_split_over_devices():
     """Arrays are global under jit: the same numbers, each token and each loss counted once."""
     mesh = ejdist.make_mesh(fsdp=2, sp=2, devices=jax.devices()[:4])
@@ -258,19 +283,26 @@ def test_rows_and_sequence_split_over_devices():
     ids = np.where(np.arange(6) < 4, [[0], [1]], -1)
     arrays["x"] = arrays["x"][:, :6]
     static = {"top_k": 2, "balance": "sequence"}
-    both = jax.jit(jax.value_and_grad(lambda a, ids: value(a, moe, 1.0, {"segment_ids": ids, **static})))
-    stats = jax.jit(lambda a, ids: route(a["x"], a["router"], segment_ids=ids, **static))
-    wanted = both(arrays, ids), stats(arrays, ids)
+
+    @jax.jit
+    def both(arrays, ids):
+        def total(arrays):
+            out, stats = moe(**arrays, segment_ids=ids, **static)
+            return out.sum() + 0.3 * stats.balance_loss + 0.2 * stats.z_loss, stats
+
+        return jax.value_and_grad(total, has_aux=True)(arrays)
+
+    wanted = both(arrays, ids)
     where = ejdist.layout.sharding(mesh, ("B", "T"), ejdist.layout.ACTIVATIONS)
     spread = {**jax.device_put(arrays, ejdist.layout.sharding(mesh, (), ejdist.layout.ACTIVATIONS))}
     spread["x"] = jax.device_put(arrays["x"], where)
-    got = both(spread, jax.device_put(ids, where)), stats(spread, jax.device_put(ids, where))
+    got = both(spread, jax.device_put(ids, where))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
 
 
 def test_what_takes_tokens_to_experts_can_be_another():
-    """Every expert of every token, and the sum of those chosen."""
-    arrays = chosen(inputs())
+    """Every expert of every token, and the sum of those chosen; what it says of its buffer is in the statistics."""
+    arrays = chosen(inputs(experts=4))
 
     def dense(x, experts, weights, params, apply, *, num_experts):
         own = [
@@ -278,22 +310,42 @@ def test_what_takes_tokens_to_experts_can_be_another():
             for e in range(num_experts)
         ]
         chosen = jax.nn.one_hot(experts, num_experts) * weights[..., None]
-        return jnp.einsum("mke,emd->md", chosen, jnp.stack(own), precision="highest"), None
+        return jnp.einsum("mke,emd->md", chosen, jnp.stack(own), precision="highest"), Traffic(dropped=3)
 
-    out = jax.jit(functools.partial(moe, top_k=2, dispatch=dense))(**arrays, segment_ids=IDS)[0]
-    wanted = jax.jit(functools.partial(moe, top_k=2))(**arrays, segment_ids=IDS)[0]
+    out, stats = jax.jit(functools.partial(moe, top_k=2, dispatch=dense))(**arrays, segment_ids=IDS)
+    wanted, none = jax.jit(functools.partial(moe, top_k=2))(**arrays, segment_ids=IDS)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
+    assert stats.dropped == 3 and none.dropped == 0
+    np.testing.assert_allclose(summary(merge(stats, none))["dropped_fraction"], 3 / (2 * 2 * (IDS >= 0).sum()))
 
 
-def test_gate_and_up_in_one_array():
-    arrays = chosen(inputs(), "gate_bias", "up_bias")
-    fused = {n: arrays[n] for n in ("x", "router", "down")}
-    fused["gate"] = np.stack([arrays["gate"], arrays["up"]], axis=2)
-    fused["gate_bias"] = np.stack([arrays["gate_bias"], arrays["up_bias"]], axis=1)
-    for activation in ("silu", "clamped_swiglu"):
-        run = jax.jit(functools.partial(moe, top_k=2, activation=activation))
-        apart, together = (run(**a)[0] for a in (arrays, fused))
-        np.testing.assert_allclose(together, apart, atol=1e-5, err_msg=activation)
+def test_a_rank_has_its_own_experts():
+    """Inside a `shard_map` over what splits tokens and experts, with another dispatch; the gradients too."""
+    arrays, axis = chosen(inputs(), *SHARED[:3]), "ep"
+    mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])
+
+    def gathered(x, experts, weights, params, apply, *, num_experts):
+        """All tokens come to all ranks, which add up what their own experts make of them."""
+        x, experts, weights = (jax.lax.all_gather(a, axis, tiled=True) for a in (x, experts, weights))
+        own = num_experts // jax.lax.axis_size(axis)
+        mine = experts - jax.lax.axis_index(axis) * own
+        mine = jnp.where((experts < 0) | (mine < 0) | (mine >= own), -1, mine)
+        out, traffic = local(x, mine, weights, params, apply, num_experts=own)
+        return jax.lax.psum_scatter(out, axis, tiled=True), traffic
+
+    def total(arrays, ids, dispatch):
+        out, stats = moe(**arrays, top_k=2, segment_ids=ids, dispatch=dispatch)
+        return jnp.sin(out).sum() + 0.2 * stats.z_loss
+
+    def of_rank(arrays, ids):
+        return jax.lax.psum(total(arrays, ids, gathered), axis)
+
+    split = jax.sharding.PartitionSpec(axis)
+    specs = {n: split if n in ("x", "gate", "up", "down") else jax.sharding.PartitionSpec() for n in arrays}
+    on_mesh = jax.shard_map(of_rank, mesh=mesh, in_specs=(specs, split), out_specs=jax.sharding.PartitionSpec())
+    got = jax.jit(jax.value_and_grad(on_mesh))(arrays, IDS)
+    wanted = jax.jit(jax.value_and_grad(functools.partial(total, dispatch=local)))(arrays, IDS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
 
 
 def test_narrow_dtypes_route_in_float32():
@@ -309,11 +361,13 @@ def test_narrow_dtypes_route_in_float32():
 
 def test_jitter_and_forced_balance():
     arrays = inputs()
-    plain = jax.jit(functools.partial(route, top_k=2))(arrays["x"], arrays["router"])
-    jittered = jax.jit(functools.partial(route, top_k=2, jitter=0.1))
-    a, b, c = (jittered(arrays["x"], arrays["router"], key=jax.random.key(i)).weights for i in (0, 0, 1))
-    assert np.array_equal(a, b) and not np.array_equal(a, c)
-    assert 0 < np.abs(a - plain.weights).max() < 0.5
+    # The logits of tokens of one 1 are the numbers that it is multiplied by, and 0.
+    jittered = jax.jit(functools.partial(route, top_k=2, score="sigmoid", normalize=False, jitter=0.1))
+    one, router = np.ones((1, 100, 1), np.float32), np.array([[1.0, 0.0]], np.float32)
+    weights = [jittered(one, router, key=jax.random.key(i)).weights[0, :, 0] for i in (0, 0, 1)]
+    factors = np.log(weights[0] / (1 - weights[0]))
+    assert 0.899 < factors.min() < 0.92 and 1.08 < factors.max() < 1.101
+    assert np.array_equal(*weights[:2]) and not np.array_equal(*weights[1:])
     in_turn = jax.jit(functools.partial(route, top_k=3, forced_balance=True))
     forced = in_turn(arrays["x"], arrays["router"], segment_ids=IDS)
     counted = IDS >= 0
@@ -347,18 +401,29 @@ def test_the_bias_brings_balance():
         violations.append(float(stats.max_violation))
     assert violations[0] > 0.8 and violations[-1] < 0.15, violations[::30]
     np.testing.assert_array_equal(update_bias(bias, jnp.zeros(8, jnp.int32), 0.01), bias)
-    np.testing.assert_allclose(update_bias(jnp.zeros(3), jnp.array([1, 2, 3]), 0.5), [0.5, 0, -0.5])
+    scheduled = jax.jit(update_bias)(jnp.zeros(3), jnp.array([1, 2, 3]), jnp.float32(0.5))
+    np.testing.assert_allclose(scheduled, [0.5, 0, -0.5])
 
 
 def test_empty_batches_and_batches_of_padding():
     arrays = chosen(inputs())
-    out, stats = moe(**arrays | {"x": arrays["x"][:0]}, top_k=2)
-    assert out.shape == (0, T, D) and stats.tokens == 0
+    for shape in ((0, T, D), (B, 0, D)):
+        arrays_of_none = arrays | {"x": np.zeros(shape, np.float32)}
+        out, stats = jax.jit(functools.partial(moe, top_k=2, **DEEPSEEK))(**arrays_of_none)
+        assert out.shape == shape and stats.tokens == 0 and stats.dead_experts == E
     run = jax.jit(jax.value_and_grad(lambda a: value(a, moe, 1.0, {"top_k": 2, "segment_ids": jnp.full((B, T), -1)})))
     for leaf in jax.tree.leaves(run(arrays)):
         assert not np.asarray(leaf).any()
 
 
+def test_every_expert_is_chosen():
+    for experts in (1, 3):
+        arrays = chosen(inputs(experts=experts))
+        stats = jax.jit(functools.partial(route, top_k=experts))(arrays["x"], arrays["router"]).stats
+        assert stats.counts.tolist() == [B * T] * experts and stats.max_violation == 0 and stats.dead_experts == 0
+
+
+@pytest.mark.slow
 def test_memory_is_that_of_the_rows():
     """However many experts there are: nothing is tokens by experts by width."""
 
@@ -394,7 +459,16 @@ ILLEGAL = {
     "jitter past 1": ({"jitter": 1.5, "key": jax.random.key(0)}, "jitter"),
     "a factor that is no number": ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor"),
     "a factor of 0": ({"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
-    "a bias and no choice": ({"bias": np.ones(E, np.float32), "forced_balance": True}, "bias"),
+    "a key that is a number": ({"jitter": 0.1, "key": 3}, "key"),
+    "several keys": ({"jitter": 0.1, "key": jax.random.split(jax.random.key(0))}, "key"),
+    "a group's best without groups": ({"group_top": 3}, "group_top"),
+    "a bias of integers": ({"bias": np.ones(E, int)}, "bias"),
+    "a part of the experts on one device": ({n: GOOD[n][:4] for n in ("gate", "up", "down")}, "gate"),
+    "an alpha without its activation": ({"alpha": 1.0}, "alpha"),
+    "a limit that is no number": ({"activation": "clamped_swiglu", "limit": float("nan")}, "limit"),
+    "a limit of 0": ({"activation": "clamped_swiglu", "limit": 0.0}, "limit"),
+    "a dispatch that says nothing": ({"dispatch": lambda x, *more, num_experts: (x, None)}, "dispatch"),
+    "a dispatch of no equal part": ({"dispatch": len} | {n: GOOD[n][:3] for n in ("gate", "up", "down")}, "gate"),
     "a bias of other experts": ({"bias": np.ones(E + 1, np.float32)}, "bias"),
     "a router of another width": ({"router": np.ones((D + 1, E), np.float32)}, "router"),
     "a router of other experts": ({"router": np.ones((D, E + 1), np.float32)}, "gate"),
@@ -419,16 +493,25 @@ ILLEGAL = {
 def test_illegal_calls_are_refused_by_name(what):
     change, argument = ILLEGAL[what]
     arrays = {**GOOD, "top_k": 2, **change}
-    with pytest.raises((ValueError, ejdist.Unsupported), match=rf"{argument}"):
+    with pytest.raises((ValueError, ejdist.Unsupported), match=rf"moe: .*'?{argument}'?"):
         jax.eval_shape(lambda: moe(**arrays))
 
 
-def test_rates_are_refused_by_name():
+def test_losses_refuse_by_name():
     for rate in (float("nan"), -1.0, "0.1"):
         with pytest.raises(ValueError, match="rate"):
             update_bias(jnp.zeros(3), jnp.zeros(3), rate)
-    with pytest.raises(ValueError, match="counts"):
-        update_bias(jnp.zeros(3), jnp.zeros(4), 0.1)
+    with pytest.raises(ValueError, match="rate"):
+        update_bias(jnp.zeros(3), jnp.zeros(3), jnp.zeros(3))
+    for call, argument in {
+        lambda: update_bias(jnp.zeros(3), jnp.zeros(4), 0.1): "counts",
+        lambda: balance_loss(jnp.zeros(4), jnp.zeros(3)): "counts",
+        lambda: sequence_balance_loss(jnp.zeros((2, 3, 1), int), jnp.zeros((2, 4, 5))): "experts",
+        lambda: sequence_balance_loss(jnp.zeros((2, 4, 1), int), jnp.zeros((2, 4, 5)), jnp.zeros(4)): "segment_ids",
+        lambda: z_loss(jnp.zeros((2, 3, 4)), jnp.ones((3, 2), bool)): "counted",
+    }.items():
+        with pytest.raises(ValueError, match=f"'{argument}'"):
+            call()
 
 
 def test_an_option_that_is_none_is_no_option():
@@ -449,6 +532,7 @@ def test_the_example_trains_and_balances():
     assert violations[-1] < 0.7 * violations[0], said.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["route", "moe", "update_bias"])
 def test_the_example_of_a_function_runs(name):
     function = getattr(ejdist.experts, name)
