@@ -20,9 +20,7 @@ import ejdist
 from ejdist import moe, route
 from ejdist.experts import (
     SCORES,
-    Traffic,
     balance_loss,
-    local,
     merge,
     sequence_balance_loss,
     summary,
@@ -300,54 +298,6 @@ def test_rows_and_sequence_split_over_devices():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
 
 
-def test_what_takes_tokens_to_experts_can_be_another():
-    """Every expert of every token, and the sum of those chosen; what it says of its buffer is in the statistics."""
-    arrays = chosen(inputs(experts=4))
-
-    def dense(x, experts, weights, params, apply, *, num_experts):
-        own = [
-            apply(params, x, jnp.zeros(num_experts, jnp.int32).at[e].set(x.shape[0])).astype(jnp.float32)
-            for e in range(num_experts)
-        ]
-        chosen = jax.nn.one_hot(experts, num_experts) * weights[..., None]
-        return jnp.einsum("mke,emd->md", chosen, jnp.stack(own), precision="highest"), Traffic(dropped=3)
-
-    out, stats = jax.jit(functools.partial(moe, top_k=2, dispatch=dense))(**arrays, segment_ids=IDS)
-    wanted, none = jax.jit(functools.partial(moe, top_k=2))(**arrays, segment_ids=IDS)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
-    assert stats.dropped == 3 and none.dropped == 0
-    np.testing.assert_allclose(summary(merge(stats, none))["dropped_fraction"], 3 / (2 * 2 * (IDS >= 0).sum()))
-
-
-def test_a_rank_has_its_own_experts():
-    """Inside a `shard_map` over what splits tokens and experts, with another dispatch; the gradients too."""
-    arrays, axis = chosen(inputs(), *SHARED[:3]), "ep"
-    mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])
-
-    def gathered(x, experts, weights, params, apply, *, num_experts):
-        """All tokens come to all ranks, which add up what their own experts make of them."""
-        x, experts, weights = (jax.lax.all_gather(a, axis, tiled=True) for a in (x, experts, weights))
-        own = num_experts // jax.lax.axis_size(axis)
-        mine = experts - jax.lax.axis_index(axis) * own
-        mine = jnp.where((experts < 0) | (mine < 0) | (mine >= own), -1, mine)
-        out, traffic = local(x, mine, weights, params, apply, num_experts=own)
-        return jax.lax.psum_scatter(out, axis, tiled=True), traffic
-
-    def total(arrays, ids, dispatch):
-        out, stats = moe(**arrays, top_k=2, segment_ids=ids, dispatch=dispatch)
-        return jnp.sin(out).sum() + 0.2 * stats.z_loss
-
-    def of_rank(arrays, ids):
-        return jax.lax.psum(total(arrays, ids, gathered), axis)
-
-    split = jax.sharding.PartitionSpec(axis)
-    specs = {n: split if n in ("x", "gate", "up", "down") else jax.sharding.PartitionSpec() for n in arrays}
-    on_mesh = jax.shard_map(of_rank, mesh=mesh, in_specs=(specs, split), out_specs=jax.sharding.PartitionSpec())
-    got = jax.jit(jax.value_and_grad(on_mesh))(arrays, IDS)
-    wanted = jax.jit(jax.value_and_grad(functools.partial(total, dispatch=local)))(arrays, IDS)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
-
-
 def test_narrow_dtypes_route_in_float32():
     arrays = {n: jnp.asarray(a, jnp.bfloat16) for n, a in chosen(inputs(), *SHARED).items()}
     out, stats = jax.jit(functools.partial(moe, top_k=2))(**arrays)
@@ -467,8 +417,14 @@ ILLEGAL = {
     "an alpha without its activation": ({"alpha": 1.0}, "alpha"),
     "a limit that is no number": ({"activation": "clamped_swiglu", "limit": float("nan")}, "limit"),
     "a limit of 0": ({"activation": "clamped_swiglu", "limit": 0.0}, "limit"),
-    "a dispatch that says nothing": ({"dispatch": lambda x, *more, num_experts: (x, None)}, "dispatch"),
-    "a dispatch of no equal part": ({"dispatch": len} | {n: GOOD[n][:3] for n in ("gate", "up", "down")}, "gate"),
+    "a dispatch that is a function": ({"dispatch": len}, "dispatch"),
+    "a buffer of nothing": ({"buffer": 0.0}, "buffer"),
+    "no chunks": ({"chunks": 0}, "chunks"),
+    "a capacity below a choice of every token": ({"capacity": 0.4}, "capacity"),
+    "an axis of no mesh": ({"axis": "ep"}, "axis"),
+    "an axis twice": ({"axis": ("ep", "ep")}, "axis"),
+    "a mesh that is none": ({"mesh": "ep"}, "mesh"),
+    "specs without a mesh": ({"in_specs": jax.sharding.PartitionSpec("ep")}, "in_specs"),
     "a bias of other experts": ({"bias": np.ones(E + 1, np.float32)}, "bias"),
     "a router of another width": ({"router": np.ones((D + 1, E), np.float32)}, "router"),
     "a router of other experts": ({"router": np.ones((D, E + 1), np.float32)}, "gate"),

@@ -205,12 +205,12 @@ def moe(
             raise _refuse(name, f"is of activation={CLAMPED!r}, and it is {activation!r}; leave it out")
         if not 0 < given < float("inf"):
             raise _refuse(name, f"must be positive and finite, got {given!r}")
-    experts, weights, stats = route(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     params = {"gate": gate, "up": up, "down": down}
     params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     stored = current_layout().parameters if stored_weights else None
     E = router.shape[1]
     place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
+    experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     _check_experts(x, router, params, place.ranks if place.mesh is None else 1)
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
     shares = _check_shared(x, shared, shared_expert_gate, activation)

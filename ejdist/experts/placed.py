@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.experts.choice import choose
-from ejdist.experts.dispatch import exchange
+from ejdist.experts.dispatch import check_buffer, exchange
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
+from ejdist.experts.schemes import scheme_of
 from ejdist.layout import Axes, axes_of_specs, check_specs, current_layout, on_mesh, spec
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
+from kernels._core.binding import is_array
 
 # W is the D of a weight, which may be stored over other axes than that of the tokens lies on; it is gathered where it is used.
 _DIMS = {"gate": "E W F", "up": "E W F", "down": "E F W", "gate_bias": "E F", "up_bias": "E F", "down_bias": "E W"}
@@ -53,6 +55,27 @@ class Place:
     def ranks(self) -> int:
         """Over how many devices the experts are split."""
         return math.prod(jax.lax.axis_size(a) if self.mesh is None else self.mesh.shape[a] for a in self.axis)
+
+    def automatic(self, route: Callable) -> Callable:
+        """Returns the router on this mesh. Its sums are over all tokens, and how they are split is the compiler's, on a mesh of
+        explicit axes too."""
+        if self.mesh is None or not is_explicit(self.mesh):
+            return route
+        rows, whole = (jax.sharding.NamedSharding(self.mesh, spec(dims, self.axes)) for dims in (("B", "T", "_"), ()))
+
+        def routed(x: Any, router: Any, **options: Any) -> Any:
+            arrays = {n: v for n, v in options.items() if is_array(v)}
+            static = {n: v for n, v in options.items() if n not in arrays}
+
+            def on_mesh(x: Any, router: Any, arrays: dict[str, Any]) -> Any:
+                return route(x, router, **arrays, **static)
+
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, router, arrays))
+            found = jax.eval_shape(on_mesh, *shapes)
+            lies = type(found)(rows, rows, jax.tree.map(lambda _: whole, found.stats))
+            return jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=lies)(x, router, arrays)
+
+        return routed
 
     def bound(self, function: Any, stored: bool) -> Callable:
         """Returns a sharded function of x [B, T, D] and weights, on this mesh."""
@@ -164,6 +187,13 @@ class _Program:
     axes: Any = field(compare=False)
 
 
+def _check(how: Travel, top_k: int) -> None:
+    """Raises ValueError for what `exchange` would refuse, on one device too, where nothing travels."""
+    if how.scheme != "auto":
+        scheme_of(how.scheme)
+    check_buffer(how.buffer, how.chunks, how.capacity, top_k)
+
+
 def through_experts(
     x: jax.Array,
     experts: jax.Array,
@@ -183,6 +213,7 @@ def through_experts(
       apply: the same object for the same function, see `exchange`.
       told: takes a line that says which scheme was chosen and why.
     """
+    _check(how, weights.shape[-1])
     if place.mesh is None:
         how = _chosen(how, place, x.shape[0] * x.shape[1], weights.shape[-1], x, told)
         return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
@@ -210,8 +241,7 @@ def _chosen(how: Travel, place: Place, tokens: int, top_k: int, x: jax.Array, to
 
 
 def _kind_of(mesh: Any) -> str | None:
-    devices = getattr(mesh, "devices", None)
-    return None if devices is None else devices.flat[0].device_kind
+    return mesh.devices.flat[0].device_kind if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
