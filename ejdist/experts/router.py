@@ -118,11 +118,24 @@ def _is_key(key: Any) -> bool:
     return key.shape == () if typed else key.ndim == 1 and key.dtype == jnp.uint32
 
 
+def _best(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (values [..., count], indices) of the largest of the last dim, of equal ones the first: `jax.lax.top_k`, by as
+    many maxima. Of an array that is split over devices, a maximum is split alike, where the compiler gathers it for a sort."""
+    at = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    left = jnp.maximum(values, jnp.finfo(values.dtype).min)  # what is chosen is below all others, -inf too
+    found = []
+    for _ in range(count):
+        found.append(jnp.argmax(left, axis=-1).astype(jnp.int32))
+        left = jnp.where(at == found[-1][..., None], -jnp.inf, left)
+    indices = jnp.stack(found, -1)
+    return jnp.take_along_axis(values, indices, axis=-1), indices
+
+
 def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: int) -> jax.Array:
     """Returns choice [B, T, E] with -inf for the experts of groups that are not among a token's best."""
     groups = choice.reshape(*choice.shape[:-1], num_groups, choice.shape[-1] // num_groups)
-    best = jax.lax.top_k(groups, group_top)[0].sum(-1)
-    chosen = jax.nn.one_hot(jax.lax.top_k(best, topk_groups)[1], num_groups, dtype=bool).any(-2)
+    best = _best(groups, group_top)[0].sum(-1)
+    chosen = jax.nn.one_hot(_best(best, topk_groups)[1], num_groups, dtype=bool).any(-2)
     return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
 
 
@@ -247,7 +260,7 @@ def _chosen(
     if num_groups > 1:
         assert topk_groups is not None
         choice = _allowed(choice, num_groups, topk_groups, group_top)
-    return jax.lax.top_k(choice, top_k)[1]
+    return _best(choice, top_k)[1]
 
 
 def _stats(

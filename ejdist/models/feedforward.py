@@ -49,6 +49,7 @@ class Experts(Part):
     """
 
     name = "experts"
+    saves = ("route.experts",)  # computed again, what is close might be decided otherwise
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         m, D, std = c.experts, c.model_dim, c.init_std
