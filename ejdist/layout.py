@@ -19,6 +19,7 @@ from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP
 from kernels._core.dims import VOCABULARY
 
 Axes = Mapping[str, tuple[str, ...]]
+Specs = PartitionSpec | tuple  # of several arrays
 
 # Dims: see kernels/_core/dims.py. What is not in a table is not split.
 ACTIVATIONS: Axes = {

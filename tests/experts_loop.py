@@ -87,7 +87,7 @@ def route(
     stats = Stats(
         tokens=tokens, counts=np.array(counts), probabilities=sum(every, np.zeros(E)), balance_loss=loss, z_loss=z,
         entropy=entropy, max_violation=max(counts) / (tokens * top_k / E) - 1 if tokens else 0.0,
-        dead_experts=counts.count(0),
+        dead_experts=counts.count(0), rank_counts=np.array([sum(counts)]),
     )  # fmt: skip
     return experts, weights, stats
 

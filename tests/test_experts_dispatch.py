@@ -1,168 +1,33 @@
 """Tokens to experts over a mesh axis and back: numbers and gradients of a plain loop, whatever the router does."""
 
 import functools
-from typing import NamedTuple
 
 import expert_loop
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_calls import (
+    EP4,
+    ONE,
+    PLACES,
+    TRAVELLING,
+    Where,
+    check,
+    check_routes,
+    einsum_experts,
+    grouped_experts,
+    on_mesh,
+    rows_only,
+    shapes,
+)
 from expert_loop import Layer
 from jax.sharding import PartitionSpec as P
 
-import kernels
 from ejdist import make_mesh
-from ejdist.experts.choice import LINKS, choose
-from ejdist.experts.dispatch import Stats, exchange
-from ejdist.experts.schemes import SCHEMES
+from ejdist.experts.dispatch import exchange
 from ejdist.sharded import map_shards
 from kernels import Unsupported
-from kernels._core.ahead_of_time import compile_tpu, tpu_topology
-
-TRAVELLING = tuple(n for n in SCHEMES if n not in ("local", "two_level"))
-
-
-class Where(NamedTuple):
-    """A mesh, the axis of the experts, and the axes that split the tokens; experts' features are split over tp."""
-
-    sizes: dict[str, int]
-    axis: object
-    tokens: tuple[str, ...]
-
-    @property
-    def mesh(self):
-        return make_mesh(**self.sizes)
-
-    @property
-    def specs(self):
-        """Specs of x, experts, weights and params."""
-        tp = "tp" if "tp" in self.sizes else None
-        wide = P(self.axis, None, tp)
-        return *(P(self.tokens),) * 3, {"gate": wide, "up": wide, "down": P(self.axis, tp)}
-
-
-EP4 = Where({"ep": 4}, "ep", ("ep",))
-ONE = Where({"dp": 1}, None, ())
-
-
-def einsum_experts(params, rows, sizes, reduced=()):
-    """A gated MLP for each group by dense products: little to compile. What is past the last group becomes NaN, and all does if
-    such a row is not zero, as `exchange` promises."""
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
-    own = (group[:, None] == jnp.arange(len(sizes))).astype(rows.dtype)
-    by = functools.partial(jnp.einsum, precision="highest")
-    a, b = (by("re,rd,edf->rf", own, rows, params[n]) for n in ("gate", "up"))
-    y = by("re,rf,efd->rd", own, jax.nn.silu(a) * b, params["down"])
-    y = jax.lax.psum(y, reduced) if reduced else y
-    past = (group == len(sizes))[:, None]
-    return jnp.where(past | jnp.any(past & (rows != 0)), jnp.nan, y)
-
-
-def grouped_experts(params, rows, sizes):
-    h = jax.nn.silu(kernels.grouped_matmul(rows, params["gate"], sizes))
-    return kernels.grouped_matmul(h * kernels.grouped_matmul(rows, params["up"], sizes), params["down"], sizes)
-
-
-def on_mesh(where, num_experts, apply=None, late=False, **options):
-    """Returns (x, experts, weights, params) -> (out, stats), of global arrays; sums of stats are over all tokens.
-
-    Where tp splits the features of experts, their parts are added up by themselves or, `late`, after they have come home.
-    """
-    reduced = ("tp",) if "tp" in where.sizes else ()
-    apply = apply or functools.partial(einsum_experts, reduced=() if late else reduced)
-
-    def body(x, experts, weights, params):
-        out, stats = exchange(x, experts, weights, params, apply, axis=where.axis, num_experts=num_experts, **options)
-        out = jax.lax.psum(out, reduced) if late else out
-        if where.tokens:
-            stats = stats._replace(**{n: jax.lax.psum(getattr(stats, n), where.tokens) for n in ("dropped", "counts")})
-        return out, stats
-
-    return map_shards(body, where.mesh, where.specs, (P(where.tokens), Stats(P(), P(), P(), P())))
-
-
-@functools.lru_cache(maxsize=64)
-def compiled(where, num_experts, options):
-    function = on_mesh(where, num_experts, **dict(options))
-
-    @jax.jit
-    def run(x, experts, weights, params, d_out):
-        out, pull, stats = jax.vjp(
-            lambda *floats: function(floats[0], experts, *floats[1:]), x, weights, params, has_aux=True
-        )
-        d_x, d_weights, d_params = pull(d_out.astype(out.dtype))
-        return out, {"x": d_x, "weights": d_weights, **d_params}, stats
-
-    return run
-
-
-class Key(Where):
-    """A place that can be a key of a cache."""
-
-    def __hash__(self):
-        return hash((tuple(self.sizes.items()), self.axis, self.tokens))
-
-
-def check(where, layer, *, tolerance=1e-5, dtype="float32", capacity=None, **options):
-    """Compares value and all gradients with the loop, and returns the stats."""
-    E, M = len(layer.gate), len(layer.x)
-    if capacity is not None:
-        options["capacity"] = capacity
-    floats = [jnp.asarray(a, dtype) for a in (layer.x, layer.gate, layer.up, layer.down)]
-    layer = layer._replace(
-        **dict(zip(("x", "gate", "up", "down"), (np.asarray(f, np.float32) for f in floats), strict=True))
-    )
-    d_out = np.cos(np.arange(layer.x.size)).reshape(layer.x.shape).astype(np.float32)
-    params = dict(zip(("gate", "up", "down"), floats[1:], strict=True))
-    run = compiled(Key(*where), E, tuple(sorted(options.items())))
-    out, grads, stats = run(floats[0], layer.experts, layer.weights, params, d_out)
-    limit = None if capacity is None else int(np.ceil(capacity * layer.experts.shape[1] * M / E))
-    want, d_want, dropped = expert_loop.run(layer, d_out, limit)
-    for name, got, true in [("out", out, want), *((n, grads[n], d) for n, d in d_want.items())]:
-        assert got.dtype == ("float32" if name == "weights" else dtype)
-        error = np.abs(np.asarray(got, np.float64) - true).max()
-        assert error <= tolerance * np.abs(true).max() + 1e-30, (name, error, np.abs(true).max())
-    assert stats.dropped == dropped
-    own = layer.experts[(layer.experts >= 0) & (layer.experts < E)]
-    np.testing.assert_array_equal(stats.counts, np.bincount(own, minlength=E))
-    return stats
-
-
-def routes(tokens, top_k, E):
-    """What a router may do: anything, all to one expert, to the last ones, nothing at all, nothing on the first ranks."""
-    rng = np.random.default_rng(1)
-    some = np.where(np.arange(tokens)[:, None] < tokens // 2, -1, rng.integers(-2, E + 1, (tokens, top_k)))
-    ends = rng.integers(E - E // 4, E, (tokens, top_k))
-    return {
-        "random": None,
-        "one expert": np.full((tokens, top_k), E // 2),
-        "the last experts": ends,
-        "none": np.full((tokens, top_k), -1),
-        "no tokens on the first ranks": some,
-    }
-
-
-PLACES = {
-    "ep": EP4,
-    "on sp": Where({"dp": 2, "sp": 2}, "sp", ("dp", "sp")),
-    "on fsdp": Where({"fsdp": 2, "sp": 2}, "fsdp", ("fsdp", "sp")),
-    "ep x tp": Where({"ep": 2, "tp": 2}, "ep", ("ep",)),
-    "ep and sp": Where({"ep": 2, "sp": 2}, ("sp", "ep"), ("ep", "sp")),
-}
-
-
-def check_routes(where, scheme, tokens=16, top_k=3, E=8, names=None, **options):
-    rng = np.random.default_rng(2)
-    ranks = 1 if where.axis is None else int(np.prod([where.mesh.shape[a] for a in np.atleast_1d(where.axis)]))
-    for name, experts in routes(tokens, top_k, E).items():
-        if names is None or name in names:
-            stats = check(where, Layer.random(rng, tokens, top_k, E, experts=experts), scheme=scheme, **options)
-            if name == "none":
-                assert stats.extra_passes == 0 and stats.high_water == 0
-            if name == "one expert" and ranks > 1:
-                assert stats.extra_passes > 0 and stats.high_water > 1
 
 
 @pytest.mark.parametrize(
@@ -210,6 +75,48 @@ def test_more_chunks_than_one_in_any_scheme(scheme):
     place = PLACES["ep and sp" if scheme == "two_level" else "ep"]
     for chunks in (2, 5):
         check_routes(place, scheme, chunks=chunks, buffer=0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", TRAVELLING)
+@pytest.mark.parametrize("how", ["scan", "checkpoint", "vmap", "axes of the compiler beside", "nothing tracked"])
+def test_inside_of_other_transformations(how, scheme):
+    """Two batches, of which the second goes to one expert; a loop of one is inside a loop, a map or both of the others."""
+    batches = [
+        Layer.random(np.random.default_rng(3), 16, 3, 8, experts=e) for e in (None, np.full((16, 3), 5, np.int32))
+    ]
+    x, experts, weights = (np.stack([getattr(b, n) for b in batches]) for n in ("x", "experts", "weights"))
+    params = {n: getattr(batches[1], n) for n in ("gate", "up", "down")}
+    batches[0] = batches[0]._replace(**params)
+    d_out = np.cos(np.arange(x.size)).reshape(x.shape).astype(np.float32)
+
+    def one(x, experts, weights, params):
+        return exchange(x, experts, weights, params, einsum_experts, axis="ep", num_experts=8, scheme=scheme)[0]
+
+    one = jax.checkpoint(one) if how == "checkpoint" else one
+
+    def both(*batches, params):
+        if how == "vmap":
+            return jax.vmap(functools.partial(one, params=params))(*batches)
+        return jax.lax.map(lambda batch: one(*batch, params), batches)
+
+    function = jax.shard_map(
+        lambda x, experts, weights, params: both(x, experts, weights, params=params),
+        mesh=make_mesh(dp=2, ep=4),
+        in_specs=(*(P(None, "ep"),) * 3, P("ep")),
+        out_specs=P(None, "ep"),
+        check_vma=how != "nothing tracked",
+        **({"axis_names": {"ep"}} if how == "axes of the compiler beside" else {}),
+    )
+    out, pull = jax.jit(lambda x, w, p: jax.vjp(lambda x, w, p: function(x, experts, w, p), x, w, p))(
+        x, weights, params
+    )
+    d_x, d_weights, d_params = jax.jit(pull)(d_out)
+    want = [expert_loop.run(b, d)[:2] for b, d in zip(batches, d_out, strict=True)]
+    true = {n: np.stack([d[n] for _, d in want]) for n in ("x", "weights")}
+    true |= {"out": np.stack([o for o, _ in want])} | {n: want[0][1][n] + want[1][1][n] for n in params}
+    for name, got in {"out": out, "x": d_x, "weights": d_weights, **d_params}.items():
+        np.testing.assert_allclose(got, true[name], atol=1e-5 * np.abs(true[name]).max(), rtol=0, err_msg=name)
 
 
 @pytest.mark.slow
@@ -265,61 +172,7 @@ def test_ranks_of_other_tokens_make_as_many_passes():
     assert stats.extra_passes > 0
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------------
-
-
-def shapes(M, k, E, D, F):
-    f = jnp.float32
-    params = {n: jax.ShapeDtypeStruct((E, *s), f) for n, s in (("gate", (D, F)), ("up", (D, F)), ("down", (F, D)))}
-    return (
-        jax.ShapeDtypeStruct((M, D), f), jax.ShapeDtypeStruct((M, k), jnp.int32), jax.ShapeDtypeStruct((M, k), f), params
-    )  # fmt: skip
-
-
-def rows_only(params, rows, sizes):
-    """Experts that need no memory: what is measured is the exchange."""
-    return rows * params["gate"][0, 0, 0]
-
-
-@pytest.mark.parametrize("scheme", ["all_to_all", pytest.param("ragged_all_to_all", marks=pytest.mark.slow)])
-def test_memory_is_that_of_the_buffer(scheme):
-    """Sizes do not depend on the router, so a program's memory is that of the worst imbalance: then a rank has all rows."""
-    M, k, D, n = 256, 4, 128, 8
-    where = Where({"ep": n}, "ep", ("ep",))
-
-    def used(buffer):
-        run = compiled(Key(*where), n, (("apply", rows_only), ("buffer", buffer), ("scheme", scheme)))
-        args = shapes(M * n, k, n, D, 1)
-        analysis = run.lower(*args, jax.ShapeDtypeStruct((M * n, D), jnp.float32)).compile().memory_analysis()
-        return analysis.temp_size_in_bytes
-
-    # Forward and backward, beside a buffer that takes the worst imbalance in one pass: a rank then has all rows of all ranks.
-    assert used(1.25) < used(n) / 4 or scheme != "all_to_all"
-    assert used(0.25) < used(1.25) / 2 or scheme != "all_to_all"
-
-
-def inside(jaxpr, name):
-    """Returns the jaxpr, of those in this one, that has an equation of that name itself."""
-    if any(e.primitive.name == name for e in jaxpr.eqns):
-        return jaxpr
-    subs = (s for e in jaxpr.eqns for s in jax.extend.core.jaxprs_in_params(e.params))
-    return next((found for s in subs if (found := inside(getattr(s, "jaxpr", s), name)) is not None), None)
-
-
-def test_a_chunk_waits_for_no_products_of_another():
-    """In a pass of three chunks rows go out before any product, and come back after those of their own chunk alone."""
-    layer = shapes(16, 2, 8, 4, 4)
-    function = on_mesh(EP4, 8, scheme="all_to_all", chunks=3)
-    jaxpr = inside(jax.make_jaxpr(function)(*layer).jaxpr, "all_to_all")
-    needs, found, products = {}, [], 0
-    for i, e in enumerate(jaxpr.eqns):
-        before = frozenset().union(*(needs.get(id(v), frozenset()) for v in e.invars))
-        if e.primitive.name == "all_to_all":
-            found.append(len(before))
-        own = {i} if "dot_general" in str(e) and e.primitive.name != "while" else set()
-        products += len(own)
-        needs |= {id(v): before | own for v in e.outvars}
-    assert sorted(found) == [0, 0, 0, *[products // 3] * 3] and products >= 9
+# -- what is refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_second_derivatives_are_refused():
@@ -332,26 +185,6 @@ def test_second_derivatives_are_refused():
     with pytest.raises(Unsupported, match="exchange: second derivatives"):
         jax.eval_shape(jax.grad(lambda *a: jnp.sum(jax.grad(loss)(*a))), *layer)
 
-
-@pytest.mark.parametrize("scheme", ["ragged_all_to_all"])
-def test_it_compiles_for_a_tpu(scheme):
-    mesh = jax.sharding.Mesh(np.asarray(tpu_topology("v5e:2x4").devices), ("ep",))
-    lies = jax.sharding.NamedSharding(mesh, P("ep"))
-    layer = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=lies), shapes(1024, 2, 8, 128, 128))
-
-    def body(x, experts, weights, params):
-        def loss(x, weights, params):
-            out, _ = exchange(x, experts, weights, params, einsum_experts, axis="ep", num_experts=8, scheme=scheme)
-            return jnp.sum(out**2)
-
-        return jax.grad(loss, (0, 1, 2))(x, weights, params)
-
-    function = map_shards(body, mesh, (P("ep"),) * 4, (P("ep"),) * 3)
-    text = compile_tpu(function, *layer, topology="v5e:2x4").as_text()
-    assert scheme.replace("_", "-") in text
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------------
 
 ILLEGAL = {
     "num_experts": [{"num_experts": 6}, {"num_experts": 0}, {"num_experts": True}, {"num_experts": 4.0}],
@@ -381,34 +214,3 @@ def test_illegal_calls_name_the_argument(name):
         with pytest.raises(ValueError) as error:
             jax.eval_shape(function, *shapes(16, 2, 8, 4, 4))
         assert f"exchange: argument {name!r}" in str(error.value) or f'exchange: argument "{name}"' in str(error.value)
-
-
-# -- auto --------------------------------------------------------------------------------------------------------------------
-
-CALL = {"tokens": 8192, "top_k": 8, "width": 2048, "itemsize": 2}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "kind", "options", "scheme"),
-    [
-        ((1,), "NVIDIA H200", {}, "local"),
-        ((4,), "NVIDIA H200", {}, "all_gather"),
-        ((64,), "NVIDIA H200", {"hosts": 1}, "all_to_all"),
-        ((8, 8), "NVIDIA H200", {"hosts": 8, "tokens": 64}, "two_level"),
-        ((16,), "TPU v5 lite", {"top_k": 1}, "ragged_all_to_all"),
-        ((64,), "TPU v5p", {}, "ragged_all_to_all"),
-        ((16,), "something else", {}, "all_to_all"),
-    ],
-)
-def test_auto_takes_the_least_time(sizes, kind, options, scheme):
-    choice = choose(axis_sizes=sizes, device_kind=kind, **CALL | options)
-    assert choice.scheme == scheme == min(choice.seconds, key=choice.seconds.get), choice
-    assert choice.reason.startswith(scheme) and "\n" not in choice.reason
-
-
-def test_auto_can_be_pinned():
-    choice = choose(axis_sizes=(4,), device_kind="NVIDIA H200", pinned="ragged_all_to_all", **CALL)
-    assert choice.scheme == "ragged_all_to_all" and "pinned" in choice.reason and "all_gather" in choice.reason
-    with pytest.raises(ValueError, match="pinned"):
-        choose(axis_sizes=(4,), device_kind="NVIDIA H200", pinned="two_level", **CALL)
-    assert all(links.source for links in LINKS.values())

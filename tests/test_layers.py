@@ -265,14 +265,27 @@ def test_an_array_is_a_list_in_the_rows_and_a_tag_an_element_in_the_events(tmp_p
     from ejdist.training import metrics
 
     told = []
-    monkeypatch.setattr(metrics.Events, "add", lambda self, step, values: told.append((step, values)))
+    monkeypatch.setattr(metrics.Events, "add", lambda self, *more: told.append(more))
     writer = MetricsWriter(tmp_path, 0, 1)
     row = {"loss": jnp.float32(2), "tokens": jnp.float32(8), "load": jnp.array([1.0, jnp.nan]), "count": jnp.int32(3)}
+    row["table"] = jnp.array([[1, 2], [3, 5]])
     writer.put(1, row, {"flops_causal": 1.0})
     writer.close()
-    [(step, events)], [written] = told, read_rows(tmp_path / "metrics.jsonl")
+    [(step, events, tables)], [written] = told, read_rows(tmp_path / "metrics.jsonl")
     assert written["load"] == [1.0, None] and written["count"] == 3 and step == 1
     assert events["load/0"] == 1.0 and np.isnan(events["load/1"]) and "load" not in events and events["loss"] == 2.0
+    assert tables == {"table": [[1, 2], [3, 5]]} and written["table"] == [[1, 2], [3, 5]] and "table/0" not in events
+
+
+def test_tables_are_in_some_rows_and_histograms_in_the_events(tmp_path):
+    writer = MetricsWriter(tmp_path, 0, 5, tables_every=2)
+    for step in range(1, 6):
+        table = jnp.array([[1.0, jnp.nan, 3.0], [jnp.nan] * 3])
+        writer.put(step, {"loss": jnp.float32(step), "tokens": jnp.float32(8), "of": table}, {"flops_causal": 1.0})
+    writer.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "of" in row] == [1, 2, 4, 5]
+    [file] = (tmp_path / "tensorboard").iterdir()
+    assert b"of/0" in file.read_bytes() and b"of/1" not in file.read_bytes()  # no finite value, no histogram
 
 
 # -- what a part must not do ---------------------------------------------------------------------------------------------
@@ -339,5 +352,5 @@ def test_buffers_that_were_not_given():
 
 
 def test_a_pattern_names_its_kinds():
-    with pytest.raises(ValueError, match="must be made of full, window, probed and probe"):
+    with pytest.raises(ValueError, match="must be made of full, window, .* probed and probe"):
         dataclasses.replace(MIXED, layer_pattern=("moe",)).validate()

@@ -1,8 +1,8 @@
 """Dispatch and combine: every token visits the experts that it chose, on whatever rank they are, and comes back as their sum.
 
 Exact: what does not fit the buffer goes in further passes of the same loop, as many as the fullest place of the mesh needs.
-The gradient runs the same passes. Of the first it keeps what it needs, unless it is told to send and multiply again; of further
-ones nothing. So memory is bounded by the buffer in both directions. Derivation and traffic: dispatch.md beside this file.
+The gradient runs the same passes. What it needs of the first is kept; further ones are sent and multiplied again. So memory is
+bounded by the buffer in both directions. Derivation and traffic: dispatch.md beside this file.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def exchange(
     buffer: float = 1.25,
     chunks: int = 1,
     capacity: float | None = None,
-    recompute: bool = False,
 ) -> tuple[jax.Array, Stats]:
     """Returns (out, stats): out[m] = sum over j of weights[m, j] * expert experts[m, j] of x[m], [M, D'] in x's dtype.
 
     Runs inside a `shard_map` over the axis, on a rank's own arrays. Expert e is on rank e // (num_experts / ranks). It has
-    gradients of x, weights and the floats of params, once differentiated.
+    gradients of x, weights and the floats of params, once differentiated. What they need that is of the size of the buffer,
+    the rows that arrived and what `apply` keeps, is kept; under `jax.checkpoint` it is made again, without the way back.
 
     Args:
       x: [M, D], the tokens of this rank.
@@ -79,14 +79,12 @@ def exchange(
       chunks: parts of a pass that do not wait for each other, so that one travels while another is multiplied.
       capacity: where given, an expert takes at most ceil(capacity * k * tokens of all ranks / num_experts) tokens: those of the
         first ranks, and there the first ones. The others are dropped, and counted. Default: nothing is dropped.
-      recompute: a gradient sends and multiplies the first pass again too, and nothing of the size of the buffer is kept for it.
-        Under `jax.checkpoint` around the call that happens anyway: leave it out there.
 
     Raises:
       ValueError: naming the argument. Unsupported: a second derivative.
     """
     axis, ranks = _axis(axis)
-    _check(x, experts, weights, params, num_experts, ranks, buffer, chunks, capacity, recompute)
+    _check(x, experts, weights, params, num_experts, ranks, buffer, chunks, capacity)
     top_k = experts.shape[1]
     if scheme == "auto":
         scheme = choose(
@@ -97,7 +95,7 @@ def exchange(
     # An array that is alike on some ranks has cotangents that are not: where this cast is transposed they are added up.
     x, experts, weights = vary_alike((x, experts, weights), lax.axis_index(axis) if axis else 0)
     axis = axis if ranks > 1 else ()  # a collective of one rank is none
-    job = Job(apply, axis, fitting, num_experts, float(buffer), int(chunks), recompute)
+    job = Job(apply, axis, fitting, num_experts, float(buffer), int(chunks))
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
     counts, dropped = count(experts, num_experts), vary_alike(jnp.int32(0), experts)
@@ -158,7 +156,7 @@ def _once(function: Callable) -> Callable:
 
 @_once
 def _forward(job: Job, passes: Any, plan: Any, x: Any, weights: Any, params: Any) -> tuple[jax.Array, Any]:
-    out, kept = job.scheme.forward(job, passes, plan, x, weights, params, keep=not job.recompute)
+    out, kept = job.scheme.forward(job, passes, plan, x, weights, params, keep=True)
     return out.astype(x.dtype), kept
 
 
@@ -255,7 +253,6 @@ def _check(
     buffer: Any,
     chunks: Any,
     capacity: Any,
-    recompute: Any,
 ) -> None:
     def refuse(name: str, must: str, got: Any) -> None:
         raise ValueError(f"exchange: argument {name!r} must be {must}, got {got}")
@@ -285,5 +282,3 @@ def _check(
                 where, f"of {num_experts // ranks} experts, its first dim: {num_experts} over {ranks} ranks", kind(leaf)
             )
     check_buffer(buffer, chunks, capacity, experts.shape[1])
-    if not isinstance(recompute, (bool, np.bool_)):
-        refuse("recompute", "True or False", repr(recompute))

@@ -14,7 +14,7 @@ from ejdist.experts.metrics import Stats
 from ejdist.experts.placed import Travel, place_of, through_experts
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
-from ejdist.layout import current_layout
+from ejdist.layout import Specs, current_layout
 from ejdist.sharded import sharded
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.options import checked
@@ -145,7 +145,7 @@ def moe(
     chunks: int = 1,
     capacity: float | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
-    in_specs: jax.sharding.PartitionSpec | tuple | None = None,
+    in_specs: Specs | None = None,
     stored_weights: bool = False,
     told: Callable | None = None,
     platform: str | None = None,

@@ -73,7 +73,8 @@ class Place:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, router, arrays))
             found = jax.eval_shape(on_mesh, *shapes)
             lies = type(found)(rows, rows, jax.tree.map(lambda _: whole, found.stats))
-            return jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=lies)(x, router, arrays)
+            mapped: Any = jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=lies)
+            return mapped(x, router, arrays)
 
         return routed
 
@@ -246,11 +247,11 @@ def _kind_of(mesh: Any) -> str | None:
 
 def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
     B, T, _ = x.shape
-    flat = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
+    x, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
     if not axis and how.capacity is None:
-        out, traffic = local(*flat, params, apply, num_experts=num_experts)
+        out, traffic = local(x, experts, weights, params, apply, num_experts=num_experts)
         return out.reshape(B, T, out.shape[1]), traffic
-    out, s = exchange(*flat, params, apply, axis=axis or None, num_experts=num_experts, **how.options())
+    out, s = exchange(x, experts, weights, params, apply, axis=axis or None, num_experts=num_experts, **how.options())
     return out.reshape(B, T, out.shape[1]), Traffic(s.extra_passes, s.high_water, s.dropped)
 
 
@@ -283,6 +284,6 @@ def _compiled(p: _Program) -> Callable:
         out = jax.lax.psum(out, axes["F"]) if axes["F"] else out
         return out, traffic._replace(dropped=jax.lax.psum(traffic.dropped, split) if split else traffic.dropped)
 
-    whole = spec((), {})
-    mapped = map_shards(body, mesh, (rows, rows, rows, specs), (rows, Traffic(whole, whole, whole)))
+    whole = jax.tree.map(lambda _: spec((), {}), Traffic())
+    mapped = map_shards(body, mesh, (rows, rows, rows, specs), (rows, whole))
     return jax.jit(mapped)

@@ -30,7 +30,6 @@ class Job:
       axis: mesh axes that the experts are split over, the major one first; () for one device.
       buffer: rows that a pass can take, as a multiple of those that each rank has where all experts have as many.
       chunks: parts of a pass; none waits for another, so that one travels while another is multiplied.
-      recompute: whether a backward sends and multiplies again, or what it needs of the first pass is kept.
       single: whether a pass has room for whatever comes, so that there is no other.
     """
 
@@ -40,7 +39,6 @@ class Job:
     num_experts: int
     buffer: float
     chunks: int
-    recompute: bool = False
     single: bool = False
 
     @property
@@ -153,9 +151,8 @@ def within(sizes: jax.Array, low: Any, high: Any) -> jax.Array:
 
 
 def block_of(starts: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the last block that begins at or before each place. Steps of a search without a loop are one kernel."""
-    found = jnp.searchsorted(starts, at, side="right", method="scan_unrolled")
-    return jnp.maximum(found - 1, 0)
+    """Returns the last block that begins at or before each place, or the first. One kernel, where a search has a loop."""
+    return jnp.maximum(jnp.sum(starts <= at[:, None], axis=1, dtype=jnp.int32) - 1, 0)
 
 
 class ByExpert(NamedTuple):

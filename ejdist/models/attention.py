@@ -13,6 +13,10 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, einsum, residual_std
 
 
+def _scaled(c: DecoderShape) -> dict[str, float]:
+    return {} if c.attention_scale is None else {"softmax_scale": c.attention_scale}
+
+
 @dataclass(frozen=True)
 class Attention(Part):
     """RMSNorm, q, k, v with RoPE, causal attention inside documents, output projection."""
@@ -66,8 +70,8 @@ class Attention(Part):
             v,
             causal=True,
             sliding_window=self.window(c),
-            softmax_scale=c.attention_scale,
             logits_soft_cap=c.attention_soft_cap,
+            **_scaled(c),
             **({"softmax_aux": p["sinks"]} if c.attention_sinks else {}),
             q_segment_ids=batch["segment_ids"],
             kv_segment_ids=batch["segment_ids"],
@@ -139,8 +143,8 @@ class LatentAttention(Part):
             k,
             v,
             causal=True,
-            softmax_scale=c.attention_scale,
             logits_soft_cap=c.attention_soft_cap,
+            **_scaled(c),
             q_segment_ids=batch["segment_ids"],
             kv_segment_ids=batch["segment_ids"],
         )

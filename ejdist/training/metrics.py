@@ -112,11 +112,11 @@ class Events:
     def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
         """Adds numbers, and for each row of each table a histogram of its values."""
         made = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
-        for name, rows in (tables or {}).items():
-            made += [self._summary.Value(tag=f"{name}/{i}", histo=self._histogram(np.asarray(row, float), 30))
-                     for i, row in enumerate(rows)]  # fmt: skip
-        made = self._summary(value=made)
-        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=made))
+        found = {f"{n}/{i}": np.asarray(row, float) for n, rows in (tables or {}).items() for i, row in enumerate(rows)}
+        finite = {name: row[np.isfinite(row)] for name, row in found.items()}
+        made += [self._summary.Value(tag=n, histo=self._histogram(row, 30)) for n, row in finite.items() if row.size]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=made))
+        self._writer.write_event(event)
         if time.monotonic() - self._flushed >= self._every:
             self._flushed = time.monotonic()
             self._writer.flush()

@@ -7,15 +7,16 @@ SCHEMES = "ejdist/experts/schemes.py"
 DISPATCH = "ejdist/experts/dispatch.py"
 CHOICE = "ejdist/experts/choice.py"
 TESTS = "tests/test_experts_dispatch.py"
+COSTS = "tests/test_experts_costs.py"
 EP = f"{TESTS} -k 'any_route and ep-all_to_all'"
 TP = f"{TESTS} -k 'any_route and tp'"
 
 FAULTS = (
     Fault("overflowing rows are lost", ROWS, "state[0] < passes", "state[0] < 1", EP),
     Fault("a pass repeats the one before", ROWS, "p * job.chunks + i", "(p - p % 2) * job.chunks + i", EP),
-    Fault("rows come back in the order of the experts", ROWS, "y[by.inverse]", "y[by.perm]", EP),
+    Fault("rows come back in the order of the experts", ROWS, "x[window.by.place]", "x[window.by.source]", EP),
     Fault("combine without weights", ROWS, "w.slot, weights)", "w.slot)", EP),
-    Fault("gradient of a weight misses the rows", ROWS, "wide(y) * wide(d)", "wide(y) * wide(y)", EP),
+    Fault("gradient of a weight misses the rows", ROWS, "wide(made.y) * wide(d)", "wide(made.y) ** 2", EP),
     Fault("gradient of rows without weights", ROWS, "wide(d) * weight[:, None]", "wide(d)", EP),
     Fault("places without a pair send a token", ROWS, "jnp.where((pair >= 0).", "jnp.where((pair >= -1).", EP),
     Fault("a pair of another pass is combined", ROWS, "(slot[:, j] >= 0)[:, None]", "(slot[:, j] >= -1)[:, None]", EP),
@@ -26,7 +27,7 @@ FAULTS = (
         "plan.order[there]",
         EP,
     ),
-    Fault("sizes of another rank's experts", SCHEMES, "sizes[:, job.rank], axis=1", "sizes[:, 0], axis=1", EP),
+    Fault("sizes of another rank's experts", SCHEMES, "within(sizes[:, job.rank]", "within(sizes[:, 0]", EP),
     Fault(
         "two levels in the wrong order",
         SCHEMES,
@@ -44,8 +45,8 @@ FAULTS = (
     Fault(
         "experts of gathered tokens are those of rank 0",
         SCHEMES,
-        "part = self._gather(job, part) - job.rank * job.own",
-        "part = self._gather(job, part)",
+        "plan.order.size, job.rank * job.own",
+        "plan.order.size, 0 * job.rank * job.own",
         f"{TESTS} -k 'any_route and all_gather'",
     ),
     Fault(
@@ -67,8 +68,17 @@ FAULTS = (
     Fault("padding has the last expert", DISPATCH, "experts < num_experts), experts, num_experts)",
           "experts < num_experts), experts, num_experts - 1)", EP),
     Fault("gradients of tokens are a part on each device", DISPATCH, "lax.psum(d, parts) if parts else d", "d", TP),
+    Fault("gathered pairs are those of the first rank", SCHEMES, "order[source] + source // pairs * pairs", "order[source]",
+          f"{TESTS} -k 'any_route and all_gather'"),
+    Fault("a chunk has what another one kept", ROWS, "i), made) for i", "i), mades[0]) for i", EP),
+    Fault("all pullbacks have the first parameter", ROWS, "tuple((i, known[id(leaf)])", "tuple((i, 0)", EP),
+    Fault("rows of an empty expert's place", ROWS, "jnp.sum(starts <= at", "jnp.sum(starts < at", EP),
+    Fault("one pass is thought to be enough", DISPATCH, "all(size >= may", "all(size > 0", EP),
+    Fault("one rank sends to itself", DISPATCH, "axis = axis if ranks > 1 else ()", "axis = axis", f"{COSTS} -k collective"),
+    Fault("ranks of other tokens make fewer passes", DISPATCH, "lax.pmax(rows, tuple(sorted(axes, key=str)))",
+          'lax.pmax(lax.pmin(rows, tuple(sorted(axes - {"sp"}))), "sp")', f"{TESTS} -k other_tokens"),
     Fault("no slack is no balance", SCHEMES, "pairs / job.ranks, pairs)", "pairs / job.ranks - 1, pairs)",
           f"{TESTS} -k balanced"),
     Fault("auto takes the slowest", CHOICE, "key=lambda name: seconds[name])", "key=lambda name: -seconds[name])",
-          f"{TESTS} -k auto"),
+          "tests/test_experts_choice.py"),
 )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Which scheme of expert parallelism `auto` takes, and why."""
+
+import pytest
+
+from ejdist.experts.choice import LINKS, choose
+
+CALL = {"tokens": 8192, "top_k": 8, "width": 2048, "itemsize": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "options", "scheme"),
+    [
+        ((1,), "NVIDIA H200", {}, "local"),
+        ((4,), "NVIDIA H200", {}, "all_gather"),
+        ((64,), "NVIDIA H200", {"hosts": 1}, "all_to_all"),
+        ((8, 8), "NVIDIA H200", {"hosts": 8, "tokens": 64}, "two_level"),
+        ((16,), "TPU v5 lite", {"top_k": 1}, "ragged_all_to_all"),
+        ((64,), "TPU v5p", {}, "ragged_all_to_all"),
+        ((16,), "something else", {}, "all_to_all"),
+    ],
+)
+def test_auto_takes_the_least_time(sizes, kind, options, scheme):
+    choice = choose(axis_sizes=sizes, device_kind=kind, **CALL | options)
+    assert choice.scheme == scheme == min(choice.seconds, key=lambda name: choice.seconds[name]), choice
+    assert choice.reason.startswith(scheme) and "\n" not in choice.reason
+
+
+def test_auto_can_be_pinned():
+    choice = choose(axis_sizes=(4,), device_kind="NVIDIA H200", pinned="ragged_all_to_all", **CALL)
+    assert choice.scheme == "ragged_all_to_all" and "pinned" in choice.reason and "all_gather" in choice.reason
+    with pytest.raises(ValueError, match="pinned"):
+        choose(axis_sizes=(4,), device_kind="NVIDIA H200", pinned="two_level", **CALL)
+    assert all(links.source for links in LINKS.values())
