@@ -80,7 +80,7 @@ def collectives(function, layer):
         return jnp.sum(function(x, experts, weights, params)[0] ** 2)
 
     text = jax.jit(jax.value_and_grad(loss, (0, 2, 3))).lower(*layer).compile().as_text()
-    return re.findall(r" (all-\w+(?:-\w+)?|reduce-scatter|collective-permute|while)\(", text)
+    return re.findall(r" (all-\w+(?:-\w+)?|reduce-scatter|collective-permute|while|conditional)\(", text)
 
 
 def test_one_rank_has_no_collective_and_no_loop():

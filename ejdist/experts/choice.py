@@ -1,12 +1,14 @@
 """Which scheme of expert parallelism: `auto` compares the bytes that each would send, over what the links of the device give.
 
-An exchange sends rows twice forward and three times backward (tokens and cotangents there, gradients back). With n ranks, k
-choices a token, M tokens of D features a rank, and r rows in the buffer (r = buffer M k):
+An exchange sends rows there and back, forward (tokens, sums) and backward (cotangents, gradients). With n ranks, k choices a
+token, M tokens of D features a rank, and r rows in the buffer (r = buffer M k):
 
-    all_to_all          5 r D (n - 1) / n          the buffer travels, full or not
-    ragged_all_to_all   5 M k D (n - 1) / n        rows that exist
-    all_gather          5 M D (n - 1)              a token once for each rank, whatever its choices: 3 gathers, 2 scatters
+    all_to_all          4 r D (n - 1) / n          the buffer travels, full or not
+    ragged_all_to_all   4 M k D (n - 1) / n        rows that exist
+    all_gather          4 M D (n - 1)              a token once for each rank, whatever its choices: 2 gathers, 2 scatters
     two_level           as all_to_all, within a host and then between hosts, in fewer and larger messages
+
+Under `jax.checkpoint` tokens go there a second time, in every scheme. Passes over a device's own memory are not counted.
 
 What is gathered is as large as all ranks' tokens, so `all_gather` is no choice where that is much more than the buffer.
 """
@@ -140,12 +142,12 @@ def _seconds(
 
     pairs = tokens * top_k
     found = {
-        "all_to_all": 5 * between(buffer * pairs, "all_to_all", ranks - 1),
-        "ragged_all_to_all": 5 * between(pairs, "ragged_all_to_all", ranks - 1),
-        "all_gather": 3 * gathered("all_gather") + 2 * gathered("reduce_scatter"),
+        "all_to_all": 4 * between(buffer * pairs, "all_to_all", ranks - 1),
+        "ragged_all_to_all": 4 * between(pairs, "ragged_all_to_all", ranks - 1),
+        "all_gather": 2 * gathered("all_gather") + 2 * gathered("reduce_scatter"),
     }
     if levels and hosts > 1:
         within = buffer * pairs * row * (inner - 1) / inner / links.rate("all_to_all", inner)
         far = buffer * pairs * row * (hosts - 1) / hosts / (links.network or links.rate("all_to_all", hosts))
-        found["two_level"] = 5 * (within + far + (inner + hosts - 2) * links.latency)
+        found["two_level"] = 4 * (within + far + (inner + hosts - 2) * links.latency)
     return found

@@ -156,8 +156,7 @@ def _once(function: Callable) -> Callable:
 
 @_once
 def _forward(job: Job, passes: Any, plan: Any, x: Any, weights: Any, params: Any) -> tuple[jax.Array, Any]:
-    out, kept = job.scheme.forward(job, passes, plan, x, weights, params, keep=True)
-    return out.astype(x.dtype), kept
+    return job.scheme.forward(job, passes, plan, x, weights, params, keep=True)
 
 
 @_once
@@ -167,7 +166,7 @@ def _backward(job: Job, passes: Any, plan: Any, kept: Any, x: Any, weights: Any,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchanged(job: Job, passes: jax.Array, plan: Any, x: jax.Array, weights: jax.Array, params: Any) -> jax.Array:
-    return job.scheme.forward(job, passes, plan, x, weights, params)[0].astype(x.dtype)
+    return job.scheme.forward(job, passes, plan, x, weights, params)[0]
 
 
 def _exchanged_fwd(job, passes, plan, x, weights, params):

@@ -72,28 +72,35 @@ class Scheme:
     def forward(
         self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
     ) -> tuple[jax.Array, Any]:
-        """Returns the weighted sums [M, D'] of what the experts make of the tokens, in float32 or wider, and, with `keep`,
-        what a backward needs of the first pass."""
+        """Returns the weighted sums [M, D'] of what the experts make of the tokens, in the dtype of x, and, with `keep`, what
+        a backward needs of the first pass."""
         raise NotImplementedError
 
     def backward(
         self, job: Job, passes: jax.Array, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Returns the gradients of x, weights, and the floats of params (None for others), in float32 or wider. `kept` is
-        what the forward kept; None if it did not."""
+        """Returns the gradients of x, weights, and the floats of params (None for others), in their dtypes. `kept` is what
+        the forward kept; None if it did not."""
         raise NotImplementedError
 
 
-def summed(job: Job, passes: jax.Array, first: Any, part: Callable) -> Any:
-    """Returns first + part(1) + ... + part(passes - 1). The first stands outside the loop: most steps need no other."""
-    if job.single:
-        return first
+def summed(job: Job, passes: jax.Array, like: Any, first: Any, part: Callable) -> Any:
+    """Returns first + part(1) + ... + part(passes - 1) in the dtypes of `like`. The first stands outside the loop: most steps
+    need no other, and then nothing of it is in memory in float32."""
+
+    def narrow(total: Any) -> Any:
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), total, like)
 
     def more(state: Any) -> Any:
         i, total = state
         return i + 1, add(total, part(i))
 
-    return lax.while_loop(lambda state: state[0] < passes, more, (jnp.int32(1), first))[1]
+    def loop(first: Any) -> Any:
+        start = jnp.int32(1), jax.tree.map(wide, first)
+        return narrow(lax.while_loop(lambda state: state[0] < passes, more, start)[1])
+
+    first = narrow(first)
+    return first if job.single else lax.cond(passes > 1, loop, lambda first: first, first)
 
 
 def add(a: Any, b: Any) -> Any:
@@ -242,7 +249,7 @@ class Rows(Scheme):
 
         chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
         first = functools.reduce(add, [out for out, _ in chunks])
-        out = summed(job, passes, first, self._over_chunks(job, lambda q: visit(q)[0]))
+        out = summed(job, passes, x, first, self._over_chunks(job, lambda q: visit(q)[0]))
         return out, [made for _, made in chunks] if keep else None
 
     def backward(
@@ -264,7 +271,8 @@ class Rows(Scheme):
 
         mades = [None] * job.chunks if kept is None else kept
         first = functools.reduce(add, [visit(jnp.int32(i), made) for i, made in enumerate(mades)])
-        d_x, d_weights, d_own = summed(job, passes, first, self._over_chunks(job, visit))
+        like = x, weights, own.own
+        d_x, d_weights, d_own = summed(job, passes, like, first, self._over_chunks(job, visit))
         return d_x, d_weights, own.tree_of(d_own)
 
     @staticmethod

@@ -173,9 +173,9 @@ class AllGather(Scheme):
         for part, x_part, w_part in zip(plan, self._chunks(job, x), self._chunks(job, weights), strict=True):
             every, w = self._gather(job, x_part), self._gather(job, w_part)
             sums, made = inner.scheme.forward(inner, passes, part, every, w, params, keep)
-            out.append(self._scatter(job, sums.astype(x.dtype)))
+            out.append(self._scatter(job, sums))
             kept.append(made)
-        return wide(jnp.concatenate(out)), kept if keep else None
+        return jnp.concatenate(out), kept if keep else None
 
     def backward(
         self, job: Job, passes: jax.Array, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
@@ -187,10 +187,10 @@ class AllGather(Scheme):
             made = None if kept is None else kept[i]
             every, w, d = (self._gather(job, a) for a in own)  # what is not used is not gathered
             found = inner.scheme.backward(inner, passes, part, made, every, w, params, d)
-            d_x.append(self._scatter(job, found[0].astype(x.dtype)))
+            d_x.append(self._scatter(job, found[0]))
             d_weights.append(self._scatter(job, found[1]))
-            d_params.append(found[2])
-        return wide(jnp.concatenate(d_x)), jnp.concatenate(d_weights), functools.reduce(add, d_params)
+            d_params.append(jax.tree.map(wide, found[2]))
+        return jnp.concatenate(d_x), jnp.concatenate(d_weights), functools.reduce(add, d_params)
 
     @staticmethod
     def _inner(job: Job) -> Job:
