@@ -71,6 +71,28 @@ def local(
     return jnp.sum(weights[..., None] * rows.astype(weights.dtype), axis=1), Traffic()
 
 
+def mixed(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    params: Any,
+    apply: Callable,
+    *,
+    num_experts: int,
+    dispatch: Callable = local,
+) -> tuple[jax.Array, Traffic]:
+    """Returns (out [B, T, D'], traffic): as `dispatch`, of sequences x [B, T, D], experts and weights [B, T, k].
+
+    What is mapped over a mesh is this: rows of all sequences have no order there of which each device has an equal part.
+    """
+    B, T, _ = x.shape
+    rows, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
+    out, traffic = dispatch(rows, experts, weights, params, apply, num_experts=num_experts)
+    if missing := [name for name in Traffic._fields if not hasattr(traffic, name)]:
+        raise _refuse("dispatch", f"must return (out, traffic), and there is no {missing[0]} in what it returned")
+    return out.reshape(B, T, out.shape[1]), Traffic(*(jnp.asarray(getattr(traffic, name)) for name in Traffic._fields))
+
+
 def _refuse(argument: str, what: str) -> ValueError:
     return ValueError(f"moe: argument {argument!r} {what}")
 
@@ -244,14 +266,8 @@ def moe(
     # What lies in padding reaches no sum and no gradient, of shared experts neither.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
     given = {name: p for name, p in params.items() if p is not None}
-    B, T, D = x.shape
-    rows, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
     apply = _expert(activation, alpha, limit, platform)
-    out, traffic = dispatch(rows, experts, weights, given, apply, num_experts=router.shape[1])
-    if missing := [name for name in Traffic._fields if not hasattr(traffic, name)]:
-        raise _refuse("dispatch", f"must return (out, traffic), and there is no {missing[0]} in what it returned")
-    stats = stats._replace(**{name: jnp.asarray(getattr(traffic, name)) for name in Traffic._fields})
-    out = out.reshape(B, T, D)
+    out, traffic = mixed(x, experts, weights, given, apply, num_experts=router.shape[1], dispatch=dispatch)
     if shares:
         always = kernels.gated_mlp(x, *shared.values(), activation=activation, platform=platform)
         if shared_expert_gate is not None:
@@ -259,7 +275,7 @@ def moe(
             logit = jnp.einsum("btd,dn->btn", x.astype(wide), shared_expert_gate.astype(wide), precision="highest")
             always = jax.nn.sigmoid(logit) * always
         out = out + always.astype(out.dtype)
-    return out.astype(x.dtype), stats
+    return out.astype(x.dtype), stats._replace(**traffic._asdict())
 
 
 MoE = module_class("MoE", moe)

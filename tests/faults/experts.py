@@ -122,8 +122,8 @@ FAULTS = (
     Fault(
         "experts: what a dispatch drops is not told",
         LAYER,
-        "jnp.asarray(getattr(traffic, name))",
-        "jnp.asarray(getattr(Traffic(), name))",
+        "stats._replace(**traffic._asdict())",
+        "stats",
         f"{TESTS} -k another",
     ),
     Fault(
