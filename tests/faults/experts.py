@@ -166,6 +166,6 @@ FAULTS = (
         LAYER,
         "not (apart and E and router.shape[1] % E == 0)",
         "not apart",
-        f"{TESTS} -k illegal",
+        "tests/test_experts_calls.py -k illegal",
     ),
 )
