@@ -356,7 +356,8 @@ def test_far_logits_have_finite_weights_and_gradients():
         weights = route(x, router, top_k=2, score=score, normalize=False).weights
         return weights, jax.value_and_grad(total, (0, 1))(x, router, score)
 
-    for score, (weights, found) in jax.jit(lambda *a: {score: both(*a, score) for score in SCORES})(x, router).items():
+    every = jax.jit(lambda *a: {score: both(*a, score) for score in SCORES})
+    for score, (weights, found) in every(x, router).items():
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found)), score
         wanted = loop.route(np.float64(x), np.float64(router), top_k=2, score=score, normalize=False)[1]
         np.testing.assert_allclose(weights, wanted, rtol=1e-4, atol=1e-36, err_msg=score)
