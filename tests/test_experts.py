@@ -93,7 +93,7 @@ def test_the_layer_is_the_loop(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_entry_of_the_gradients(name):
-    """One by one, in float64, which is what the layer computes in where it is given it."""
+    """One by one, against finite differences of the loop in float64."""
     others, options, bias = LAYERS[name]
     options = options | extras(options, bias)
     weights = np.random.default_rng(2).standard_normal((B, T, D))

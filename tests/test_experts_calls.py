@@ -50,19 +50,19 @@ def test_vmap(weights):
 
 @pytest.mark.slow
 def test_second_derivatives():
-    """Of every array, in one direction, against differences of the gradient in float64."""
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        arrays = {n: a.astype(np.float64) for n, a in ARRAYS.items()}
-        direction = {n: rng.standard_normal(a.shape) for n, a in arrays.items()}
+    """Of every array, in one direction, against differences of the gradient; those are good to a thousandth in float32."""
+    rng, step = np.random.default_rng(0), 2e-4
+    direction = {n: rng.standard_normal(a.shape).astype(np.float32) for n, a in ARRAYS.items()}
+    gradient = jax.jit(lambda arrays: run(arrays)[1])
 
-        def slope(arrays):
-            gradients = run(arrays, platform="xla")[1]
-            return sum(jnp.vdot(gradients[n], direction[n]) for n in arrays)
+    def slope(arrays):
+        return sum(jnp.vdot(d, direction[n]) for n, d in gradient(arrays).items())
 
-        got, gradient = jax.jit(jax.grad(slope))(arrays), jax.jit(lambda a: run(a, platform="xla")[1])
-        ends = [gradient({n: arrays[n] + s * direction[n] for n in arrays}) for s in (1e-6, -1e-6)]
-        close(got, jax.tree.map(lambda a, b: (a - b) / 2e-6, *ends), 1e-4)
+    got = jax.jit(jax.grad(slope))(ARRAYS)
+    ends = [gradient({n: a + s * direction[n] for n, a in ARRAYS.items()}) for s in (step, -step)]
+    for n, (up, down) in {n: (ends[0][n], ends[1][n]) for n in ARRAYS}.items():
+        wanted = (up - down) / (2 * step)
+        assert np.linalg.norm(got[n] - wanted) < 2e-3 * np.linalg.norm(wanted), n
 
 
 @pytest.mark.slow
