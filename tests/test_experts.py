@@ -239,34 +239,10 @@ def test_remat_keeps_the_choice():
 
     policy = jax.checkpoint_policies.save_only_these_names("route.experts")
     chosen = [
-        str(jax.make_jaxpr(jax.grad(function))(*(inputs()[n] for n in ("x", "router")))).count("= top_k[")
+        str(jax.make_jaxpr(jax.grad(function))(*(inputs()[n] for n in ("x", "router")))).count("= argmax[")
         for function in (total, jax.checkpoint(total, policy=policy), jax.checkpoint(total))
     ]
-    assert chosen == [3, 3, 6]
-
-
-def test_rows_and_sequence_split_over_devices():
-    """Arrays are global under jit: the same numbers, each token and each loss counted once."""
-    mesh = ejdist.make_mesh(fsdp=2, sp=2, devices=jax.devices()[:4])
-    arrays = chosen(inputs())
-    ids = np.where(np.arange(6) < 4, [[0], [1]], -1)
-    arrays["x"] = arrays["x"][:, :6]
-    static = {"top_k": 2, "balance": "sequence"}
-
-    @jax.jit
-    def both(arrays, ids):
-        def total(arrays):
-            out, stats = moe(**arrays, segment_ids=ids, **static)
-            return out.sum() + 0.3 * stats.balance_loss + 0.2 * stats.z_loss, stats
-
-        return jax.value_and_grad(total, has_aux=True)(arrays)
-
-    wanted = both(arrays, ids)
-    where = ejdist.layout.sharding(mesh, ("B", "T"), ejdist.layout.ACTIVATIONS)
-    spread = {**jax.device_put(arrays, ejdist.layout.sharding(mesh, (), ejdist.layout.ACTIVATIONS))}
-    spread["x"] = jax.device_put(arrays["x"], where)
-    got = both(spread, jax.device_put(ids, where))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
+    assert chosen == [6, 6, 12]  # of each two experts, groups, and experts of a group
 
 
 def test_what_takes_tokens_to_experts_can_be_another():
@@ -393,6 +369,7 @@ def test_empty_batches_and_batches_of_padding():
 
 def test_every_expert_is_chosen():
     for experts in (1, 3):
-        arrays = chosen(inputs(experts=experts))
-        stats = jax.jit(functools.partial(route, top_k=experts))(arrays["x"], arrays["router"]).stats
+        arrays = inputs(experts=experts)
+        found, _, stats = jax.jit(functools.partial(route, top_k=experts))(arrays["x"] * 0, arrays["router"])
+        assert np.array_equal(found, np.broadcast_to(np.arange(experts), (B, T, experts)))  # of equal ones the first
         assert stats.counts.tolist() == [B * T] * experts and stats.max_violation == 0 and stats.dead_experts == 0

@@ -114,6 +114,49 @@ def test_layers_under_scan_and_remat():
     close(got, wanted, 1e-5)
 
 
+def test_rows_and_sequence_split_over_devices():
+    """Arrays are global under jit: the same numbers, each token and each loss counted once."""
+    mesh = ejdist.make_mesh(fsdp=2, sp=2, devices=jax.devices()[:4])
+    arrays = chosen(inputs())
+    ids = np.where(np.arange(6) < 4, [[0], [1]], -1)
+    arrays["x"] = arrays["x"][:, :6]
+    static = {"top_k": 2, "balance": "sequence"}
+
+    @jax.jit
+    def both(arrays, ids):
+        def total(arrays):
+            out, stats = moe(**arrays, segment_ids=ids, **static)
+            return out.sum() + 0.3 * stats.balance_loss + 0.2 * stats.z_loss, stats
+
+        return jax.value_and_grad(total, has_aux=True)(arrays)
+
+    wanted = both(arrays, ids)
+    where = ejdist.layout.sharding(mesh, ("B", "T"), ejdist.layout.ACTIVATIONS)
+    spread = {**jax.device_put(arrays, ejdist.layout.sharding(mesh, (), ejdist.layout.ACTIVATIONS))}
+    spread["x"] = jax.device_put(arrays["x"], where)
+    got = both(spread, jax.device_put(ids, where))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
+
+
+def test_a_router_on_a_mesh_gathers_no_token():
+    """Nor do its losses and gradients: what devices send each other are sums over tokens."""
+    mesh = ejdist.make_mesh(fsdp=2, sp=2, devices=jax.devices()[:4])
+    arrays, ids = inputs(), np.zeros((2, 6), np.int32)
+
+    def total(x, router, ids):
+        options = {"num_groups": 4, "topk_groups": 2, "segment_ids": ids, "score": "sigmoid"}
+        _, weights, stats = route(x, router, top_k=2, **options)
+        return weights.sum() + stats.balance_loss + stats.z_loss, stats
+
+    where = ejdist.layout.sharding(mesh, ("B", "T"), ejdist.layout.ACTIVATIONS)
+    x, ids = (jax.device_put(a, where) for a in (arrays["x"][:, :6], ids))
+    router = jax.device_put(arrays["router"], ejdist.layout.sharding(mesh, (), ejdist.layout.ACTIVATIONS))
+    program = jax.jit(jax.grad(total, (0, 1), has_aux=True)).lower(x, router, ids).compile().as_text()
+    assert "all-reduce" in program
+    for name in ("all-gather", "all-to-all", "collective-permute"):
+        assert f" {name}(" not in program, name
+
+
 @pytest.mark.slow
 def test_memory_is_that_of_the_rows():
     """However many experts there are: nothing is tokens by experts by width."""
