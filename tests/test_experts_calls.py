@@ -15,7 +15,7 @@ import pytest
 from experts_loop import DEEPSEEK, IDS, SHARED, B, D, E, F, Fs, T, chosen, inputs
 
 import ejdist
-from ejdist import moe
+from ejdist import moe, route
 from ejdist.experts import balance_loss, sequence_balance_loss, update_bias, z_loss
 
 ARRAYS = chosen(inputs())
