@@ -7,6 +7,30 @@ import numpy as np
 
 from ejdist.experts import Stats
 
+B, T, D, E, F, Fs = 2, 7, 5, 8, 3, 4
+IDS = np.array([[4, 4, 4, 9, 9, -1, 4], [0, -1, 1, 1, 1, -1, -1]])  # a document that goes on, one of one token, padding
+DEEPSEEK = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2, "routed_scaling_factor": 2.5, "balance": "sequence"}
+SHARED = ("shared_gate", "shared_up", "shared_down", "shared_expert_gate")
+
+
+def inputs(seed=0, experts=E, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "x": (B, T, D), "router": (D, experts), "gate": (experts, D, F), "up": (experts, D, F), "down": (experts, F, D),
+        "fused": (experts, D, 2, F), "fused_bias": (experts, 2, F),
+        "router_bias": (experts,), "gate_bias": (experts, F), "up_bias": (experts, F), "down_bias": (experts, D),
+        "shared_gate": (D, Fs), "shared_up": (D, Fs), "shared_down": (Fs, D), "shared_expert_gate": (D, 1),
+    }  # fmt: skip
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def chosen(arrays, *names):
+    if "fused" in names:  # gate and up in one array
+        fused = {"gate": arrays["fused"]} | ({"gate_bias": arrays["fused_bias"]} if "gate_bias" in names else {})
+        return {n: arrays[n] for n in ("x", "router", "down", *names) if n not in ("fused", "gate_bias")} | fused
+    return {n: arrays[n] for n in ("x", "router", "gate", "up", "down", *names)}
+
+
 _erf = np.vectorize(math.erf)
 
 

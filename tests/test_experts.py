@@ -1,58 +1,26 @@
 """The router and the layer of experts, against a loop over tokens and experts in NumPy."""
 
-import contextlib
-import doctest
 import functools
-import io
-import re
-import runpy
-from pathlib import Path
 
 import experts_loop as loop
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_loop import DEEPSEEK, IDS, SHARED, B, D, E, T, chosen, inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ejdist
 from ejdist import moe, route
 from ejdist.experts import (
     SCORES,
     balance_loss,
     merge,
-    sequence_balance_loss,
     summary,
     update_bias,
-    z_loss,
 )
 
-B, T, D, E, F, Fs = 2, 7, 5, 8, 3, 4
-IDS = np.array([[4, 4, 4, 9, 9, -1, 4], [0, -1, 1, 1, 1, -1, -1]])  # a document that goes on, one of one token, padding
-DEEPSEEK = {"score": "sigmoid", "num_groups": 4, "topk_groups": 2, "routed_scaling_factor": 2.5, "balance": "sequence"}
-
-
-def inputs(seed=0, experts=E, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    shapes = {
-        "x": (B, T, D), "router": (D, experts), "gate": (experts, D, F), "up": (experts, D, F), "down": (experts, F, D),
-        "fused": (experts, D, 2, F), "fused_bias": (experts, 2, F),
-        "router_bias": (experts,), "gate_bias": (experts, F), "up_bias": (experts, F), "down_bias": (experts, D),
-        "shared_gate": (D, Fs), "shared_up": (D, Fs), "shared_down": (Fs, D), "shared_expert_gate": (D, 1),
-    }  # fmt: skip
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
-
-
-def chosen(arrays, *names):
-    if "fused" in names:  # gate and up in one array
-        fused = {"gate": arrays["fused"]} | ({"gate_bias": arrays["fused_bias"]} if "gate_bias" in names else {})
-        return {n: arrays[n] for n in ("x", "router", "down", *names) if n not in ("fused", "gate_bias")} | fused
-    return {n: arrays[n] for n in ("x", "router", "gate", "up", "down", *names)}
-
-
 CLAMPED = {"top_k": 2, "activation": "clamped_swiglu", "alpha": 1.5, "limit": 0.75}
-SHARED = ("shared_gate", "shared_up", "shared_down", "shared_expert_gate")
 LAYERS = {
     # name -> (other arrays, options, whether there is a bias that chooses)
     "mixtral": ((), {"top_k": 2}, False),
@@ -122,7 +90,7 @@ def test_the_layer_is_the_loop(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_entry_of_the_gradients(name):
-    """One by one, in float64, which is what the layer computes in where it is given it."""
+    """One by one, against finite differences of the loop in float64."""
     others, options, bias = LAYERS[name]
     options = options | extras(options, bias)
     weights = np.random.default_rng(2).standard_normal((B, T, D))
@@ -268,34 +236,10 @@ def test_remat_keeps_the_choice():
 
     policy = jax.checkpoint_policies.save_only_these_names("route.experts")
     chosen = [
-        str(jax.make_jaxpr(jax.grad(function))(*(inputs()[n] for n in ("x", "router")))).count("= top_k[")
+        str(jax.make_jaxpr(jax.grad(function))(*(inputs()[n] for n in ("x", "router")))).count("= argmax[")
         for function in (total, jax.checkpoint(total, policy=policy), jax.checkpoint(total))
     ]
-    assert chosen == [3, 3, 6]
-
-
-def test_rows_and_sequence_split_over_devices():
-    """Arrays are global under jit: the same numbers, each token and each loss counted once."""
-    mesh = ejdist.make_mesh(fsdp=2, sp=2, devices=jax.devices()[:4])
-    arrays = chosen(inputs())
-    ids = np.where(np.arange(6) < 4, [[0], [1]], -1)
-    arrays["x"] = arrays["x"][:, :6]
-    static = {"top_k": 2, "balance": "sequence"}
-
-    @jax.jit
-    def both(arrays, ids):
-        def total(arrays):
-            out, stats = moe(**arrays, segment_ids=ids, **static)
-            return out.sum() + 0.3 * stats.balance_loss + 0.2 * stats.z_loss, stats
-
-        return jax.value_and_grad(total, has_aux=True)(arrays)
-
-    wanted = both(arrays, ids)
-    where = ejdist.layout.sharding(mesh, ("B", "T"), ejdist.layout.ACTIVATIONS)
-    spread = {**jax.device_put(arrays, ejdist.layout.sharding(mesh, (), ejdist.layout.ACTIVATIONS))}
-    spread["x"] = jax.device_put(arrays["x"], where)
-    got = both(spread, jax.device_put(ids, where))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
+    assert chosen == [6, 6, 12]  # of each two experts, groups, and experts of a group
 
 
 def test_narrow_dtypes_route_in_float32():
@@ -333,9 +277,15 @@ def test_far_logits_have_finite_weights_and_gradients():
         _, weights, stats = route(x, router, top_k=2, score=score)
         return (weights**2).sum() + stats.balance_loss + stats.z_loss
 
-    for score in SCORES:
-        for found in jax.tree.leaves(jax.jit(jax.value_and_grad(total, (0, 1)), static_argnums=2)(x, router, score)):
-            assert np.isfinite(found).all(), score
+    def both(x, router, score):
+        weights = route(x, router, top_k=2, score=score, normalize=False).weights
+        return weights, jax.value_and_grad(total, (0, 1))(x, router, score)
+
+    every = jax.jit(lambda *a: {score: both(*a, score) for score in SCORES})
+    for score, (weights, found) in every(x, router).items():
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found)), score
+        wanted = loop.route(np.float64(x), np.float64(router), top_k=2, score=score, normalize=False)[1]
+        np.testing.assert_allclose(weights, wanted, rtol=1e-4, atol=1e-36, err_msg=score)
 
 
 def test_the_bias_brings_balance():
@@ -368,129 +318,7 @@ def test_empty_batches_and_batches_of_padding():
 
 def test_every_expert_is_chosen():
     for experts in (1, 3):
-        arrays = chosen(inputs(experts=experts))
-        stats = jax.jit(functools.partial(route, top_k=experts))(arrays["x"], arrays["router"]).stats
+        arrays = inputs(experts=experts)
+        found, _, stats = jax.jit(functools.partial(route, top_k=experts))(arrays["x"] * 0, arrays["router"])
+        assert np.array_equal(found, np.broadcast_to(np.arange(experts), (B, T, experts)))  # of equal ones the first
         assert stats.counts.tolist() == [B * T] * experts and stats.max_violation == 0 and stats.dead_experts == 0
-
-
-@pytest.mark.slow
-def test_memory_is_that_of_the_rows():
-    """However many experts there are: nothing is tokens by experts by width."""
-
-    def size(tokens, experts):
-        shapes = {"x": (1, tokens, 64), "router": (64, experts), "gate": (experts, 64, 32), "up": (experts, 64, 32)}
-        shapes["down"] = (experts, 32, 64)
-        arrays = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
-        compiled = jax.jit(functools.partial(moe, top_k=2)).lower(**arrays).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    small, long, many = size(512, 4), size(2048, 4), size(2048, 32)
-    assert long < 4.5 * small and many < long + 2048 * 32 * 4 * 8
-
-
-GOOD = chosen(inputs())
-ILLEGAL = {
-    "top_k of more experts than there are": ({"top_k": 9}, "top_k"),
-    "top_k of none": ({"top_k": 0}, "top_k"),
-    "top_k that is no integer": ({"top_k": 2.0}, "top_k"),
-    "top_k past the groups": ({"top_k": 5, "num_groups": 4, "topk_groups": 2}, "top_k"),
-    "groups that do not divide": ({"num_groups": 3, "topk_groups": 1}, "num_groups"),
-    "more groups than there are": ({"num_groups": 4, "topk_groups": 5}, "topk_groups"),
-    "groups without a limit": ({"num_groups": 4}, "topk_groups"),
-    "a limit without groups": ({"topk_groups": 2}, "topk_groups"),
-    "best of more than a group has": ({"num_groups": 8, "topk_groups": 2}, "group_top"),
-    "a score that is none": ({"score": "tanh"}, "score"),
-    "a balance that is none": ({"balance": "rank"}, "balance"),
-    "a global batch without its counts": ({"balance": "global"}, "load"),
-    "counts of no global batch": ({"load": np.ones(E)}, "load"),
-    "jitter without a key": ({"jitter": 0.1}, "key"),
-    "a key without jitter": ({"key": jax.random.key(0)}, "key"),
-    "jitter that is no number": ({"jitter": float("nan"), "key": jax.random.key(0)}, "jitter"),
-    "jitter past 1": ({"jitter": 1.5, "key": jax.random.key(0)}, "jitter"),
-    "a factor that is no number": ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor"),
-    "a factor of 0": ({"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
-    "a key that is a number": ({"jitter": 0.1, "key": 3}, "key"),
-    "several keys": ({"jitter": 0.1, "key": jax.random.split(jax.random.key(0))}, "key"),
-    "a group's best without groups": ({"group_top": 3}, "group_top"),
-    "a bias of integers": ({"bias": np.ones(E, int)}, "bias"),
-    "a part of the experts on one device": ({n: GOOD[n][:4] for n in ("gate", "up", "down")}, "gate"),
-    "an alpha without its activation": ({"alpha": 1.0}, "alpha"),
-    "a limit that is no number": ({"activation": "clamped_swiglu", "limit": float("nan")}, "limit"),
-    "a limit of 0": ({"activation": "clamped_swiglu", "limit": 0.0}, "limit"),
-    "a dispatch that is a function": ({"dispatch": len}, "dispatch"),
-    "a buffer of nothing": ({"buffer": 0.0}, "buffer"),
-    "no chunks": ({"chunks": 0}, "chunks"),
-    "a capacity below a choice of every token": ({"capacity": 0.4}, "capacity"),
-    "an axis of no mesh": ({"axis": "ep"}, "axis"),
-    "an axis twice": ({"axis": ("ep", "ep")}, "axis"),
-    "a mesh that is none": ({"mesh": "ep"}, "mesh"),
-    "specs without a mesh": ({"in_specs": jax.sharding.PartitionSpec("ep")}, "in_specs"),
-    "a bias of other experts": ({"bias": np.ones(E + 1, np.float32)}, "bias"),
-    "a router of another width": ({"router": np.ones((D + 1, E), np.float32)}, "router"),
-    "a router of other experts": ({"router": np.ones((D, E + 1), np.float32)}, "gate"),
-    "tokens without rows": ({"x": GOOD["x"][0]}, "x"),
-    "ids of other tokens": ({"segment_ids": np.zeros((B, T + 1), int)}, "segment_ids"),
-    "ids that are no integers": ({"segment_ids": np.zeros((B, T))}, "segment_ids"),
-    "down of another width": ({"down": GOOD["down"][:, :-1]}, "down"),
-    "no down": ({"down": None}, "down"),
-    "no up": ({"up": None}, "gate"),
-    "an up of another dtype": ({"up": GOOD["up"].astype(np.float16)}, "up"),
-    "a bias of other features": ({"gate_bias": np.ones((E, F + 1), np.float32)}, "gate_bias"),
-    "an activation that is none": ({"activation": "swish"}, "activation"),
-    "a limit without a clamp": ({"limit": 1.0}, "limit"),
-    "half of a shared expert": ({"shared_gate": np.ones((D, Fs), np.float32)}, "shared_up"),
-    "the gate of no shared expert": ({"shared_expert_gate": np.ones((D, 1), np.float32)}, "shared_expert_gate"),
-    "a dispatch that is none": ({"dispatch": "ring"}, "dispatch"),
-    "a platform that is none": ({"platform": "abacus"}, "platform"),
-}
-
-
-@pytest.mark.parametrize("what", ILLEGAL)
-def test_illegal_calls_are_refused_by_name(what):
-    change, argument = ILLEGAL[what]
-    arrays = {**GOOD, "top_k": 2, **change}
-    with pytest.raises((ValueError, ejdist.Unsupported), match=rf"moe: .*'?{argument}'?"):
-        jax.eval_shape(lambda: moe(**arrays))
-
-
-def test_losses_refuse_by_name():
-    for rate in (float("nan"), -1.0, "0.1"):
-        with pytest.raises(ValueError, match="rate"):
-            update_bias(jnp.zeros(3), jnp.zeros(3), rate)
-    with pytest.raises(ValueError, match="rate"):
-        update_bias(jnp.zeros(3), jnp.zeros(3), jnp.zeros(3))
-    for call, argument in {
-        lambda: update_bias(jnp.zeros(3), jnp.zeros(4), 0.1): "counts",
-        lambda: balance_loss(jnp.zeros(4), jnp.zeros(3)): "counts",
-        lambda: sequence_balance_loss(jnp.zeros((2, 3, 1), int), jnp.zeros((2, 4, 5))): "experts",
-        lambda: sequence_balance_loss(jnp.zeros((2, 4, 1), int), jnp.zeros((2, 4, 5)), jnp.zeros(4)): "segment_ids",
-        lambda: z_loss(jnp.zeros((2, 3, 4)), jnp.ones((3, 2), bool)): "counted",
-    }.items():
-        with pytest.raises(ValueError, match=f"'{argument}'"):
-            call()
-
-
-def test_an_option_that_is_none_is_no_option():
-    with pytest.raises(TypeError, match="scoring"):
-        moe(**GOOD, top_k=2, scoring="softmax")
-
-
-def test_the_example_trains_and_balances():
-    example = Path(__file__).resolve().parent.parent / "examples" / "moe_layer.py"
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        runpy.run_path(str(example), run_name="__main__")
-    losses, violations = (
-        [float(x) for x in re.findall(pattern, said.getvalue())]
-        for pattern in (r"step +\d+ loss ([\d.]+)", r"load_violation ([\d.]+)")
-    )
-    assert len(losses) == 5 and losses[-1] < 0.8 * losses[0], said.getvalue()
-    assert violations[-1] < 0.7 * violations[0], said.getvalue()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["route", "moe", "update_bias"])
-def test_the_example_of_a_function_runs(name):
-    function = getattr(ejdist.experts, name)
-    example = doctest.DocTestParser().get_doctest(function.__doc__, {name: function}, name, None, None)
-    assert example.examples and doctest.DocTestRunner().run(example).failed == 0

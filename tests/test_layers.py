@@ -352,5 +352,5 @@ def test_buffers_that_were_not_given():
 
 
 def test_a_pattern_names_its_kinds():
-    with pytest.raises(ValueError, match="must be made of full, window, .* probed and probe"):
+    with pytest.raises(ValueError, match=r"must be made of full, window, .* probed and probe"):
         dataclasses.replace(MIXED, layer_pattern=("moe",)).validate()

@@ -6,6 +6,9 @@ tokens of all of them.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -71,16 +74,22 @@ def sequence_balance_loss(
         if array is not None and (array.ndim != dims or array.shape[:2] != (rows, length)):
             must = f"must be [B, T{', k' if dims == 3 else ''}] with [B, T] = {(rows, length)}, got {array.shape}"
             raise _refuse("sequence_balance_loss", name, must)
-    row = jnp.arange(rows)[:, None]
-    document = jnp.zeros((rows, length), jnp.int32) if segment_ids is None else _documents(segment_ids)
-    documents = 1 if segment_ids is None else length
-    chosen = jnp.where(experts < 0, num_experts, experts)
-    counts = jnp.zeros((rows, documents, num_experts), probabilities.dtype)
-    counts = counts.at[row[..., None], document[..., None], chosen].add(1, mode="drop")
-    share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1)
     counted = jnp.any(experts >= 0, axis=-1, keepdims=True)
+    if segment_ids is None:
+        counts = jnp.sum(experts[..., None] == jnp.arange(num_experts), axis=(1, 2), dtype=probabilities.dtype)[:, None]
+        share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1)
+    else:
+        share = jax.vmap(functools.partial(_shares, num_experts, probabilities.dtype))(experts, _documents(segment_ids))
     # Counted from the tokens' side: what has a gradient is added up as it lies, and scattered nowhere.
-    return num_experts * jnp.sum(jnp.where(counted, share[row, document] * probabilities, 0))
+    return num_experts * jnp.sum(jnp.where(counted, share * probabilities, 0))
+
+
+def _shares(num_experts: int, dtype: Any, experts: jax.Array, documents: jax.Array) -> jax.Array:
+    """Returns [T, E]: of all choices in the document of each token, how many are of each expert."""
+    chosen = jnp.where(experts < 0, num_experts, experts)
+    counts = jnp.zeros((experts.shape[0], num_experts), dtype)
+    counts = counts.at[documents[:, None], chosen].add(1, mode="drop")
+    return (counts / jnp.maximum(counts.sum(-1, keepdims=True), 1))[documents]
 
 
 def z_loss(logits: jax.Array, counted: jax.Array | None = None) -> jax.Array:

@@ -9,8 +9,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.dispatch import vary_alike
-
 _NONE: Any = np.int32(0)
 _EMPTY: Any = np.float32(0)
 
@@ -41,7 +39,7 @@ class Stats(NamedTuple):
       entropy: [], of each token's probabilities, in nats, summed over tokens.
       max_violation: [], the largest of `counts` relative to their mean, less 1: 0 in balance.
       dead_experts: int32 [], experts that no token chose.
-      rank_counts: int32 [ranks], the same of each rank's experts, where `moe` has split them; else 0.
+      rank_counts: int32 [ranks], how often the experts of each rank were; [1] where one device has them all.
       extra_passes, high_water, dropped: [], see `Traffic`.
     """
 
@@ -53,7 +51,7 @@ class Stats(NamedTuple):
     entropy: jax.Array
     max_violation: jax.Array
     dead_experts: jax.Array
-    rank_counts: jax.Array = _NONE
+    rank_counts: jax.Array
     extra_passes: jax.Array = _NONE
     high_water: jax.Array = _EMPTY
     dropped: jax.Array = _NONE
@@ -79,10 +77,8 @@ REDUCTIONS = {
 
 def expert_counts(experts: jax.Array, num_experts: int) -> jax.Array:
     """Returns int32 [E], how often each expert is among `experts`, of any shape; -1 is none."""
-    chosen = jnp.where(experts < 0, num_experts, experts).reshape(experts.size)
-    # Inside a `shard_map` the counts are a device's own, as what is counted is.
-    zeros = vary_alike(jnp.zeros(num_experts, jnp.int32), chosen)
-    return zeros.at[chosen].add(1, mode="drop")
+    # Compared and added up where they lie: on a mesh a scatter gathers them first.
+    return jnp.sum(experts[..., None] == jnp.arange(num_experts), axis=tuple(range(experts.ndim)), dtype=jnp.int32)
 
 
 def max_violation(counts: jax.Array) -> jax.Array:

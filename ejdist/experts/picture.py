@@ -19,6 +19,7 @@ def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
       rows: of metrics.jsonl.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with_counts = [row for row in rows if row.get("experts/counts")]
     if not with_counts:
@@ -40,8 +41,8 @@ def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
         )
         axes.set(title=f"step {row['step']}", xlabel=f"expert, of {experts}")
         axes.tick_params(labelleft=i == 0)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     assert first is not None and image is not None
     first.set(ylabel="layer with experts")
     bar = figure.colorbar(image, ax=figure.axes, ticks=range(-3, 4), label="tokens over the mean")

@@ -15,7 +15,7 @@ from ejdist.experts.choice import choose
 from ejdist.experts.dispatch import check_buffer, exchange
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
-from ejdist.experts.schemes import scheme_of
+from ejdist.experts.schemes import SCHEMES
 from ejdist.layout import Axes, axes_of_specs, check_specs, current_layout, on_mesh, spec
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
@@ -190,8 +190,8 @@ class _Program:
 
 def _check(how: Travel, top_k: int) -> None:
     """Raises ValueError for what `exchange` would refuse, on one device too, where nothing travels."""
-    if how.scheme != "auto":
-        scheme_of(how.scheme)
+    if isinstance(how.scheme, str) and how.scheme not in ("auto", *SCHEMES):
+        raise _refuse("dispatch", f"= {how.scheme!r} is unknown; use 'auto', one of {', '.join(SCHEMES)}, or a Scheme")
     check_buffer(how.buffer, how.chunks, how.capacity, top_k)
 
 
@@ -248,7 +248,7 @@ def _kind_of(mesh: Any) -> str | None:
 def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
     B, T, _ = x.shape
     x, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
-    if not axis and how.capacity is None:
+    if not axis and how.capacity is None:  # an ordinary function, with every derivative
         out, traffic = local(x, experts, weights, params, apply, num_experts=num_experts)
         return out.reshape(B, T, out.shape[1]), traffic
     out, s = exchange(x, experts, weights, params, apply, axis=axis or None, num_experts=num_experts, **how.options())

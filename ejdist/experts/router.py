@@ -118,30 +118,39 @@ def _is_key(key: Any) -> bool:
     return key.shape == () if typed else key.ndim == 1 and key.dtype == jnp.uint32
 
 
-def _best(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (values [..., count], indices) of the largest of the last dim, of equal ones the first: `jax.lax.top_k`, by as
-    many maxima. Of an array that is split over devices, a maximum is split alike, where the compiler gathers it for a sort."""
-    at = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-    left = jnp.maximum(values, jnp.finfo(values.dtype).min)  # what is chosen is below all others, -inf too
+def _best(values: jax.Array, count: int) -> jax.Array:
+    """Returns the indices [..., count] of the largest of values [..., E], the largest first, and of equal ones the first.
+
+    As `jax.lax.top_k`, which on a mesh gathers the tokens of all devices; here each token is by itself.
+    """
+    values = jnp.maximum(values, jnp.finfo(values.dtype).min)  # so that -inf is for what was found already
     found = []
     for _ in range(count):
-        found.append(jnp.argmax(left, axis=-1).astype(jnp.int32))
-        left = jnp.where(at == found[-1][..., None], -jnp.inf, left)
-    indices = jnp.stack(found, -1)
-    return jnp.take_along_axis(values, indices, axis=-1), indices
+        found.append(jax.lax.argmax(values, values.ndim - 1, jnp.int32))
+        values = jnp.where(jnp.arange(values.shape[-1]) == found[-1][..., None], -jnp.inf, values)
+    return jnp.stack(found, axis=-1)
+
+
+def _at(values: jax.Array, indices: jax.Array) -> jax.Array:
+    """Returns values [..., E] at indices [..., k]; unlike with a gather, nothing is scattered in a gradient."""
+    here = indices[..., None] == jnp.arange(values.shape[-1])
+    return jnp.sum(jnp.where(here, values[..., None, :], 0), axis=-1)
 
 
 def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: int) -> jax.Array:
     """Returns choice [B, T, E] with -inf for the experts of groups that are not among a token's best."""
     groups = choice.reshape(*choice.shape[:-1], num_groups, choice.shape[-1] // num_groups)
-    best = _best(groups, group_top)[0].sum(-1)
-    chosen = jax.nn.one_hot(_best(best, topk_groups)[1], num_groups, dtype=bool).any(-2)
+    worth = _at(groups, _best(groups, group_top)).sum(-1)
+    chosen = jnp.any(_best(worth, topk_groups)[..., None] == jnp.arange(num_groups), axis=-2)
     return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
 
 
-def _round_robin(counted: jax.Array, top_k: int, experts: int) -> jax.Array:
+def _round_robin(counted: jax.Array, padded: bool, top_k: int, experts: int) -> jax.Array:
     """Returns experts [B, T, k] in turn over the tokens that count."""
-    before = jnp.cumsum(counted.reshape(counted.size).astype(jnp.int32)).reshape(counted.shape) - 1
+    if padded:
+        before = jnp.cumsum(counted.reshape(counted.size).astype(jnp.int32)).reshape(counted.shape) - 1
+    else:
+        before = jnp.arange(counted.size, dtype=jnp.int32).reshape(counted.shape)
     # Before it is multiplied: tokens times top_k may pass an int32.
     return (before[..., None] % experts * top_k + jnp.arange(top_k, dtype=jnp.int32)) % experts
 
@@ -226,15 +235,15 @@ def route(
         logits = logits + router_bias.astype(wide)
     scores = _SCORES[score](logits)
     if forced_balance:
-        experts = _round_robin(counted, top_k, experts_in_all)
+        experts = _round_robin(counted, segment_ids is not None, top_k, experts_in_all)
     else:
         experts = _chosen(logits, scores, bias, top_k, num_groups, topk_groups, group_top)
     # By this name a policy can keep them: where they are computed again, what is close may be decided otherwise.
     experts = checkpoint_name(experts, "route.experts")
     if score == "softmax" and normalize:
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
+        weights = jax.nn.softmax(_at(logits, experts))
     else:
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = _at(scores, experts)
         if normalize:  # the scores of all chosen may be too small for float32
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     weights = jnp.where(counted[..., None], weights * routed_scaling_factor, 0)
@@ -260,7 +269,7 @@ def _chosen(
     if num_groups > 1:
         assert topk_groups is not None
         choice = _allowed(choice, num_groups, topk_groups, group_top)
-    return _best(choice, top_k)[1]
+    return _best(choice, top_k)
 
 
 def _stats(
@@ -289,6 +298,7 @@ def _stats(
         entropy=-xlogy(p, p).sum(),
         max_violation=max_violation(counts),
         dead_experts=dead_experts(counts),
+        rank_counts=counts.sum(keepdims=True),
     )
 
 

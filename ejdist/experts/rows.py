@@ -144,6 +144,7 @@ def before(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan:
+    """Returns where the pairs of experts [M, k] stand; all ranks of the axis learn of each other's numbers."""
     # Keys without a sign are what GPUs sort fastest.
     order = jnp.argsort(experts.reshape(-1).astype(jnp.uint32), stable=True).astype(jnp.int32)
     sizes = count(experts, num_experts)[None]

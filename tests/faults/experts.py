@@ -4,7 +4,7 @@ from faults import Fault
 
 ROUTER, LOSSES, METRICS = "ejdist/experts/router.py", "ejdist/experts/losses.py", "ejdist/experts/metrics.py"
 LAYER = "ejdist/experts/layer.py"
-TESTS = "tests/test_experts.py"
+TESTS, CALLS = "tests/test_experts.py", "tests/test_experts_calls.py"
 
 FAULTS = (
     Fault(
@@ -24,8 +24,8 @@ FAULTS = (
     Fault(
         "experts: padding is counted with the last expert",
         METRICS,
-        "chosen = jnp.where(experts < 0, num_experts, experts)",
-        "chosen = jnp.where(experts < 0, num_experts - 1, experts)",
+        "jnp.sum(experts[..., None] == jnp.arange(num_experts)",
+        "jnp.sum(experts[..., None] % num_experts == jnp.arange(num_experts)",
         f"{TESTS} -k random_routes",
     ),
     Fault(
@@ -52,8 +52,8 @@ FAULTS = (
     Fault(
         "experts: the bias weighs",
         ROUTER,
-        "weights = jnp.take_along_axis(scores, experts, axis=-1)",
-        "weights = jnp.take_along_axis(scores if bias is None else scores + bias, experts, axis=-1)",
+        "weights = _at(scores, experts)",
+        "weights = _at(scores if bias is None else scores + bias, experts)",
         f"{TESTS} -k random_routes",
     ),
     Fault(
@@ -73,9 +73,9 @@ FAULTS = (
     Fault(
         "experts: a group is as good as its best expert",
         ROUTER,
-        "jax.lax.top_k(groups, group_top)[0].sum(-1)",
-        "jax.lax.top_k(groups, group_top)[0][..., 0]",
-        f"{TESTS} -k random_routes",
+        "_at(groups, _best(groups, group_top)).sum(-1)",
+        "groups.max(-1)",
+        f"{TESTS} -k deepseek",
     ),
     Fault(
         "experts: the factor is left out",
@@ -108,8 +108,8 @@ FAULTS = (
     Fault(
         "experts: the root has no slope where its score is 0",
         ROUTER,
-        "small = x < -20",
-        "small = x < -200",
+        "jax.nn.softplus(jnp.maximum(x, -20))",
+        "jax.nn.softplus(x)",
         f"{TESTS} -k far_logits",
     ),
     Fault(
@@ -166,6 +166,20 @@ FAULTS = (
         LAYER,
         "not (apart and E and router.shape[1] % E == 0)",
         "not apart",
-        f"{TESTS} -k illegal",
+        f"{CALLS} -k illegal",
+    ),
+    Fault(
+        "experts: the tokens of all devices are gathered to be chosen for",
+        ROUTER,
+        "return _best(choice, top_k)",
+        "return jax.lax.top_k(choice, top_k)[1]",
+        f"{CALLS} -k gathers_no_token",
+    ),
+    Fault(
+        "experts: of equal experts the last",
+        ROUTER,
+        "found.append(jax.lax.argmax(values, values.ndim - 1, jnp.int32))",
+        "found.append(values.shape[-1] - 1 - jax.lax.argmax(values[..., ::-1], values.ndim - 1, jnp.int32))",
+        f"{TESTS} -k every_expert_is_chosen",
     ),
 )
