@@ -26,28 +26,6 @@ ACTIVATIONS = (*PLAIN, CLAMPED)
 _gated_mlp = sharded(kernels.gated_mlp)
 
 
-def mixed(
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    params: Any,
-    apply: Callable,
-    *,
-    num_experts: int,
-    dispatch: Callable = local,
-) -> tuple[jax.Array, Traffic]:
-    """Returns (out [B, T, D'], traffic): as `dispatch`, of sequences x [B, T, D], experts and weights [B, T, k].
-
-    What is mapped over a mesh is this: rows of all sequences have no order there of which each device has an equal part.
-    """
-    B, T, _ = x.shape
-    rows, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
-    out, traffic = dispatch(rows, experts, weights, params, apply, num_experts=num_experts)
-    if missing := [name for name in Traffic._fields if not hasattr(traffic, name)]:
-        raise _refuse("dispatch", f"must return (out, traffic), and there is no {missing[0]} in what it returned")
-    return out.reshape(B, T, out.shape[1]), Traffic(*(jnp.asarray(getattr(traffic, name)) for name in Traffic._fields))
-
-
 def _refuse(argument: str, what: str) -> ValueError:
     return ValueError(f"moe: argument {argument!r} {what}")
 
@@ -252,7 +230,7 @@ def moe(
             logit = jnp.einsum("btd,dn->btn", x.astype(wide), shared_expert_gate.astype(wide), precision="highest")
             always = jax.nn.sigmoid(logit) * always
         out = out + always.astype(out.dtype)
-    return out.astype(x.dtype), stats._replace(**traffic._asdict())
+    return out.astype(x.dtype), stats
 
 
 MoE = module_class("MoE", moe)
