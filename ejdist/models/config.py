@@ -108,6 +108,7 @@ class DecoderShape:
     rope_factor: float = 1.0
     rope_original_length: int = 8192  # tokens of the context before scaling
     rope_attention_factor: float | None = None  # yarn: of cos and sin; null for 0.1 ln(factor) + 1
+    rope_truncate: bool = True  # yarn: its ramp is between whole pairs; false in GPT-OSS
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
     attention_output_bias: bool = False  # and of the output projection (GPT-OSS)
@@ -205,5 +206,10 @@ class DecoderShape:
         """Returns how the frequencies of RoPE are changed."""
         if self.rope_scaling is None:
             return None
-        factor = self.rope_attention_factor
-        return RopeScaling(self.rope_scaling, self.rope_factor, self.rope_original_length, attention_factor=factor)
+        return RopeScaling(
+            self.rope_scaling,
+            self.rope_factor,
+            self.rope_original_length,
+            attention_factor=self.rope_attention_factor,
+            truncate=self.rope_truncate,
+        )
