@@ -123,15 +123,15 @@ def latent_attention(w: Weights, c: DecoderConfig) -> Weights:
     m, mine = c.latent, {k.removeprefix("self_attn."): v for k, v in w.items()}
     up = mine["kv_b_proj.weight"].reshape(N, -1, m.kv_rank).transpose(2, 0, 1)
     return {
-        "attention_norm": mine["input_layernorm.weight"],
+        "latent_attention_norm": mine["input_layernorm.weight"],
         "query_down": mine["q_a_proj.weight"].T,
         "query_latent_norm": mine["q_a_layernorm.weight"],
-        "query": mine["q_b_proj.weight"].T.reshape(m.query_rank, N, -1),
+        "latent_query": mine["q_b_proj.weight"].T.reshape(m.query_rank, N, -1),
         "latent_down": mine["kv_a_proj_with_mqa.weight"].T,
         "latent_norm": mine["kv_a_layernorm.weight"],
         "key_up": up[..., : m.nope_dim],
         "value_up": up[..., m.nope_dim :],
-        "output": mine["o_proj.weight"].T.reshape(N, m.value_dim, D),
+        "latent_output": mine["o_proj.weight"].T.reshape(N, m.value_dim, D),
     }
 
 
