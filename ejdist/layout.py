@@ -25,7 +25,9 @@ Specs = PartitionSpec | tuple  # of several arrays
 ACTIVATIONS: Axes = {
     "B": BATCH_AXES, "T": (SP,), "S": (SP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
 }  # fmt: skip
-PARAMETERS: Axes = {"D": (FSDP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,)}
+PARAMETERS: Axes = {
+    "D": (FSDP,), "R": (FSDP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

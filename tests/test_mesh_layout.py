@@ -93,6 +93,8 @@ def test_the_mesh_in_force():
         ("D F", PARAMETERS, {"fsdp": 4, "tp": 2}, P("fsdp", "tp")),
         ("layers D N H", PARAMETERS, {"fsdp": 2, "tp": 2, "sp": 2}, P(None, "fsdp", "tp", None)),
         ("V D", PARAMETERS, {"fsdp": 2, "tp": 2}, P("tp", "fsdp")),
+        ("R N H", PARAMETERS, {"fsdp": 2, "tp": 2}, P("fsdp", "tp", None)),
+        ("D R", PARAMETERS, {"fsdp": 2}, P("fsdp", None)),
         ("E D F", PARAMETERS, {"ep": 4, "fsdp": 2}, P("ep", "fsdp", None)),
         ("D", PARAMETERS, {"dp": 8}, P(None)),
     ],

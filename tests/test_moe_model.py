@@ -1,7 +1,6 @@
 """Mixtures of experts and latent attention in the decoder: steps of published styles against NumPy, and their sizes.
 
-The oracle is float64 and has no JAX: layers one after the other, attention query by query, experts token by token
-(`experts_loop`). A gradient is checked by differences of the oracle's loss, along a random direction of each parameter.
+A gradient is checked by differences of the loss of `decoder_loop`, along a random direction of each parameter.
 """
 
 import dataclasses
@@ -9,7 +8,7 @@ import functools
 import itertools
 import math
 
-import experts_loop
+import decoder_loop
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +16,13 @@ import optax
 import pytest
 
 from ejdist.experts import Stats
-from ejdist.models import parts
-from ejdist.models.config import KINDS, ExpertsShape, LatentShape
+from ejdist.mesh import make_mesh
+from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, declare, flops, loss
 from ejdist.models.model import StepContext
-from ejdist.models.parameters import initialise, num_parameters
+from ejdist.models.parameters import Param, initialise, num_parameters
 from ejdist.operations import bind_ops
+from ejdist.training.program import make_program
 from ejdist.training.step import init_state, make_train_step
 from recipes.schema import compose
 
@@ -52,14 +52,14 @@ STYLES = {
     ),
     "gpt_oss": style(
         {"activation": "clamped_swiglu", "bias": True, "router_bias": True},
-        layer_pattern=("window_experts", "experts"), sliding_window=4, attention_bias=True, attention_output_bias=True,
-        attention_sinks=True, rope_truncate=False, **YARN,
+        num_layers=2, layer_pattern=("window_experts", "experts"), sliding_window=4, attention_bias=True,
+        attention_output_bias=True, attention_sinks=True, rope_truncate=False, **YARN,
     ),
-    # What the others leave out: dense layers of two kinds beside one of experts, whose shared one is gated; both buffers.
+    # What the others leave out: layers of experts among dense ones, a shared expert with a gate, both buffers.
     "mixed": style(
         {"shared_dim": 7, "shared_gate": True, "score": "sqrtsoftplus", "normalize": False, "balance": "global",
          "bias_rate": 0.25},
-        num_layers=5, first_layers=("experts", "full"), layer_pattern=("experts", "latent"),
+        num_layers=4, first_layers=("experts",), layer_pattern=("full", "latent_experts"),
         latent=dataclasses.replace(LATENT, query_rank=0),
     ),
 }  # fmt: skip
@@ -84,144 +84,6 @@ def state_of(c):
     params["layers"] = {k: v + 0.1 * rng.standard_normal(v.shape) for k, v in params["layers"].items()}
     at_start = initialise(model.buffers, jax.random.key(0))
     return params, jax.tree.map(lambda b: np.asarray(b + 0.3 * rng.random(b.shape), np.float64), at_start)
-
-
-# -- the oracle ----------------------------------------------------------------------------------------------------------
-
-
-def norm(x, w, c):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c.norm_eps) * w
-
-
-def frequencies(width, c):
-    """Returns (frequency of each pair, factor of cos and sin), with the ramp of YaRN."""
-    plain = [c.rope_base ** (-2 * i / width) for i in range(width // 2)]
-    if c.rope_scaling is None:
-        return np.array(plain), 1.0
-
-    def pair_that_turns(times):
-        return width / 2 * math.log(c.rope_original_length / (2 * math.pi * times), c.rope_base)
-
-    first, last = pair_that_turns(32), pair_that_turns(1)
-    if c.rope_truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
-    far = [min(max((i - first) / (last - first), 0), 1) for i in range(width // 2)]
-    factor = c.rope_attention_factor or 0.1 * math.log(c.rope_factor) + 1
-    return np.array([w * (1 - f) + w / c.rope_factor * f for w, f in zip(plain, far, strict=True)]), factor
-
-
-def turned(x, positions, c, neighbours=False):
-    w, factor = frequencies(x.shape[-1], c)
-    turn = factor * np.exp(1j * positions[..., None, None] * w)
-    half = x.shape[-1] // 2
-    one, two = (slice(0, None, 2), slice(1, None, 2)) if neighbours else (slice(half), slice(half, None))
-    z, out = (x[..., one] + 1j * x[..., two]) * turn, np.empty_like(x)
-    out[..., one], out[..., two] = z.real, z.imag
-    return out
-
-
-def attended(q, k, v, ids, scale, window=None, sinks=None):
-    out = np.zeros((*q.shape[:3], v.shape[-1]))
-    for b, t, n in np.ndindex(q.shape[:3]):
-        m = n // (q.shape[2] // k.shape[2])
-        seen = [s for s in range(t + 1) if ids[b, s] == ids[b, t] >= 0 and (window is None or t - s < window)]
-        if seen:
-            weight = np.exp(scale * k[b, seen, m] @ q[b, t, n])
-            total = weight.sum() + (0 if sinks is None else np.exp(sinks[n, 0]))
-            out[b, t, n] = weight / total @ v[b, seen, m]
-    return out
-
-
-def attention(x, w, batch, c, windowed=False):
-    h = norm(x, w["attention_norm"], c)
-    q, k, v = (np.einsum("btd,dnh->btnh", h, w[n]) + w.get(f"{n}_bias", 0) for n in ("query", "key", "value"))
-    if c.qk_norm:
-        q, k = norm(q, w["query_norm"], c), norm(k, w["key_norm"], c)
-    q, k = (turned(y, batch["positions"], c) for y in (q, k))
-    window, scale = c.sliding_window if windowed else None, c.attention_scale or c.head_dim**-0.5
-    out = attended(q, k, v, batch["segment_ids"], scale, window, w.get("sinks"))
-    return x + np.einsum("btnh,nhd->btd", out, w["output"]) + w.get("output_bias", 0)
-
-
-def latent_attention(x, w, batch, c):
-    m, at = c.latent, batch["positions"]
-    h = norm(x, w["latent_attention_norm"], c)
-    narrow = norm(h @ w["query_down"], w["query_latent_norm"], c) if m.query_rank else h
-    q = np.einsum("btr,rnh->btnh", narrow, w["latent_query"])
-    q[..., m.nope_dim :] = turned(q[..., m.nope_dim :], at, c, neighbours=True)
-    down = h @ w["latent_down"]
-    latent, shared = norm(down[..., : m.kv_rank], w["latent_norm"], c), down[..., None, m.kv_rank :]
-    shared = np.repeat(turned(shared, at, c, neighbours=True), c.num_heads, axis=2)
-    k = np.concatenate([np.einsum("btr,rnh->btnh", latent, w["key_up"]), shared], -1)
-    scale = c.attention_scale or (m.nope_dim + m.rope_dim) ** -0.5
-    out = attended(q, k, np.einsum("btr,rnh->btnh", latent, w["value_up"]), batch["segment_ids"], scale)
-    return x + np.einsum("btnh,nhd->btd", out, w["latent_output"])
-
-
-def mlp(x, w, batch, c):
-    h = norm(x, w["mlp_norm"], c)
-    g = h @ w["gate"]
-    return x + (g / (1 + np.exp(-g)) * (h @ w["up"])) @ w["down"]
-
-
-def experts(x, w, batch, c, buffers):
-    """Returns (x, the statistics of the layer)."""
-    m = c.experts
-    others = {"gate": w["experts_gate_up"], "down": w["experts_down"], "gate_bias": w.get("experts_gate_up_bias")}
-    others |= {"down_bias": w.get("experts_down_bias")} | {n: w.get(n) for n in experts_loop.SHARED}
-    out, stats = experts_loop.moe(
-        norm(x, w["experts_norm"], c), w["router"], **others, activation=m.activation or c.activation, top_k=m.top_k,
-        score=m.score, normalize=m.normalize, bias=buffers.get("bias", 0.0), router_bias=w.get("router_bias", 0.0),
-        num_groups=m.num_groups, topk_groups=m.topk_groups, routed_scaling_factor=m.scaling_factor,
-        segment_ids=batch["segment_ids"], balance=m.balance, load=buffers.get("load"),
-    )  # fmt: skip
-    return x + out, stats
-
-
-PARTS = {
-    "attention": attention,
-    "window_attention": functools.partial(attention, windowed=True),
-    "latent_attention": latent_attention,
-    "mlp": mlp,
-}
-
-
-def forward(params, buffers, batch, c):
-    """Returns (the cross entropy, summed over counted tokens; the statistics of each layer of experts)."""
-    x, row, found = params["embedding"][batch["tokens"]], dict.fromkeys(params["layers"], 0), []
-    for kind in c.kinds():
-        for name in KINDS[kind]:
-            mine = {n: w[row[n]] for n, w in params["layers"].items() if n in parts.PARTS[name].declare(c)}
-            row |= {n: row[n] + 1 for n in mine}  # each layer has the row that counts up to it
-            if name == "experts":
-                x, stats = experts(x, mine, batch, c, {n: b[len(found)] for n, b in buffers.get("experts", {}).items()})
-                found.append(stats)
-            else:
-                x = PARTS[name](x, mine, batch, c)
-    head = params["embedding"].T if c.tie_embeddings else params["lm_head"]
-    z = norm(x, params["final_norm"], c) @ head
-    keep = batch["targets"] >= 0
-    at = np.take_along_axis(z, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
-    return np.sum((np.log(np.sum(np.exp(z), -1)) - at)[keep]), found
-
-
-def oracle(params, buffers, batch, c, accumulation=1):
-    """Returns the numbers of a step: losses over counted tokens, and the counts of each layer's experts."""
-    count = np.sum(batch["targets"] >= 0)
-    found = {"loss": 0.0, "balance_loss": 0.0, "z_loss": 0.0, "entropy": 0.0, "counts": 0}
-    for first in range(accumulation):
-        rows = {k: v[first::accumulation] for k, v in batch.items()}
-        value, layers = forward(params, buffers, rows, c)
-        found["loss"] += value / count
-        # A mean over what is no padding, which weighs as much as the tokens that the microbatch counts.
-        share = np.sum(rows["targets"] >= 0) / np.sum(rows["segment_ids"] >= 0) / count
-        for name in ("balance_loss", "z_loss", "entropy"):
-            found[name] += share * np.array([getattr(stats, name) for stats in layers])
-        found["counts"] += np.array([stats.counts for stats in layers])
-    m = c.experts
-    found["auxiliary_loss"] = np.sum(m.balance_loss * found["balance_loss"] + m.z_loss * found["z_loss"])
-    return found
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------------
@@ -256,7 +118,7 @@ def test_a_step_against_numpy(name, remat, accumulation):
     narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
     arrays = {k: jnp.asarray(v, jnp.int32) for k, v in batch.items()}
     state, metrics = step_of(c, accumulation)(init_state(narrow(params), KEPT, narrow(buffers)), arrays)
-    wanted = oracle(params, buffers, batch, c, accumulation)
+    wanted = decoder_loop.step(params, buffers, batch, c, accumulation)
     assert float(metrics["loss"]) == pytest.approx(wanted["loss"], rel=1e-5)
     for key in ("balance_loss", "z_loss", "entropy", "auxiliary_loss"):
         np.testing.assert_allclose(metrics[f"experts/{key}"], wanted[key], rtol=2e-5, err_msg=key)
@@ -272,7 +134,7 @@ def test_a_step_against_numpy(name, remat, accumulation):
         )
     for key, found in state.buffers.get("experts", {}).items():
         np.testing.assert_allclose(found, moved[key], rtol=1e-6, err_msg=key)
-    check_gradient(state.opt_state, params, lambda p: oracle(p, buffers, batch, c, accumulation))
+    check_gradient(state.opt_state, params, lambda p: decoder_loop.step(p, buffers, batch, c, accumulation))
 
 
 def check_gradient(gradient, params, numbers):
@@ -306,7 +168,7 @@ def drawing(x, *_, key, **__):
 
 
 def test_noise_differs_by_layer_microbatch_and_step_and_is_the_same_when_it_is_computed_again():
-    c = style({"jitter": 0.2}, num_layers=6, first_layers=("experts",), layer_pattern=("experts", "full"))
+    c = style({"jitter": 0.2}, first_layers=("experts",))
     params, batch = initialise(declare(c), jax.random.key(0)), {k: jnp.asarray(v) for k, v in batch_of(c).items()}
     ops = OPS.replace(moe=drawing, attention=lambda query, *_, **__: query)
 
@@ -324,7 +186,7 @@ def test_noise_differs_by_layer_microbatch_and_step_and_is_the_same_when_it_is_c
 
     kept, again = run("none"), run("full")
     draws = np.concatenate([numbers for _, numbers in kept])
-    assert len(set(draws.tolist())) == len(draws) == 4 * 4
+    assert len(set(draws.tolist())) == len(draws) == 4 * c.num_layers
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), kept, again)
 
 
@@ -359,6 +221,16 @@ def test_the_sizes_of_published_models(name):
     assert found == PUBLISHED[name]
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_matrix_of_a_published_model_is_split_by_fsdp(name):
+    sections = compose([f"model={name}", "mesh.fsdp=8", "mesh.sp=1", "data.global_batch=8", "data.sequence_length=512"])
+    program = make_program(sections, make_mesh(**vars(sections.mesh)))
+    params = jax.tree.leaves(program.state.params)
+    declared = jax.tree.leaves(program.model.declared, is_leaf=lambda p: isinstance(p, Param))
+    for at, p in zip(params, declared, strict=True):
+        assert p.init != "normal" or at.sharding.shard_shape(at.shape) != at.shape, p
+
+
 def test_as_many_weights_multiply_a_token_of_moe_nano_as_of_nano():
     nano, mixed = (compose([f"model={name}"]).model for name in ("nano", "moe_nano"))
     routers = 2 * mixed.num_layers * mixed.model_dim * mixed.experts.num
@@ -375,13 +247,13 @@ def test_flops_of_a_token_and_of_a_pair():
         "mixtral": [plain, two] * 2,
         "qwen3": [plain, 2 * (16 * 4 + 3 * 3 * 16 * 10)] * 2,
         "deepseek": [latent, 2 * 3 * 16 * 24, *[latent, 2 * (16 * 8 + 3 * 3 * 16 * 10 + 3 * 16 * 7)] * 2],
-        "gpt_oss": [(*plain, 4), two, plain, two, (*plain, 4), two],
+        "gpt_oss": [(*plain, 4), two, plain, two],
     }
     for name, parts_of_it in wanted.items():
         found = [(f.token, f.pair, f.window) for f in flops(STYLES[name])]
         each = [(p, 0, None) if isinstance(p, int) else (*p, None)[:3] for p in [*parts_of_it, head]]
         assert found == each, name
-    [_, gated, *_] = flops(STYLES["mixed"])
+    _, gated, *_ = flops(STYLES["mixed"])
     assert gated.token == 2 * (16 * 4 + 2 * 3 * 16 * 10 + 3 * 16 * 7 + 16)
 
 

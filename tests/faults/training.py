@@ -109,8 +109,8 @@ FAULTS = (
     Fault(
         "an incomplete round with the rows of the first",
         STACK,
-        "w[rounds * n :]",
-        "w",
+        "rows(name, first[name] + rounds * each[name], None)",
+        "rows(name, first[name], None)",
         STEP_OF_LAYERS,
     ),
     Fault(

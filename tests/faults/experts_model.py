@@ -1,0 +1,149 @@
+"""Faults of mixtures of experts and latent attention in the decoder, and of what a step does with them."""
+
+from faults import Fault
+
+EXPERTS, ATTENTION, STACK, CONFIG = (
+    f"ejdist/models/{name}.py" for name in ("feedforward", "attention", "stack", "config")
+)
+
+
+def step(cases: str) -> str:
+    """Returns the tests of steps of these cases."""
+    return f"tests/test_moe_model.py -m 'not slow' -k 'numpy and ({cases})'"
+
+
+FAULTS = (
+    Fault(
+        "the losses of experts counted again where a layer is computed again",
+        EXPERTS,
+        'metrics["experts/auxiliary_loss"] = Metric(loss * share, "loss")',
+        'metrics["experts/auxiliary_loss"] = Metric(loss * share * (1 + (at.config.remat == "full")), "loss")',
+        step("full"),
+    ),
+    Fault(
+        "the bias of a router moves to the experts that have most",
+        EXPERTS,
+        'update_bias(buffers["bias"], seen["counts"], c.experts.bias_rate)',
+        'update_bias(buffers["bias"], -seen["counts"], c.experts.bias_rate)',
+        step("deepseek or mixed"),
+    ),
+    Fault(
+        "the bias of a router moves by the last microbatch",
+        "ejdist/training/step.py",
+        "m.plus(more[name])",
+        'more[name] if name == "experts.counts" else m.plus(more[name])',
+        step("mixed"),
+    ),
+    Fault(
+        "each microbatch adds its whole balance loss",
+        EXPERTS,
+        "share = at.tokens / jnp.maximum(stats.tokens, 1)",
+        "share = 1.0",
+        step("mixtral"),
+    ),
+    Fault(
+        "the losses of experts are sums over padding too",
+        EXPERTS,
+        "share = at.tokens / jnp.maximum(stats.tokens, 1)",
+        'share = at.tokens / at.batch["tokens"].size',
+        step("mixtral"),
+    ),
+    Fault(
+        "sinks that nothing reads",
+        ATTENTION,
+        '{"softmax_aux": p["sinks"]} if c.attention_sinks',
+        '{"softmax_aux": p["sinks"] - 1e9} if c.attention_sinks',
+        step("gpt_oss"),
+    ),
+    Fault(
+        "the bias of the output projection left out",
+        ATTENTION,
+        'out + p["output_bias"] if c.attention_output_bias',
+        'out + 0 * p["output_bias"] if c.attention_output_bias',
+        step("gpt_oss"),
+    ),
+    Fault(
+        "the windows of experts' layers see all",
+        CONFIG,
+        '"window_experts": ("window_attention", "experts")',
+        '"window_experts": ("attention", "experts")',
+        step("gpt_oss"),
+    ),
+    Fault(
+        "the shared expert left out",
+        EXPERTS,
+        'shared_down=params.get("shared_down")',
+        'shared_down=0 * params["shared_down"] if "shared_down" in params else None',
+        step("deepseek"),
+    ),
+    Fault(
+        "the scaling factor of the weights left out",
+        EXPERTS,
+        "routed_scaling_factor=m.scaling_factor",
+        "routed_scaling_factor=1.0",
+        step("deepseek"),
+    ),
+    Fault(
+        "the pattern starts with the rows of the first layers",
+        STACK,
+        "rows(name, first[name], first[name] + rounds * n)",
+        "rows(name, 0, rounds * n)",
+        step("mixed"),
+    ),
+    Fault(
+        "the shared key of latent attention is not turned",
+        ATTENTION,
+        "jnp.broadcast_to(turned(shared[:, :, None])",
+        "jnp.broadcast_to(shared[:, :, None]",
+        step("deepseek"),
+    ),
+    Fault(
+        "latent attention turns halves and not neighbours",
+        ATTENTION,
+        "scaling=scaling, interleaved=True",
+        "scaling=scaling, interleaved=False",
+        step("deepseek"),
+    ),
+    Fault(
+        "YaRN between whole pairs where it is not asked for",
+        "kernels/ops/rotary_embedding/contract.py",
+        "if scaling.truncate:",
+        "if True:",
+        "tests/kernels/test_rotary_embedding.py -k frequencies",
+    ),
+    Fault(
+        "the balance of the global batch by this microbatch's counts",
+        EXPERTS,
+        'load=at.buffers.get("load")',
+        'load=None if "load" not in at.buffers else jnp.ones_like(at.buffers["load"])',
+        step("mixed"),
+    ),
+    Fault(
+        "noise that is the same in every layer",
+        EXPERTS,
+        "(at.step, at.microbatch, at.layer)",
+        "(at.step, at.microbatch, 0)",
+        "tests/test_moe_model.py -k noise_differs",
+    ),
+    Fault(
+        "noise that is the same in every microbatch",
+        EXPERTS,
+        "(at.step, at.microbatch, at.layer)",
+        "(at.step, at.layer)",
+        "tests/test_moe_model.py -k noise_differs",
+    ),
+    Fault(
+        "FLOPs of all experts instead of the chosen",
+        EXPERTS,
+        "m.top_k * m.ffn_dim + m.shared_dim",
+        "m.num * m.ffn_dim + m.shared_dim",
+        "tests/test_moe_model.py -k flops_of",
+    ),
+    Fault(
+        "the matrices of latents whole on every device",
+        "ejdist/layout.py",
+        '"R": (FSDP,), ',
+        "",
+        "tests/test_moe_model.py -k split_by_fsdp",
+    ),
+)
