@@ -87,8 +87,8 @@ class ExpertsShape:
         size, rest = divmod(self.num, max(self.num_groups, 1))
         if self.num_groups < 1 or rest or (self.num_groups > 1 and size < 2):
             raise ValueError(
-                f"model.experts.num_groups = {self.num_groups} must divide model.experts.num = {self.num} into groups of two or "
-                "more, whose two best say how good a group is; 1 for none"
+                f"model.experts.num_groups = {self.num_groups} must divide model.experts.num = {self.num} into groups of two "
+                "or more, whose two best say how good a group is; 1 for none"
             )
         if self.num_groups == 1:
             if self.topk_groups is not None:
@@ -240,7 +240,7 @@ class DecoderShape:
     def scaling(self) -> RopeScaling | None:
         """Returns how the frequencies of RoPE are changed. Raises ValueError for what has no meaning without it, or in it."""
         if self.rope_scaling is None:
-            for name in ("rope_factor", "rope_attention_factor", "rope_truncate"):
+            for name in ("rope_factor", "rope_original_length", "rope_attention_factor", "rope_truncate"):
                 if getattr(self, name) != getattr(DecoderShape, name):
                     raise ValueError(
                         f"model.{name} is of model.rope_scaling, which is null: give it, or leave the other out"

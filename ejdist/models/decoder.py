@@ -1,4 +1,4 @@
-"""A decoder of the Llama and Qwen3 family: RMSNorm, RoPE, GQA, SwiGLU, layers of several kinds.
+"""A decoder of the Llama, Qwen3, Mixtral, DeepSeek-V3 and GPT-OSS families: layers of several kinds, see the README beside.
 
 Dtypes. Parameters are float32, the master weights. Matrices are cast to the compute dtype once a step, outside the scan
 over layers, so that a mesh gathers the narrow copy. Norm scales, and the table that embeddings are taken from, stay

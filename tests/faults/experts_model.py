@@ -2,9 +2,7 @@
 
 from faults import Fault
 
-EXPERTS, ATTENTION, STACK, CONFIG = (
-    f"ejdist/models/{name}.py" for name in ("feedforward", "attention", "stack", "config")
-)
+EXPERTS, ATTENTION, STACK = (f"ejdist/models/{name}.py" for name in ("feedforward", "attention", "stack"))
 
 
 def step(cases: str) -> str:
@@ -64,9 +62,9 @@ FAULTS = (
     ),
     Fault(
         "the windows of experts' layers see all",
-        CONFIG,
-        '"window_experts": ("window_attention", "experts")',
-        '"window_experts": ("attention", "experts")',
+        ATTENTION,
+        "sliding_window=self.window(c)",
+        "sliding_window=None",
         step("gpt_oss"),
     ),
     Fault(
