@@ -268,6 +268,7 @@ def compared(make: Callable[[], tuple[Any, DecoderConfig]]) -> tuple[float, floa
 
 def main() -> None:
     """Prints the table in the README of the models."""
+    jax.config.update("jax_platforms", "cpu")
     jax.devices()  # before torch loads CUDA libraries of its own
     import torch
     import transformers

@@ -110,7 +110,7 @@ FAULTS = (
         "tests/kernels/test_rotary_embedding.py -k frequencies",
     ),
     Fault(
-        "the balance of the global batch by this microbatch's counts",
+        "the balance of the global batch without its counts",
         EXPERTS,
         'load=at.buffers.get("load")',
         'load=None if "load" not in at.buffers else jnp.ones_like(at.buffers["load"])',
