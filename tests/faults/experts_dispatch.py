@@ -16,7 +16,7 @@ FAULTS = (
     Fault("a pass repeats the one before", ROWS, "p * job.chunks + i", "(p - p % 2) * job.chunks + i", EP),
     Fault("rows come back in the order of the experts", ROWS, "x[window.by.place]", "x[window.by.source]", EP),
     Fault("combine without weights", ROWS, "w.slot, weights)", "w.slot)", EP),
-    Fault("gradient of a weight misses the rows", ROWS, "wide(made.y) * wide(d)", "wide(made.y) ** 2", EP),
+    Fault("gradient of a weight misses the rows", ROWS, "wide(by.y) * wide(d)", "wide(by.y) ** 2", EP),
     Fault("gradient of rows without weights", ROWS, "wide(d) * weight[:, None]", "wide(d)", EP),
     Fault("places without a pair send a token", ROWS, "jnp.where((pair >= 0).", "jnp.where((pair >= -1).", EP),
     Fault("a pair of another pass is combined", ROWS, "(slot[:, j] >= 0)[:, None]", "(slot[:, j] >= -1)[:, None]", EP),
