@@ -19,6 +19,7 @@ from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP
 from kernels._core.dims import VOCABULARY
 
 Axes = Mapping[str, tuple[str, ...]]
+Specs = PartitionSpec | tuple  # of several arrays
 
 # Dims: see kernels/_core/dims.py. What is not in a table is not split.
 ACTIVATIONS: Axes = {
@@ -132,17 +133,18 @@ def on_mesh(table: Axes, mesh: Any, **changes: tuple[str, ...]) -> dict[str, tup
 def spec(
     dims: Sequence[str], axes: Axes, *, shape: Sequence[int] | None = None, mesh: Any = None, what: str = "array"
 ) -> PartitionSpec:
-    """Returns the PartitionSpec of an array with those dims. A dim of size 1 is broadcast and stays whole.
+    """Returns the PartitionSpec of an array with those dims. A dim of size 1 is broadcast and stays whole. An axis splits the
+    first dim that asks for it: experts that lie on fsdp are stored whole in D.
 
     Raises:
       ValueError: a dim does not divide by the devices it is split over; names the array, the dim and the remedy.
     """
     entries: list[Any] = []
+    taken: set[str] = set()
     for i, dim in enumerate(dims):
-        split = () if dim == "_" else axes.get(dim, ())
         size = None if shape is None else shape[i]
-        if size == 1:
-            split = ()
+        split = () if dim == "_" or size == 1 else tuple(a for a in axes.get(dim, ()) if a not in taken)
+        taken |= {*split}
         if split and size is not None and mesh is not None:
             parts = math.prod(mesh.shape[a] for a in split)
             if size % parts:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 import kernels
 from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
+from ejdist.experts import FUNCTIONS as EXPERTS
+from ejdist.experts import MODULES as EXPERT_MODULES
+from ejdist.experts import moe
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.sequence import delta_rule, linear_attention, recurrent, state_space
@@ -45,9 +48,10 @@ _COMMUNICATING = (
 SHARDED: dict[str, ShardedFunction] = {name: sharded(f) for name, f in kernels.public_functions().items()} | {
     f.__name__: f for f in _COMMUNICATING
 }
-FUNCTIONS: dict[str, Callable] = {**SHARDED, **collective_matmul.FUNCTIONS, "ring_attention": ring_attention}
+FUNCTIONS: dict[str, Callable] = {**SHARDED, **collective_matmul.FUNCTIONS, **EXPERTS, "ring_attention": ring_attention}
 MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values()} | {
     **collective_matmul.MODULES,
+    **EXPERT_MODULES,
     "RingAttention": RingAttention,
 }
 
@@ -58,6 +62,8 @@ def bind_ops(
     order: Order | str = "contiguous",
     scheme: Any = "ring",
     platform: str | None = None,
+    experts: Mapping[str, Any] | None = None,
+    told: Callable[[str], None] | None = None,
 ) -> Ops:
     """Returns the operations that a model calls, on a mesh.
 
@@ -66,8 +72,16 @@ def bind_ops(
       order: the order that the batch was permuted to.
       scheme: how keys and values travel over the sequence axis, see `ring_attention`.
       platform: backend of every operation; None for the fastest.
+      experts: how experts lie and how tokens get to them: axes, dispatch, buffer, chunks and capacity, as `moe` takes them.
+      told: takes a line for each choice that was made, with its reason, when the program is traced.
     """
     where = {"mesh": mesh, "platform": platform}
     functions = {name: functools.partial(f.with_stored_weights, **where) for name, f in SHARDED.items()}
     functions["attention"] = functools.partial(ring_attention, order=order, scheme=scheme, **where)
+    given = dict(experts or {})
+    on = {
+        "axis": given.get("axes"),
+        **{n: given[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in given},
+    }
+    functions["moe"] = functools.partial(moe, stored_weights=True, told=told, **on, **where)
     return Ops(functions, functools.partial(constrain, mesh=mesh), functools.partial(gather, mesh=mesh))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+from ejdist.models.decoder import DecoderConfig
 from ejdist.training.program import TrainSections
 
 
@@ -32,6 +33,7 @@ class ClusterSection:
 class Recipe(TrainSections):
     """Everything that a run is made from."""
 
+    model: DecoderConfig = field(default_factory=DecoderConfig)
     cluster: ClusterSection = field(default_factory=ClusterSection)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejdist.models.decoder import DecoderConfig, declare, loss
+from ejdist.models.decoder import DecoderConfig, declare, flops, loss
 from ejdist.models.parameters import num_parameters, shapes
 from ejdist.operations import bind_ops
 from ejdist.training.flops import matmul_flops_per_token, peak_flops, step_flops, visible_pairs
@@ -46,31 +46,33 @@ def test_ends():
 
 
 def test_matmuls_are_two_flops_a_weight():
-    assert matmul_flops_per_token(LLAMA_8B) == 2 * (num_parameters(declare(LLAMA_8B)) - 128256 * 4096 - 65 * 4096)
+    assert matmul_flops_per_token(flops(LLAMA_8B)) == 2 * (
+        num_parameters(declare(LLAMA_8B)) - 128256 * 4096 - 65 * 4096
+    )
     tied = dataclasses.replace(LLAMA_8B, tie_embeddings=True)
-    assert matmul_flops_per_token(tied) == matmul_flops_per_token(LLAMA_8B)
+    assert matmul_flops_per_token(flops(tied)) == matmul_flops_per_token(flops(LLAMA_8B))
     fancy = dataclasses.replace(LLAMA_8B, qk_norm=True, attention_bias=True)
-    assert matmul_flops_per_token(fancy) == matmul_flops_per_token(LLAMA_8B)
+    assert matmul_flops_per_token(flops(fancy)) == matmul_flops_per_token(flops(LLAMA_8B))
 
 
 def test_both_conventions_and_the_pattern():
     one_document = np.zeros((1, 131072), int)
-    flops = step_flops(LLAMA_8B, one_document)
-    matmuls = 3 * matmul_flops_per_token(LLAMA_8B) * 131072
+    whole = step_flops(flops(LLAMA_8B), one_document)
+    matmuls = 3 * matmul_flops_per_token(flops(LLAMA_8B)) * 131072
     assert matmuls == pytest.approx(6 * (8.03e9 - 0.525e9) * 131072, rel=1e-3)
     full = 3 * 4 * 32 * 32 * 128 * 131072**2
-    assert flops.full == pytest.approx(matmuls + full, rel=1e-12)
-    assert flops.causal == pytest.approx(matmuls + full / 2, rel=1e-4)
+    assert whole.full == pytest.approx(matmuls + full, rel=1e-12)
+    assert whole.causal == pytest.approx(matmuls + full / 2, rel=1e-4)
     narrow = dataclasses.replace(LLAMA_8B, layer_pattern=("window",), sliding_window=1024)
-    window = step_flops(narrow, one_document).causal - matmuls
+    window = step_flops(flops(narrow), one_document).causal - matmuls
     assert window < full / 100
     # 32 layers in threes: ten whole rounds, and two windows more.
     mixed = dataclasses.replace(narrow, layer_pattern=("window", "window", "full"))
-    wanted = matmuls + window * 22 / 32 + (flops.causal - matmuls) * 10 / 32
-    assert step_flops(mixed, one_document).causal == pytest.approx(wanted, rel=1e-12)
-    assert step_flops(mixed, one_document).full == flops.full
+    wanted = matmuls + window * 22 / 32 + (whole.causal - matmuls) * 10 / 32
+    assert step_flops(flops(mixed), one_document).causal == pytest.approx(wanted, rel=1e-12)
+    assert step_flops(flops(mixed), one_document).full == whole.full
     halves = np.repeat([[0, 1]], 65536, axis=1)
-    assert step_flops(LLAMA_8B, halves).causal == pytest.approx(matmuls + full / 4, rel=1e-4)
+    assert step_flops(flops(LLAMA_8B), halves).causal == pytest.approx(matmuls + full / 4, rel=1e-4)
 
 
 def test_compiled_matmul_flops_agree():
@@ -80,7 +82,7 @@ def test_compiled_matmul_flops_agree():
     batch = {k: jax.ShapeDtypeStruct((2, 32), jnp.int32) for k in ("tokens", "targets", "positions", "segment_ids")}
     run = jax.jit(lambda p, b: loss(p, b, config, ops)[0])
     counted = run.lower(shapes(declare(config)), batch).compile().cost_analysis()["flops"]
-    assert counted == pytest.approx(matmul_flops_per_token(config) * 64, rel=0.08)  # the rest is elementwise
+    assert counted == pytest.approx(matmul_flops_per_token(flops(config)) * 64, rel=0.08)  # the rest is elementwise
 
 
 def test_peaks():

@@ -135,6 +135,7 @@ ONLY = {
         "ejdist/compression.py",
         "ejdist/experts/dispatch.py",
         "ejdist/layout.py",
+        "ejdist/experts/local.py",
         "ejdist/sequence/attention.py",
         "kernels/_core/execute.py",
     },

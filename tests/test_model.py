@@ -75,7 +75,7 @@ def batch_of(config, seed=0, cuts=((7, 15), (11,)), padding=2):
 
 def mean_loss(params, batch, config, ops=OPS):
     total, terms = loss(params, batch, config, ops)
-    return total / terms["tokens"]
+    return total / terms["tokens"].value
 
 
 def value_and_grad(config, params, batch, ops=OPS):
@@ -330,9 +330,9 @@ def test_the_size_of_qwen3_8b():
         ({"num_heads": 3}, r"model.num_heads = 3 must be a multiple of model.num_kv_heads = 2"),
         ({"head_dim": 7}, "model.head_dim = 7 must be even"),
         ({"num_layers": 0}, "model.num_layers must be positive"),
-        ({"layer_pattern": ("full", "local")}, "full and window"),
+        ({"layer_pattern": ("full", "local")}, "made of full, window, .* and latent_experts"),
         ({"layer_pattern": ()}, "model.layer_pattern"),
-        ({"layer_pattern": ("full",) * 5}, "shorten it or add layers"),
+        ({"layer_pattern": ("full",) * 5}, "shorten them or add layers"),
         ({"layer_pattern": ("window",)}, "give model.sliding_window"),
         ({"rope_scaling": "dynamic"}, "linear, ntk, yarn or llama3"),
         ({"remat": "some"}, "use one of none, dots, attention, offload, full"),

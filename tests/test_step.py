@@ -11,6 +11,7 @@ import pytest
 
 from ejdist.models.decoder import DecoderConfig, declare
 from ejdist.models.decoder import loss as decoder_loss
+from ejdist.models.model import Metric
 from ejdist.models.parameters import initialise, map_declared
 from ejdist.operations import bind_ops
 from ejdist.training.optimizer import OptimizerSection, make_optimizer, make_schedule
@@ -70,12 +71,12 @@ def test_the_loss_is_a_mean_over_tokens_not_over_rows():
     params, batch = parameters(), batch_of()
     row_terms = jax.jit(lambda p, b: LOSS(p, b)[1])
     terms = [row_terms(params, {k: v[i : i + 1] for k, v in batch.items()}) for i in range(8)]
-    tokens = sum(float(t["tokens"]) for t in terms)
+    tokens = sum(float(t["tokens"].value) for t in terms)
     _, metrics = jax.jit(make_train_step(LOSS, SGD, accumulation=2))(init_state(params, SGD), batch)
     for name in ("loss", "z_loss"):
-        assert float(metrics[name]) == pytest.approx(sum(float(t[name]) for t in terms) / tokens, rel=1e-5)
+        assert float(metrics[name]) == pytest.approx(sum(float(t[name].value) for t in terms) / tokens, rel=1e-5)
     assert float(metrics["z_loss"]) > 0
-    of_rows = np.mean([float(t["loss"] / t["tokens"]) for t in terms])
+    of_rows = np.mean([float(t["loss"].value / t["tokens"].value) for t in terms])
     assert abs(of_rows - float(metrics["loss"])) > 1e-3
 
 
@@ -125,8 +126,8 @@ def test_rows_that_cannot_be_split_are_refused():
 def test_clipping_bounds_the_update_and_not_the_metric():
     params, gradient = {"w": jnp.zeros(4)}, {"w": jnp.full(4, 100.0)}
 
-    def loss(p, b):
-        return (jnp.sum(p["w"] * gradient["w"]), {"loss": 0.0, "z_loss": 0.0, "tokens": jnp.float32(1)})
+    def loss(p, b, *, context):
+        return jnp.sum(p["w"] * gradient["w"]), {"tokens": Metric(jnp.float32(1))}
 
     section = OptimizerSection(learning_rate=1.0, schedule="constant", warmup_steps=0, weight_decay=0.0, eps=1e6)
     batch = {"tokens": jnp.zeros((1, 1))}

@@ -224,6 +224,21 @@ def _number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and math.isfinite(value)
 
 
+def check_buffer(buffer: Any, chunks: Any, capacity: Any, top_k: int) -> None:
+    """Raises ValueError, naming the argument, for a size of the buffer that there cannot be."""
+
+    def refuse(name: str, must: str, got: Any) -> None:
+        raise ValueError(f"exchange: argument {name!r} must be {must}, got {got!r}")
+
+    if not _number(buffer) or buffer <= 0:
+        refuse("buffer", "a number above 0, a multiple of the balanced number of rows (1.25)", buffer)
+    if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:
+        refuse("chunks", "an integer of at least 1", chunks)
+    if capacity is not None and (not _number(capacity) or capacity * top_k < 1):
+        least = f"1 / {top_k}, which is room for one choice of every token"
+        refuse("capacity", f"None, or a number of at least {least}", capacity)
+
+
 def _check(
     x: Any,
     experts: Any,
@@ -262,10 +277,4 @@ def _check(
             refuse(
                 where, f"of {num_experts // ranks} experts, its first dim: {num_experts} over {ranks} ranks", kind(leaf)
             )
-    if not _number(buffer) or buffer <= 0:
-        refuse("buffer", "a number above 0, a multiple of the balanced number of rows (1.25)", repr(buffer))
-    if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:
-        refuse("chunks", "an integer of at least 1", repr(chunks))
-    if capacity is not None and (not _number(capacity) or capacity * experts.shape[1] < 1):
-        least = f"1 / {experts.shape[1]}, which is room for one choice of every token"
-        refuse("capacity", f"None, or a number of at least {least}", repr(capacity))
+    check_buffer(buffer, chunks, capacity, experts.shape[1])

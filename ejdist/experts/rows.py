@@ -160,6 +160,7 @@ def order_of(experts: jax.Array) -> jax.Array:
 
 
 def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan:
+    """Returns where the pairs of experts [M, k] stand; all ranks of the axis learn of each other's numbers."""
     order = order_of(experts)
     sizes = count(experts, num_experts)[None]
     sizes = lax.all_gather(sizes, axis, axis=0, tiled=True) if axis else sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 class Param:
     """A parameter: `dims` names each dim ("layers D F"), `init` is "normal", "zeros" or "ones", `std` that of the normal.
 
-    `decay` says whether weight decay applies; it does not to norms and biases.
+    `decay` says whether weight decay applies; it does not to norms and biases. `cast`: the model
+    computes with it in its compute dtype, and not in that of the parameter.
     """
 
     shape: tuple[int, ...]
@@ -25,9 +26,14 @@ class Param:
     std: float = 0.02
     decay: bool = True
     dtype: str = "float32"
+    cast: bool = True
 
     def __post_init__(self) -> None:
         assert len(self.dims.split()) == len(self.shape), (self.dims, self.shape)
+
+    def stacked(self, layers: int) -> Param:
+        """Returns that of so many layers, a row for each."""
+        return replace(self, shape=(layers, *self.shape), dims=f"layers {self.dims}")
 
     @property
     def size(self) -> int:

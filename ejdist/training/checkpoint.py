@@ -121,7 +121,7 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        arrays, keys = to_arrays(state), _keys(state)
+        arrays, keys = _without_empty(to_arrays(state)), _keys(state)
         manager = self._manager()
         with self._writing(step):
             if manager.latest_step() != step:
@@ -153,13 +153,15 @@ class Checkpoints:
         try:
             run = self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
             self._check_kinds(step, like, run.pop(_KEYS, {}))
-            args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(like_arrays(like))})
+            wanted = like_arrays(like)
+            args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(_without_empty(wanted))})
             arrays = self._manager().restore(step, args=args)[_STATE]
             written, found = run.pop(_DIGEST), _digests(arrays)
             changed = [name for name in found if found[name] != written.get(name)]
             if changed:
                 raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
-            return from_arrays(arrays, like), run
+            whole = wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays
+            return from_arrays(whole, like), run
         except CheckpointError:
             raise
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
@@ -205,6 +207,14 @@ def _reason(error: BaseException, most: int = 300) -> str:
     if len(first) > most:
         first = f"{first[: most // 3]} ... {first[-2 * most // 3 :]}"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _without_empty(state: Any) -> Any:
+    """Returns a named tuple as a dict of its fields that hold something. What a model has no use for, such as buffers, is
+    then not in its checkpoints, and those written before there was such a field are read as before."""
+    if not hasattr(state, "_asdict"):
+        return state
+    return {name: value for name, value in state._asdict().items() if jax.tree.leaves(value)}
 
 
 def _digests(arrays: Any) -> dict[str, int]:

@@ -7,11 +7,12 @@ multiply-add as 2, the backward as twice the forward, no recomputation, and neit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ejdist.models.decoder import DecoderConfig, declare
+from ejdist.models.model import Flops
 
 # Dense bf16 peaks by device kind, in FLOP/s, from the vendors' data sheets.
 PEAKS = {
@@ -54,15 +55,9 @@ def visible_pairs(segment_ids: np.ndarray, window: int | None = None) -> int:
     return total
 
 
-def matmul_flops_per_token(config: DecoderConfig) -> int:
-    """Returns the forward FLOPs of a token in matmuls with parameters: two for each weight that multiplies it.
-
-    The embedding is looked up, not multiplied, unless it is the output projection too; norms and biases multiply nothing.
-    """
-    declared = declare(config)
-    matrices = sum(p.size for p in declared["layers"].values() if p.init == "normal")
-    head = declared["embedding" if config.tie_embeddings else "lm_head"]
-    return 2 * (matrices + head.size)
+def matmul_flops_per_token(parts: Iterable[Flops]) -> int:
+    """Returns the forward FLOPs of a token in matmuls with parameters: two for each weight that multiplies it."""
+    return sum(part.token for part in parts)
 
 
 @dataclass(frozen=True)
@@ -73,18 +68,15 @@ class StepFlops:
     full: float
 
 
-def step_flops(config: DecoderConfig, segment_ids: np.ndarray) -> StepFlops:
-    """Returns the FLOPs of a training step on a batch with those segments, int [B, T].
+def step_flops(parts: Iterable[Flops], segment_ids: np.ndarray) -> StepFlops:
+    """Returns the FLOPs of a training step of a model with those parts on a batch with those segments, int [B, T].
 
     Matmuls with parameters count every position, padding too, because it is computed.
     """
+    parts = tuple(parts)
     rows, length = segment_ids.shape
-    windows = config.windows()
-    of_layer = [windows[layer % len(windows)] for layer in range(config.num_layers)]
-    pairs = {window: visible_pairs(segment_ids, window) for window in set(of_layer)}
-    exact = sum(pairs[window] for window in of_layer)
-    square = config.num_layers * rows * length * length
-    matmuls = matmul_flops_per_token(config) * rows * length
-    # Two matmuls of head_dim per pair and head.
-    attention = 2 * 2 * config.num_heads * config.head_dim
-    return StepFlops(causal=3.0 * (matmuls + attention * exact), full=3.0 * (matmuls + attention * square))
+    pairs = {window: visible_pairs(segment_ids, window) for window in {p.window for p in parts if p.pair}}
+    exact = sum(p.pair * pairs[p.window] for p in parts if p.pair)
+    square = sum(p.pair for p in parts) * rows * length * length
+    matmuls = matmul_flops_per_token(parts) * rows * length
+    return StepFlops(causal=3.0 * (matmuls + exact), full=3.0 * (matmuls + square))

@@ -66,7 +66,8 @@ def _check_run(run: RunSection) -> Path:
 def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any = print) -> Outcome:
     """Returns how the run ended, after training it from where `run.dir` left it.
 
-    Writes to run.dir: metrics.jsonl, tensorboard/, checkpoints/, and at the end summary.json and loss.png.
+    Writes to run.dir: metrics.jsonl, tensorboard/, checkpoints/, and at the end summary.json, loss.png and the model's own
+    pictures.
 
     Args:
       devices: default: all.
@@ -96,13 +97,15 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         f"{program.num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {used or 'of one'}, "
         f"{s.data.global_batch} x {s.data.sequence_length:,} tokens a step, {s.sequence.scheme} in {program.order.name} order"
     )
+    for line in dict.fromkeys(program.notes):
+        say(line)
     if start >= end:
         more = how_to_go_on(s.run, s.optimizer, start)
         say(f"nothing to do: {directory} has {start} of {end} steps; {more}, or choose another run.dir")
         # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
         summary = _finish(s, program, directory) if main and not _has_summary(directory, start) else None
         return Outcome(start, start >= s.run.steps, summary)
-    writer = MetricsWriter(directory, start, s.run.steps) if main else None
+    writer = MetricsWriter(directory, start, s.run.steps, tables_every=s.experts.load_every) if main else None
     try:
         with stop_on_signals() as stop:
             last = _steps(s, program, step, data, state, checkpoints, writer, start, end, stop)
@@ -152,7 +155,7 @@ def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start
     step = start
     for step in range(start + 1, end + 1):
         batch = next(batches)
-        flops = step_flops(program.config, batch["segment_ids"])
+        flops = step_flops(program.model.flops, batch["segment_ids"])
         state, metrics = train_step(state, place_batch(batch, program, rows.start))
         if writer is not None:
             share = s.data.global_batch / (rows.stop - rows.start)
@@ -200,6 +203,8 @@ def _finish(s: TrainSections, program: Program, directory: Path) -> dict[str, An
         write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens"
         draw_loss(rows, directory / "loss.png", title)
+        for name, draw in program.model.pictures.items():
+            draw(rows, directory / name)
     except OSError as error:
         raise cannot_write(directory, error) from error
     return summary

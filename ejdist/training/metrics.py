@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -96,9 +97,11 @@ class Events:
     def __init__(self, directory: Path, purge_step: int | None, flush_every: float = 10.0) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.summary import make_histogram
 
         events: Any = event_pb2  # made at import, so that a type checker sees nothing in them
         self._event, self._summary = events.Event, cast(Any, summary_pb2).Summary
+        self._histogram = make_histogram
         self._every, self._flushed = flush_every, time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
@@ -106,15 +109,36 @@ class Events:
             log = events.SessionLog(status=events.SessionLog.START)
             self._writer.write_event(self._event(step=purge_step, session_log=log))
 
-    def add(self, step: int, values: dict[str, float]) -> None:
-        made = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
-        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=made))
+    def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
+        """Adds numbers, and for each row of each table a histogram of its values."""
+        made = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
+        found = {f"{n}/{i}": np.asarray(row, float) for n, rows in (tables or {}).items() for i, row in enumerate(rows)}
+        finite = {name: row[np.isfinite(row)] for name, row in found.items()}
+        made += [self._summary.Value(tag=n, histo=self._histogram(row, 30)) for n, row in finite.items() if row.size]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=made))
+        self._writer.write_event(event)
         if time.monotonic() - self._flushed >= self._every:
             self._flushed = time.monotonic()
             self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _for_json(value: Any) -> Any:
+    """Returns a number, or a list of them, as JSON has it: there is no NaN in it and no infinity."""
+    if isinstance(value, list):
+        return [_for_json(x) for x in value]
+    return value if math.isfinite(value) else None
+
+
+def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
+    """Returns the numbers of a metric, each with a name: those of a list are name/0, name/1, ..."""
+    return [(f"{name}/{i}", x) for i, x in enumerate(value)] if isinstance(value, list) else [(name, value)]
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], list)
 
 
 class MetricsWriter:
@@ -124,9 +148,11 @@ class MetricsWriter:
       directory: of the run; metrics.jsonl and tensorboard/ are written there.
       start: the step that the run goes on from; rows past it are removed.
       total: steps of the run.
+      tables_every: steps between rows that hold the metrics of two dims, such as the tokens of each expert in each layer; 0:
+        none does. In TensorBoard each row of a table is a histogram.
     """
 
-    def __init__(self, directory: Path, start: int, total: int) -> None:
+    def __init__(self, directory: Path, start: int, total: int, tables_every: int = 1) -> None:
         self.directory, self.path = directory, directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -136,7 +162,7 @@ class MetricsWriter:
             self._events = Events(directory / "tensorboard", start + 1 if start else None)
         except OSError as error:
             raise cannot_write(directory, error) from error
-        self._progress = Progress(total)
+        self._progress, self._total, self._tables_every = Progress(total), total, tables_every
         # Bounded, so that the host runs ahead of the devices by a few steps and not by all of them.
         self._queue: queue.Queue = queue.Queue(maxsize=8)
         self._failure: BaseException | None = None
@@ -162,15 +188,17 @@ class MetricsWriter:
             self._queue.task_done()
 
     def _write(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float]) -> None:
-        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        values = {name: x.tolist() for name, x in jax.device_get(metrics).items()}
+        tables = {name: value for name, value in values.items() if _is_table(value)}
+        if not self._tables_every or (step % self._tables_every and step not in (1, self._total)):
+            values, tables = {name: value for name, value in values.items() if name not in tables}, {}
         now = time.perf_counter()
         step_time, self._finished_at = now - self._finished_at, now
         row = {"step": step, **values, **host, "step_time": step_time}
         row["tokens_per_second"] = values["tokens"] / step_time
-        # JSON has no NaN and no infinity.
-        written = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        self._file.write(json.dumps(written) + "\n")
-        self._events.add(step, {name: value for name, value in row.items() if name != "step"})
+        self._file.write(json.dumps({name: _for_json(value) for name, value in row.items()}) + "\n")
+        plain = {name: value for name, value in row.items() if name != "step" and name not in tables}
+        self._events.add(step, dict(pair for name, value in plain.items() for pair in _scalars(name, value)), tables)
         self._progress.show(row)
 
     def close(self) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, sharding
-from ejdist.mesh import MeshSection
-from ejdist.models import decoder
+from ejdist.experts.schemes import SCHEMES
+from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, sharding
+from ejdist.mesh import BATCH_AXES, EP, SP, MeshSection
+from ejdist.models.model import Model, StepContext
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.sequence.order import Order
@@ -42,13 +43,46 @@ class SequenceSection:
 
 
 @dataclass
+class ExpertsSection:
+    """The `experts` section of a recipe: where experts lie and how tokens get to them; see `ejdist.moe`."""
+
+    axes: tuple[str, ...] = (
+        EP,
+    )  # mesh axes that they are split over: ep, or such as also split the sequence or parameters
+    dispatch: str = "auto"  # all_gather, all_to_all, ragged_all_to_all, two_level; auto says which and why
+    buffer: float = 1.25  # rows that a pass has room for, as a multiple of those of balanced experts
+    chunks: int = 1  # parts of a pass, of which one travels while another is multiplied
+    capacity: float | None = None  # tokens of an expert at most, as a multiple of balanced ones; null: none is dropped
+    load_every: int = 10  # steps between rows of metrics.jsonl that hold the tokens of each expert; 0: none does
+
+    def __post_init__(self) -> None:
+        self.axes = tuple(self.axes)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        unknown = [a for a in self.axes if a not in (*BATCH_AXES, SP)]
+        if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
+            known = ", ".join((*BATCH_AXES, SP))
+            raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that split the tokens: {known}")
+        if self.dispatch != "auto" and self.dispatch not in SCHEMES:
+            raise ValueError(f"experts.dispatch = {self.dispatch!r} is unknown; use auto, {', '.join(SCHEMES)}")
+        if self.load_every < 0:
+            raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
+
+    def table(self, table: Axes) -> Axes:
+        """Returns where dims lie, with the experts where this says."""
+        return {**table, "E": self.axes}
+
+
+@dataclass
 class TrainSections:
     """What a training run is made from; `recipes.schema.Recipe` is this."""
 
     run: RunSection = field(default_factory=RunSection)
-    model: decoder.DecoderConfig = field(default_factory=decoder.DecoderConfig)
+    model: Any = None  # a section with `vocab_size` and `build()`, which returns a `Model`
     mesh: MeshSection = field(default_factory=MeshSection)
     sequence: SequenceSection = field(default_factory=SequenceSection)
+    experts: ExpertsSection = field(default_factory=ExpertsSection)
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -61,7 +95,7 @@ class TrainSections:
 class Program:
     """A training step on a mesh, and where its arguments lie."""
 
-    config: decoder.DecoderConfig
+    model: Model
     mesh: jax.sharding.Mesh
     order: Order
     step: Any  # jitted (state, batch) -> (state, metrics)
@@ -70,6 +104,7 @@ class Program:
     batch: dict[str, jax.ShapeDtypeStruct]
     schedule: Any
     num_parameters: int
+    notes: list[str]  # what was chosen, and why; complete once the step is lowered
 
 
 def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
@@ -78,8 +113,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     Raises:
       ValueError: a size does not fit the mesh; names the parameter or key, and the remedy.
     """
-    s, config = sections, sections.model
-    config.validate()
+    s, model = sections, sections.model.build()
     order = Order(s.sequence.order, MeshSection.sequence_shards(mesh))
     length, rows = s.data.sequence_length, s.data.global_batch
     order.indices(length)
@@ -89,24 +123,32 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
-    for dim, key, heads in (("N", "num_heads", config.num_heads), ("K", "num_kv_heads", config.num_kv_heads)):
-        sharding(mesh, (dim,), ACTIVATIONS, shape=(heads,), what=f"model.{key}")
-    declared = decoder.declare(config)
-    ops = bind_ops(mesh, order=order, scheme=s.sequence.scheme, platform=s.platform)
-    decayed = map_declared(lambda _, p: p.decay, declared)
+    s.experts.validate()
+    parameters = s.experts.table(PARAMETERS)
+    for key, (dim, size) in model.split.items():
+        sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
+    notes: list[str] = []
+    ops = bind_ops(
+        mesh, order=order, scheme=s.sequence.scheme, platform=s.platform, experts=vars(s.experts), told=notes.append
+    )
+    decayed = map_declared(lambda _, p: p.decay, model.declared)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
 
-    def loss(params: Any, batch: dict[str, jax.Array]) -> Any:
-        return decoder.loss(params, batch, config, ops, z_loss=s.z_loss)
+    def loss(params: Any, batch: dict[str, jax.Array], *, context: StepContext) -> Any:
+        return model.loss(params, batch, ops=ops, z_loss=s.z_loss, context=context)
 
     def make_state() -> TrainState:
-        return init_state(initialise(declared, jax.random.key(s.run.seed)), optimizer)
+        key = jax.random.key(s.run.seed)
+        return init_state(initialise(model.declared, key), optimizer, initialise(model.buffers, key))
 
-    placed = map_declared(
-        lambda path, p: sharding(mesh, p.dims.split(), PARAMETERS, shape=p.shape, what=f"parameter {path}"), declared
-    )
+    def places(declared: Any, kind: str) -> Any:
+        return map_declared(
+            lambda path, p: sharding(mesh, p.dims.split(), parameters, shape=p.shape, what=f"{kind} {path}"), declared
+        )
+
+    placed = places(model.declared, "parameter")
     shapes = jax.eval_shape(make_state)
-    shardings = _state_shardings(shapes, placed, mesh)
+    shardings = _state_shardings(shapes, placed, mesh)._replace(buffers=places(model.buffers, "buffer"))
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")
@@ -116,13 +158,15 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         return jax.lax.with_sharding_constraint(grads, placed)
 
     step = jax.jit(
-        make_train_step(loss, optimizer, accumulation=s.accumulation, place=place),
+        make_train_step(
+            loss, optimizer, accumulation=s.accumulation, place=place, update=model.update, report=model.report
+        ),
         donate_argnums=0,
         in_shardings=(shardings, dict.fromkeys(fields, at)),
         out_shardings=(shardings, replicated(mesh)),
     )
     init = jax.jit(make_state, out_shardings=shardings)
-    return Program(config, mesh, order, step, init, state, batch, schedule, num_parameters(declared))
+    return Program(model, mesh, order, step, init, state, batch, schedule, num_parameters(model.declared), notes)
 
 
 def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:

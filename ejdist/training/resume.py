@@ -8,6 +8,7 @@ It is so with a constant rate, and with wsd before its decay. Elsewhere `run.ext
 from __future__ import annotations
 
 import json
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,24 @@ from ejdist.training.program import RunSection, TrainSections
 _STEPS = "run.steps"
 
 
+def _flat(section: Any, prefix: str) -> dict[str, Any]:
+    """Returns the keys of a section, with dots, and their values."""
+    keys = {}
+    for name, value in vars(section).items():
+        keys |= _flat(value, f"{prefix}{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
+    return keys
+
+
+def _deciding(sections: TrainSections) -> dict[str, Any]:
+    found = _flat(sections.model, "model.") | _flat(sections.optimizer, "optimizer.")
+    found |= {"accumulation": sections.accumulation, "z_loss": sections.z_loss}
+    # Of how tokens get to experts, what drops some.
+    return {k: v for k, v in found.items() if k != "model.remat"} | {"experts.capacity": sections.experts.capacity}
+
+
 def fingerprint(sections: TrainSections) -> dict[str, Any]:
     """Returns what must not change when a run goes on: what decides the losses, and not where or how fast."""
-    model = {k: v for k, v in vars(sections.model).items() if k not in ("remat",)}
-    return json.loads(
-        json.dumps(
-            {_STEPS: sections.run.steps, "accumulation": sections.accumulation, "z_loss": sections.z_loss}
-            | {f"model.{k}": v for k, v in model.items()}
-            | {f"optimizer.{k}": v for k, v in vars(sections.optimizer).items()}
-        )
-    )
+    return json.loads(json.dumps({_STEPS: sections.run.steps} | _deciding(sections)))
 
 
 def changed_rate(section: OptimizerSection, old: int, new: int, made: int) -> tuple[int, float, float] | None:
@@ -46,6 +55,11 @@ def changed_rate(section: OptimizerSection, old: int, new: int, made: int) -> tu
 def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, where: Path) -> None:
     """Raises ValueError, naming the keys, if the run with this fingerprint, which made so many steps, may not go on."""
     now = fingerprint(sections)
+    # A key that did not exist then had the meaning that its default has.
+    plain = replace(
+        sections, model=type(sections.model)(), optimizer=type(sections.optimizer)(), experts=type(sections.experts)()
+    )
+    stored = {k: v for k, v in fingerprint(plain).items() if k not in (_STEPS, "accumulation", "z_loss")} | stored
     changed = [k for k in sorted({*stored, *now}) if stored.get(k) != now.get(k)]
     old, new = stored.get(_STEPS), sections.run.steps
     if not changed:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ejdist.models.model import Metrics, StepContext
+
 
 class TrainState(NamedTuple):
     """Everything that a step changes."""
@@ -16,11 +18,12 @@ class TrainState(NamedTuple):
     step: jax.Array
     params: Any
     opt_state: Any
+    buffers: Any  # what changes without a gradient, such as the bias of a router
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: Any, optimizer: optax.GradientTransformation, buffers: Any = None) -> TrainState:
     """Returns the state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), {} if buffers is None else buffers)
 
 
 def microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
@@ -35,50 +38,54 @@ def microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array
 
 
 def make_train_step(
-    loss: Callable[[Any, dict], tuple[jax.Array, dict[str, jax.Array]]],
+    loss: Callable[..., tuple[jax.Array, Metrics]],
     optimizer: optax.GradientTransformation,
     *,
     accumulation: int = 1,
     place: Callable[[Any], Any] = lambda gradients: gradients,
+    update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers,
+    report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {},
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the function (state, batch) -> (state, metrics).
 
     Args:
-      loss: (params, batch) -> (sum over tokens, sums to report, with "tokens" among them).
+      loss: (params, batch, context=StepContext) -> (sum over tokens, metrics, with "tokens" among them).
       accumulation: microbatches whose gradients are summed, in float32, before the one update. The result is the mean over
         all tokens of the batch, whatever the number.
       place: applied to the gradients of each microbatch. On a mesh, puts them where the parameters lie: left alone, the
         compiler is free to keep a sum whole on every device.
+      update: (buffers, the "update" metrics of the whole batch) -> buffers; once a step.
+      report: (the numbers of the whole batch) -> more that follow from them.
     """
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
-    def gradient(params: Any, batch: dict) -> Any:
-        value, grads = differentiate(params, batch)
-        return value, place(grads)
+    def gradient(state: TrainState, batch: dict, microbatch: Any) -> tuple[Metrics, Any]:
+        context = StepContext(state.step, microbatch, state.buffers)
+        (_, metrics), grads = differentiate(state.params, batch, context=context)
+        return metrics, place(grads)
 
     def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         if accumulation == 1:
-            (_, sums), grads = gradient(state.params, batch)
+            found, grads = gradient(state, batch, jnp.int32(0))
         else:
 
-            def add(total: Any, part: dict) -> tuple[Any, None]:
-                (_, sums), grads = gradient(state.params, part)
-                return jax.tree.map(jnp.add, total, (sums, grads)), None
+            def add(total: Any, part: Any) -> tuple[Any, None]:
+                (metrics, sums), (more, grads) = total, gradient(state, *part)
+                joined = {name: m.plus(more[name]) for name, m in metrics.items()}
+                return (joined, jax.tree.map(jnp.add, sums, grads)), None
 
-            parts = microbatches(batch, accumulation)
-            shapes = jax.eval_shape(lambda p: gradient(state.params, p), jax.tree.map(lambda x: x[0], parts))
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0][1], shapes[1]))
-            (sums, grads), _ = jax.lax.scan(add, zeros, parts)
-        count = jnp.maximum(sums["tokens"], 1)
+            parts = microbatches(batch, accumulation), jnp.arange(accumulation, dtype=jnp.int32)
+            shapes = jax.eval_shape(lambda p: gradient(state, *p), jax.tree.map(lambda x: x[0], parts))
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
+            (found, grads), _ = jax.lax.scan(add, ({name: m.start() for name, m in shapes[0].items()}, zeros), parts)
+        count = jnp.maximum(found["tokens"].value, 1)
         grads = jax.tree.map(lambda g: g / count, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": sums["loss"] / count,
-            "z_loss": sums["z_loss"] / count,
-            "tokens": sums["tokens"],
-            "grad_norm": optax.tree.norm(grads),
-        }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        buffers = update(state.buffers, {name: m.value for name, m in found.items() if m.how == "update"})
+        metrics = {name: m.reported(count) for name, m in found.items() if m.how != "update"}
+        metrics |= report(metrics)
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        return TrainState(state.step + 1, params, opt_state, buffers), metrics
 
     return train_step

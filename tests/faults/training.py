@@ -4,6 +4,8 @@ from faults import Fault
 
 LOOP = "ejdist/training/loop.py"
 TRAIN = "tests/test_train.py"
+DECODER, MODEL, STACK = (f"ejdist/models/{name}.py" for name in ("decoder", "model", "stack"))
+STEP_OF_LAYERS = "tests/test_layers.py -k step_of_mixed"
 
 FAULTS = (
     Fault(
@@ -23,8 +25,8 @@ FAULTS = (
     Fault(
         "the loop counts FLOPs as if a row were one document",
         LOOP,
-        'step_flops(program.config, batch["segment_ids"])',
-        'step_flops(program.config, batch["segment_ids"] * 0)',
+        'step_flops(program.model.flops, batch["segment_ids"])',
+        'step_flops(program.model.flops, batch["segment_ids"] * 0)',
         f"{TRAIN} -k flops",
     ),
     Fault(
@@ -51,8 +53,71 @@ FAULTS = (
     Fault(
         "accumulation forgets a microbatch's tokens",
         "ejdist/training/step.py",
-        'count = jnp.maximum(sums["tokens"], 1)',
-        'count = jnp.maximum(sums["tokens"] / accumulation, 1)',
+        'count = jnp.maximum(found["tokens"].value, 1)',
+        'count = jnp.maximum(found["tokens"].value / accumulation, 1)',
         "tests/test_step.py",
+    ),
+    Fault(
+        "a layer's loss counted twice",
+        DECODER,
+        'for m in metrics.values() if m.how == "loss"',
+        'for m in (*metrics.values(), *of_layers.values()) if m.how == "loss"',
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "a layer's loss reported and not trained on",
+        STACK,
+        'm = m if m.how == "loss" else',
+        "m =",
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "a max over microbatches that is a sum",
+        MODEL,
+        'join = jnp.maximum if self.how == "max" else jnp.add',
+        "join = jnp.add",
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "a max over layers that is a sum",
+        MODEL,
+        '(jnp.max if self.how == "max" else jnp.sum)',
+        "jnp.sum",
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "buffers that stay as they were",
+        "ejdist/training/step.py",
+        "params, opt_state, buffers), metrics",
+        "params, opt_state, state.buffers), metrics",
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "buffers moved by the last microbatch alone",
+        "ejdist/training/step.py",
+        "m.plus(more[name])",
+        'more[name] if m.how == "update" else m.plus(more[name])',
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "a loss hears of the step after it",
+        "ejdist/training/step.py",
+        "StepContext(state.step,",
+        "StepContext(state.step + 1,",
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "an incomplete round with the rows of the first",
+        STACK,
+        "w[rounds * n :]",
+        "w",
+        STEP_OF_LAYERS,
+    ),
+    Fault(
+        "what a part asks remat to keep is not kept",
+        STACK,
+        "policies.save_only_these_names(*offloads, *saves)",
+        "policies.save_only_these_names(*saves)",
+        "tests/test_model.py -k computed_again",
     ),
 )

@@ -1,0 +1,236 @@
+"""The layer of experts: route, sort the tokens by expert, multiply, weigh and add up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kernels
+from ejdist.experts.metrics import Stats
+from ejdist.experts.placed import Travel, place_of, through_experts
+from ejdist.experts.router import route
+from ejdist.experts.rows import Scheme
+from ejdist.layout import Specs, current_layout
+from ejdist.sharded import sharded
+from kernels._core.binding import is_array, is_float_array
+from kernels._core.options import checked
+from kernels._core.public import module_class
+from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
+
+CLAMPED = "clamped_swiglu"
+ACTIVATIONS = (*PLAIN, CLAMPED)
+_gated_mlp = sharded(kernels.gated_mlp)
+
+
+def _refuse(argument: str, what: str) -> ValueError:
+    return ValueError(f"moe: argument {argument!r} {what}")
+
+
+def _check_shape(name: str, array: Any, shape: tuple[int, ...], dims: str, dtype: Any) -> None:
+    if not is_float_array(array) or array.shape != shape or array.dtype != dtype:
+        got = f"{array.dtype} of shape {array.shape}" if is_array(array) else type(array).__name__
+        raise _refuse(name, f"must be {dims} = {shape} of {dtype}, the dtype of 'x', got {got}")
+
+
+def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> None:
+    """Raises ValueError for weights of experts that do not fit x, the router, or each other; these are one of `ranks`' own."""
+    gate = params["gate"]
+    fused = params["up"] is None
+    wanted = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
+    if not is_float_array(gate) or gate.ndim != (4 if fused else 3) or (fused and gate.shape[2] != 2):
+        got = f"{gate.dtype} of shape {gate.shape}" if is_array(gate) else type(gate).__name__
+        raise _refuse("gate", f"must be a float array {wanted}, got {got}" + ("; give 'up'" if fused else ""))
+    E, D, F = gate.shape[0], x.shape[2], gate.shape[-1]
+    if ranks * E != router.shape[1]:
+        more = "" if ranks == 1 else f"; of {ranks} ranks of 'axis' each has an equal part"
+        raise _refuse("gate", f"has E = {E} experts, and 'router' has {router.shape[1]}" + more)
+    middle, named = ((2, F), "2, F") if fused else ((F,), "F")
+    shapes = {
+        "gate": ((E, D, *middle), f"[E, D, {named}]"),
+        "up": ((E, D, F), "[E, D, F]"),
+        "down": ((E, F, D), "[E, F, D]"),
+        "gate_bias": ((E, *middle), f"[E, {named}]"),
+        "up_bias": ((E, F), "[E, F]"),
+        "down_bias": ((E, D), "[E, D]"),
+    }
+    if fused and params["up_bias"] is not None:
+        raise _refuse("up_bias", "is for 'up', which is in 'gate'; give both biases as 'gate_bias' [E, 2, F]")
+    for name, (shape, dims) in shapes.items():
+        if params[name] is not None or name == "down":
+            _check_shape(name, params[name], shape, dims, x.dtype)
+
+
+def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activation: str) -> bool:
+    """Returns whether there are shared experts.
+
+    Raises:
+      ValueError: some of their weights are missing, or do not fit.
+    """
+    given = [name for name, w in shared.items() if w is not None]
+    if not given:
+        if shared_expert_gate is not None:
+            raise _refuse("shared_expert_gate", "is for shared experts; give 'shared_gate', 'shared_up', 'shared_down'")
+        return False
+    if missing := [name for name in shared if name not in given]:
+        raise _refuse(missing[0], f"is missing: {', '.join(given)} are given, and shared experts need all three")
+    if activation == CLAMPED:
+        raise _refuse("activation", f"= {activation!r} has no form for shared experts; use one of {', '.join(PLAIN)}")
+    gate = shared["shared_gate"]
+    D, F = x.shape[2], gate.shape[-1] if is_array(gate) and gate.ndim else 0
+    for name, w in shared.items():
+        down = name == "shared_down"
+        _check_shape(name, w, (F, D) if down else (D, F), "[F, D]" if down else "[D, F]", x.dtype)
+    if shared_expert_gate is not None:
+        _check_shape("shared_expert_gate", shared_expert_gate, (D, 1), "[D, 1]", x.dtype)
+    return True
+
+
+@functools.cache  # a dispatch may be compiled for the function that it is given
+def _expert(activation: str, alpha: float, limit: float, platform: str | None) -> Callable:
+    """Returns the function of (params, rows, rows of each expert) that is a gated MLP of each expert."""
+
+    def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+        g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+        g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+        return ((u + 1) * g * jax.nn.sigmoid(alpha * g)).astype(gate.dtype)
+
+    def apply(params: dict[str, jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        def product(rows: jax.Array, name: str, activation: str | None = None, flat: bool = False) -> jax.Array:
+            w, b = params[name], params.get(f"{name}_bias")
+            if flat:
+                w, b = w.reshape(*w.shape[:2], -1), b if b is None else b.reshape(b.shape[0], -1)
+            return kernels.grouped_matmul(rows, w, sizes, rhs_bias=b, activation=activation, platform=platform)
+
+        if activation == CLAMPED:
+            if "up" in params:
+                hidden = clamped(product(rows, "gate"), product(rows, "up"))
+            else:
+                hidden = clamped(*jnp.split(product(rows, "gate", flat=True), 2, axis=-1))
+        elif "up" in params:
+            hidden = product(rows, "gate", activation) * product(rows, "up")
+        else:
+            hidden = product(rows, "gate", activation)
+        return product(hidden, "down")
+
+    return apply
+
+
+@checked
+def moe(
+    x: jax.Array,
+    router: jax.Array,
+    gate: jax.Array,
+    up: Any = None,
+    down: Any = None,
+    *,
+    top_k: int,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    gate_bias: Any = None,
+    up_bias: Any = None,
+    down_bias: Any = None,
+    shared_gate: Any = None,
+    shared_up: Any = None,
+    shared_down: Any = None,
+    shared_expert_gate: Any = None,
+    segment_ids: Any = None,
+    axis: str | tuple[str, ...] | None = None,
+    dispatch: str | Scheme = "auto",
+    buffer: float = 1.25,
+    chunks: int = 1,
+    capacity: float | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    in_specs: Specs | None = None,
+    stored_weights: bool = False,
+    told: Callable | None = None,
+    platform: str | None = None,
+    **routing: Any,
+) -> tuple[jax.Array, Stats]:
+    """Returns (out [B, T, D] in x's dtype, stats): the weighted sum of each token's experts, and of the one that all share.
+
+    An expert is (activation(x gate) * (x up)) down. Every token goes through all of its experts, however they are spread: none
+    is dropped. The rows of an expert lie together, so the work is that of top_k rows for each token. The weighted sum is in
+    float32.
+
+    Args:
+      x: [B, T, D]. router: [D, E], of any float dtype.
+      gate, up: [E, D, F]; or `gate` [E, D, 2, F] with both, and no `up`: one product reads the rows once. down: [E, F, D].
+        A checkpoint whose columns of the two alternate (GPT-OSS) is the latter by `.reshape(E, D, F, 2).swapaxes(2, 3)`.
+      top_k: experts of a token.
+      activation: "silu", "gelu", "gelu_tanh" or "relu"; or "clamped_swiglu", of GPT-OSS: with g at most `limit` and u within
+        `limit` of 0, g sigmoid(alpha g) (u + 1).
+      alpha, limit: of "clamped_swiglu" alone.
+      gate_bias, up_bias: [E, F], or `gate_bias` [E, 2, F] where `gate` holds both. down_bias: [E, D].
+      shared_gate, shared_up: [D, Fs]. shared_down: [Fs, D]. The expert of all tokens; several are one with their widths added.
+      shared_expert_gate: [D, 1]: the shared expert's result times sigmoid(x shared_expert_gate), as in Qwen2-MoE.
+      segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and nothing counts it.
+      axis: mesh axes that the experts are split over, the major one first: ep, or such as split the tokens anyway (sp, fsdp).
+        Default: on a mesh where the layout has E; else none. Inside a `shard_map` over them the arrays are a rank's own,
+        `gate` and the others an equal part of E; there they have to be named.
+      dispatch, buffer, chunks, capacity: how tokens travel, see `ejdist.experts.exchange`. "auto" takes the scheme that is
+        expected to be the fastest. Without `capacity` nothing is dropped.
+      mesh: default: the mesh in force; with none, one device.
+      in_specs: PartitionSpecs of x and gate; the others follow. Default: the layout in force, or the arrays' types on a mesh of
+        explicit axes. Axes of F are of the features inside experts; over them the results are added up.
+      stored_weights: D of the experts' weights lies as the layout stores parameters. They are gathered where they are used, and
+        their gradients scattered as they are summed.
+      told: takes a line that says what "auto" chose, and why, when the call is traced.
+      platform: of the matmuls: None for the fastest backend of what this is compiled for, or a name, which never falls back.
+      routing: every option of `ejdist.route`: score, normalize, bias, router_bias, groups, jitter and so on.
+
+    All float arrays have gradients but `bias`. `stats` holds the losses, which are not added to anything.
+
+    Raises:
+      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+
+    Sources: Shazeer et al., Outrageously Large Neural Networks, 2017; Gale et al., MegaBlocks, 2022 (no token dropped);
+    DeepSeekMoE, 2024 (shared experts); GPT-OSS model card, 2025 (clamped SwiGLU).
+
+    >>> import jax.numpy as jnp
+    >>> x, router = jnp.ones((1, 3, 4)), jnp.zeros((4, 2)).at[:, 1].set(1.0)
+    >>> gate, down = jnp.ones((2, 4, 5)), jnp.ones((2, 5, 4))
+    >>> out, stats = moe(x, router, gate, gate, down, top_k=1, segment_ids=jnp.array([[0, 0, -1]]))
+    >>> print(out.shape, stats.counts, out[0, 2])
+    (1, 3, 4) [0 2] [0. 0. 0. 0.]
+    """
+    if activation not in ACTIVATIONS:
+        raise _refuse("activation", f"= {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    for name, given, default in (("alpha", alpha, 1.702), ("limit", limit, 7.0)):
+        if activation != CLAMPED and given != default:
+            raise _refuse(name, f"is of activation={CLAMPED!r}, and it is {activation!r}; leave it out")
+        if not 0 < given < float("inf"):
+            raise _refuse(name, f"must be positive and finite, got {given!r}")
+    params = {"gate": gate, "up": up, "down": down}
+    params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    stored = current_layout().parameters if stored_weights else None
+    E = router.shape[1]
+    place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
+    experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
+    _check_experts(x, router, params, place.ranks if place.mesh is None else 1)
+    shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
+    shares = _check_shared(x, shared, shared_expert_gate, activation)
+    # What lies in padding reaches no sum and no gradient, of shared experts neither.
+    x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
+    given = {name: p for name, p in params.items() if p is not None}
+    how = Travel(dispatch, buffer, chunks, capacity)
+    apply = _expert(activation, alpha, limit, platform)
+    out, traffic = through_experts(x, experts, weights, given, apply, num_experts=E, place=place, how=how, told=told)
+    rows = stats.counts.reshape(place.ranks, E // place.ranks).sum(-1)
+    stats = stats._replace(rank_counts=rows, **traffic._asdict())
+    if shares:
+        mlp = kernels.gated_mlp if place.mesh is None else place.bound(_gated_mlp, stored_weights)
+        always = mlp(x, *shared.values(), activation=activation, platform=platform)
+        if shared_expert_gate is not None:
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            logit = jnp.einsum("btd,dn->btn", x.astype(wide), shared_expert_gate.astype(wide), precision="highest")
+            always = jax.nn.sigmoid(logit) * always
+        out = out + always.astype(out.dtype)
+    return out.astype(x.dtype), stats
+
+
+MoE = module_class("MoE", moe)

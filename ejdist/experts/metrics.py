@@ -1,0 +1,113 @@
+"""What a router says of a batch: sums and maxima that add up over layers, microbatches and devices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+_NONE: Any = np.int32(0)
+_EMPTY: Any = np.float32(0)
+
+
+class Traffic(NamedTuple):
+    """What taking tokens to their experts met. On one device, and without the tokens of a dispatch, nothing.
+
+    Attributes:
+      extra_passes: int32 [], beyond the first, where a buffer took a part of the tokens at a time.
+      high_water: float32 [], rows for the fullest place of a buffer, as a part of its room.
+      dropped: int32 [], choices that had no room, and are in no result.
+    """
+
+    extra_passes: jax.Array = _NONE
+    high_water: jax.Array = _EMPTY
+    dropped: jax.Array = _NONE
+
+
+class Stats(NamedTuple):
+    """Statistics of the tokens that count; padding is in none of them. `REDUCTIONS` says how each joins that of other tokens.
+
+    Attributes:
+      tokens: int32 [], how many tokens count.
+      counts: int32 [E], how often each expert was chosen; top_k * tokens in all.
+      probabilities: [E], the scores of each token, divided by their sum over all experts, summed over tokens.
+      balance_loss, z_loss: [], sums over tokens; divided by `tokens` they are what a training loss adds times a coefficient.
+        They have gradients, and so has `probabilities`.
+      entropy: [], of each token's probabilities, in nats, summed over tokens.
+      max_violation: [], the largest of `counts` relative to their mean, less 1: 0 in balance.
+      dead_experts: int32 [], experts that no token chose.
+      rank_counts: int32 [ranks], how often the experts of each rank were; [1] where one device has them all.
+      extra_passes, high_water, dropped: [], see `Traffic`.
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    probabilities: jax.Array
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    entropy: jax.Array
+    max_violation: jax.Array
+    dead_experts: jax.Array
+    rank_counts: jax.Array
+    extra_passes: jax.Array = _NONE
+    high_water: jax.Array = _EMPTY
+    dropped: jax.Array = _NONE
+
+
+jax.export.register_namedtuple_serialization(Stats, serialized_name="ejdist.experts.Stats")
+
+REDUCTIONS = {
+    "tokens": "sum",
+    "counts": "sum",
+    "probabilities": "sum",
+    "balance_loss": "sum",
+    "z_loss": "sum",
+    "entropy": "sum",
+    "max_violation": "max",
+    "dead_experts": "max",
+    "rank_counts": "sum",
+    "extra_passes": "max",
+    "high_water": "max",
+    "dropped": "sum",
+}
+
+
+def expert_counts(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Returns int32 [E], how often each expert is among `experts`, of any shape; -1 is none."""
+    # Compared and added up where they lie: on a mesh a scatter gathers them first.
+    return jnp.sum(experts[..., None] == jnp.arange(num_experts), axis=tuple(range(experts.ndim)), dtype=jnp.int32)
+
+
+def max_violation(counts: jax.Array) -> jax.Array:
+    """Returns how far the largest of counts [..., E] is above their mean, as a part of it (Wang et al., 2024, eq. 4)."""
+    counts = counts.astype(jnp.float32)  # a count of many tokens times E may pass an int32
+    total = counts.sum(-1)
+    return jnp.where(total > 0, counts.max(-1) * counts.shape[-1] / jnp.maximum(total, 1) - 1, 0)
+
+
+def dead_experts(counts: jax.Array) -> jax.Array:
+    """Returns how many of counts [..., E] are zero."""
+    return jnp.sum(counts == 0, axis=-1, dtype=jnp.int32)
+
+
+def merge(a: Stats, b: Stats) -> Stats:
+    """Returns the statistics of the tokens of both: two microbatches, or two layers."""
+    join = {"sum": jnp.add, "max": jnp.maximum}
+    return Stats(**{name: join[how](getattr(a, name), getattr(b, name)) for name, how in REDUCTIONS.items()})
+
+
+def summary(stats: Stats) -> dict[str, jax.Array]:
+    """Returns what a log shows, float32 scalars, of statistics that are reduced over microbatches and devices.
+
+    Means are over tokens, `dropped_fraction` over choices. `load_violation` and `unused_experts` are of the counts of all of
+    these; `max_violation`, `dead_experts`, `extra_passes` and `high_water` of the worst part (microbatch, layer).
+    """
+    tokens = jnp.maximum(stats.tokens, 1).astype(jnp.float32)
+    means = {name: getattr(stats, name) / tokens for name in ("balance_loss", "z_loss", "entropy")}
+    means["dropped_fraction"] = stats.dropped / jnp.maximum(stats.counts.sum(), 1)
+    worst = {name: getattr(stats, name) for name in ("max_violation", "dead_experts", "extra_passes", "high_water")}
+    of_all = {"load_violation": max_violation(stats.counts), "unused_experts": dead_experts(stats.counts)}
+    return {name: jnp.asarray(x, jnp.float32) for name, x in (means | worst | of_all).items()}

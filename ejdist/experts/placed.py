@@ -1,0 +1,289 @@
+"""The experts of a layer where they lie: on one device, on a rank of the caller's `shard_map`, or over a mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.experts.choice import choose
+from ejdist.experts.dispatch import check_buffer, exchange
+from ejdist.experts.local import local
+from ejdist.experts.metrics import Traffic
+from ejdist.experts.schemes import SCHEMES
+from ejdist.layout import Axes, axes_of_specs, check_specs, current_layout, on_mesh, spec
+from ejdist.mesh import axis_is_bound, is_explicit
+from ejdist.placement import mesh_of
+from ejdist.sharded import map_shards
+from kernels._core.binding import is_array
+
+# W is the D of a weight, which may be stored over other axes than that of the tokens lies on; it is gathered where it is used.
+_DIMS = {"gate": "E W F", "up": "E W F", "down": "E F W", "gate_bias": "E F", "up_bias": "E F", "down_bias": "E W"}
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How tokens go to their experts and back; see `exchange`."""
+
+    scheme: Any = "auto"
+    buffer: float = 1.25
+    chunks: int = 1
+    capacity: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        return {"scheme": self.scheme, "buffer": self.buffer, "chunks": self.chunks, "capacity": self.capacity}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the arrays of a layer lie.
+
+    mesh: None for one device, or a rank of the caller's `shard_map`, whose arrays are its own. axes: dim -> mesh axes, of B, T,
+    F and E, and W, where weights are stored. axis: what the experts are split over.
+    """
+
+    mesh: Any
+    axes: Axes
+    axis: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Over how many devices the experts are split."""
+        return math.prod(jax.lax.axis_size(a) if self.mesh is None else self.mesh.shape[a] for a in self.axis)
+
+    def automatic(self, route: Callable) -> Callable:
+        """Returns the router on this mesh. Its sums are over all tokens, and how they are split is the compiler's, on a mesh of
+        explicit axes too."""
+        if self.mesh is None or not is_explicit(self.mesh):
+            return route
+        rows, whole = (jax.sharding.NamedSharding(self.mesh, spec(dims, self.axes)) for dims in (("B", "T", "_"), ()))
+
+        def routed(x: Any, router: Any, **options: Any) -> Any:
+            arrays = {n: v for n, v in options.items() if is_array(v)}
+            static = {n: v for n, v in options.items() if n not in arrays}
+
+            def on_mesh(x: Any, router: Any, arrays: dict[str, Any]) -> Any:
+                return route(x, router, **arrays, **static)
+
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, router, arrays))
+            found = jax.eval_shape(on_mesh, *shapes)
+            lies = type(found)(rows, rows, jax.tree.map(lambda _: whole, found.stats))
+            mapped: Any = jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=lies)
+            return mapped(x, router, arrays)
+
+        return routed
+
+    def bound(self, function: Any, stored: bool) -> Callable:
+        """Returns a sharded function of x [B, T, D] and weights, on this mesh."""
+        if stored:
+            return functools.partial(function.with_stored_weights, mesh=self.mesh)
+        lies = spec(("B", "T", "D"), self.axes)
+        return functools.partial(function, mesh=self.mesh, in_specs=(lies,))
+
+
+def place_of(
+    x: jax.Array, gate: Any, num_experts: int, *, axis: Any, mesh: Any, in_specs: Any, stored: Axes | None
+) -> Place:
+    """Returns where a call's arrays lie.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    named = () if axis is None else (axis,) if isinstance(axis, str) else axis
+    if not isinstance(named, tuple) or not all(isinstance(a, str) for a in named) or len(set(named)) < len(named):
+        raise _refuse("axis", f"= {axis!r} must be the name of a mesh axis, a tuple of different names, or None")
+    if named and all(map(axis_is_bound, named)):
+        if mesh is not None or in_specs is not None:
+            raise _refuse(
+                "mesh", "and 'in_specs' are for global arrays; this call is mapped over 'axis' already: leave them out"
+            )
+        return Place(None, {}, named)
+    whole = mesh_of(mesh, in_specs)
+    if whole is None:
+        if named and mesh is None:
+            raise _refuse(
+                "axis",
+                f"= {axis!r} is of a mesh, and there is none: give 'mesh', or call it inside a shard_map over that axis",
+            )
+        return Place(None, {}, ())
+    strange = [a for a in named if a not in whole.axis_names]
+    if strange:
+        raise _refuse("axis", f"= {axis!r} names {strange[0]!r}, which the mesh {dict(whole.shape)} does not have")
+    axes = _axes(x, gate, whole, named, in_specs, stored)
+    split = {a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes.get(d, ())}
+    loose = [a for a in axes["E"] if a not in split]
+    if loose:
+        raise _refuse(
+            "axis",
+            f": experts are split over {loose[0]!r}, which does not split the tokens of 'x' of shape {x.shape}, so every rank "
+            "would send the same ones; use axes that split the batch or the sequence",
+        )
+    place = Place(whole, axes, axes["E"])
+    if num_experts % place.ranks:
+        over = " x ".join(f"{a}={whole.shape[a]}" for a in place.axis)
+        raise _refuse(
+            "router",
+            f"has E = {num_experts} experts, which cannot be divided over {over}; use a multiple of {place.ranks}, or a "
+            "smaller axis",
+        )
+    return place
+
+
+def _refuse(argument: str, what: str) -> ValueError:
+    return ValueError(f"moe: argument {argument!r} {what}")
+
+
+def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, stored: Axes | None) -> dict[str, Any]:
+    """Returns dim -> mesh axes, of more than one device each."""
+    seen = [(("B", "T", "D"), x), (("E", "W", "F") if gate.ndim == 3 else ("E", "W", "_", "F"), gate)]
+    specs: Sequence[Any] | None = None
+    if in_specs is not None:
+        specs = check_specs("in_specs", in_specs, mesh, 2, "arrays that they are of, 'x' and 'gate'")
+    elif is_explicit(mesh):
+        specs = [jax.typeof(a).sharding.spec for _, a in seen]
+    if specs is None:
+        layout = current_layout()
+        layout.check(mesh, also=named)
+        axes = on_mesh(layout.activations, mesh)
+        axes = {d: axes.get(d, ()) for d in ("B", "T", "F", "E")}
+        axes["E"] = tuple(a for a in named if mesh.shape[a] > 1) if named else axes["E"]
+        whole = on_mesh(stored or {}, mesh).get("D", ())
+        axes["W"] = tuple(a for a in whole if a not in axes["E"])
+    else:
+        shown = [(d, a, s) for (d, a), s in zip(seen, specs, strict=False) if s is not None]
+        found = axes_of_specs([d for d, *_ in shown], [s for *_, s in shown], [a.shape for _, a, _ in shown])
+        if found.get("D"):
+            raise _refuse(
+                "in_specs", f"splits dim D of 'x' over {found['D']}, which every expert needs whole; gather it first"
+            )
+        axes = {d: tuple(a for a in found.get(d, ()) if mesh.shape[a] > 1) for d in ("B", "T", "F", "E", "W")}
+        own = tuple(a for a in named if mesh.shape[a] > 1)
+        if named and "E" in found and axes["E"] != own:
+            raise _refuse("axis", f"= {named} is not what 'gate' lies on, {axes['E']}; give one of the two")
+        axes["E"] = own if named else axes["E"]
+    tokens = {*axes["B"], *axes["T"]}
+    both = [a for a in axes["F"] if a in tokens or a in axes["E"]]
+    if both:
+        raise _refuse(
+            "mesh", f": the axis {both[0]!r} splits dim F and the tokens or experts too; an axis splits one of them"
+        )
+    return axes
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What one compiled call depends on."""
+
+    place_key: tuple
+    apply: Any
+    num_experts: int
+    how: Travel
+    shapes: tuple
+    mesh: Any = field(compare=False)
+    axes: Any = field(compare=False)
+
+
+def _check(how: Travel, top_k: int) -> None:
+    """Raises ValueError for what `exchange` would refuse, on one device too, where nothing travels."""
+    if isinstance(how.scheme, str) and how.scheme not in ("auto", *SCHEMES):
+        raise _refuse("dispatch", f"= {how.scheme!r} is unknown; use 'auto', one of {', '.join(SCHEMES)}, or a Scheme")
+    check_buffer(how.buffer, how.chunks, how.capacity, top_k)
+
+
+def through_experts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    params: Mapping[str, jax.Array],
+    apply: Any,
+    *,
+    num_experts: int,
+    place: Place,
+    how: Travel,
+    told: Callable[[str], None] | None = None,
+) -> tuple[jax.Array, Traffic]:
+    """Returns (out [B, T, D], stats): the weighted sum of what the experts make of each token. `stats` is of all devices, but
+    inside the caller's `shard_map`, where `dropped` is of the rank's own tokens.
+
+    Args:
+      apply: the same object for the same function, see `exchange`.
+      told: takes a line that says which scheme was chosen and why.
+    """
+    _check(how, weights.shape[-1])
+    if place.mesh is None:
+        how = _chosen(how, place, x.shape[0] * x.shape[1], weights.shape[-1], x, told)
+        return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
+    mesh, axes = place.mesh, place.axes
+    tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for d in "BT" for a in axes[d])
+    how = _chosen(how, place, tokens, weights.shape[-1], x, told)
+    key = (mesh, tuple(sorted(axes.items())))
+    shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
+    program = _compiled(_Program(key, apply, num_experts, how, (x.shape, shapes), mesh, axes))
+    return program(x, experts, weights, dict(params))
+
+
+def _chosen(how: Travel, place: Place, tokens: int, top_k: int, x: jax.Array, told: Any) -> Travel:
+    if how.scheme != "auto" or place.ranks == 1:
+        return how
+    sizes = tuple(jax.lax.axis_size(a) if place.mesh is None else place.mesh.shape[a] for a in place.axis)
+    kind = None if place.mesh is None else _kind_of(place.mesh)
+    choice = choose(
+        axis_sizes=sizes, tokens=tokens, top_k=top_k, width=x.shape[2], itemsize=x.dtype.itemsize, buffer=how.buffer,
+        device_kind=kind,
+    )  # fmt: skip
+    if told is not None:
+        told(choice.reason)
+    return replace(how, scheme=choice.scheme)
+
+
+def _kind_of(mesh: Any) -> str | None:
+    return mesh.devices.flat[0].device_kind if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
+    B, T, _ = x.shape
+    x, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
+    if not axis and how.capacity is None:  # an ordinary function, with every derivative
+        out, traffic = local(x, experts, weights, params, apply, num_experts=num_experts)
+        return out.reshape(B, T, out.shape[1]), traffic
+    out, s = exchange(x, experts, weights, params, apply, axis=axis or None, num_experts=num_experts, **how.options())
+    return out.reshape(B, T, out.shape[1]), Traffic(s.extra_passes, s.high_water, s.dropped)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(p: _Program) -> Callable:
+    """Returns the jitted function of global arrays. Kept, so that a second eager call compiles nothing."""
+    shapes = dict(p.shapes[1])
+    axes, mesh = p.axes, p.mesh
+    tokens = {a for d in "BT" for a in axes[d]}
+    # Gathered inside over axes that split the tokens, so that the gradient is scattered as it is summed; over the others the
+    # compiler gathers, outside.
+    inside = tuple(a for a in axes["W"] if a in tokens)
+
+    def dims(name: str) -> list[str]:
+        e, *rest = _DIMS[name].split()
+        return [e, *rest] if len(shapes[name]) == len(rest) + 1 else [e, *rest[:-1], "_", rest[-1]]
+
+    lies = {**axes, "W": inside}
+    specs = {n: spec(dims(n), lies, shape=s, mesh=mesh, what=f"moe: argument {n!r}") for n, s in shapes.items()}
+    rows = spec(("B", "T", "_"), axes, shape=p.shapes[0], mesh=mesh, what="moe: argument 'x'")
+    split = tuple(sorted(tokens))
+
+    def body(x: Any, experts: Any, weights: Any, params: dict) -> Any:
+        for name, w in params.items():
+            if inside and "W" in dims(name) and shapes[name][dims(name).index("W")] > 1:
+                params[name] = jax.lax.all_gather(w, inside, axis=dims(name).index("W"), tiled=True)
+        if "down_bias" in params and axes["F"]:  # once, not on every device that has a part of F
+            params["down_bias"] = jnp.where(jax.lax.axis_index(axes["F"]) == 0, params["down_bias"], 0)
+        out, traffic = _flat(x, experts, weights, params, p.apply, p.num_experts, axes["E"], p.how)
+        out = jax.lax.psum(out, axes["F"]) if axes["F"] else out
+        return out, traffic._replace(dropped=jax.lax.psum(traffic.dropped, split) if split else traffic.dropped)
+
+    whole = jax.tree.map(lambda _: spec((), {}), Traffic())
+    mapped = map_shards(body, mesh, (rows, rows, rows, specs), (rows, whole))
+    return jax.jit(mapped)

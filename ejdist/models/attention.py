@@ -1,0 +1,158 @@
+"""The parts of a layer in which tokens meet: attention, and multi-head latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.models.config import DecoderShape
+from ejdist.models.model import Flops, Metrics
+from ejdist.models.parameters import Param
+from ejdist.models.part import LayerContext, Part, einsum, residual_std
+
+
+def _scaled(c: DecoderShape) -> dict[str, float]:
+    return {} if c.attention_scale is None else {"softmax_scale": c.attention_scale}
+
+
+@dataclass(frozen=True)
+class Attention(Part):
+    """RMSNorm, q, k, v with RoPE, causal attention inside documents, output projection."""
+
+    windowed: bool = False
+
+    name = "attention"
+    saves = ("flash_attention.lse",)  # a number per query and head
+    offloads = ("flash_attention.out",)
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        D, N, K, H, std = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.init_std
+        declared = {
+            "attention_norm": Param((D,), "norm", "ones", decay=False, cast=False),
+            "query": Param((D, N, H), "D N H", std=std),
+            "key": Param((D, K, H), "D K H", std=std),
+            "value": Param((D, K, H), "D K H", std=std),
+            "output": Param((N, H, D), "N H D", std=residual_std(c)),
+        }
+        if c.qk_norm:
+            declared["query_norm"] = Param((H,), "norm", "ones", decay=False, cast=False)
+            declared["key_norm"] = Param((H,), "norm", "ones", decay=False, cast=False)
+        if c.attention_output_bias:
+            declared["output_bias"] = Param((D,), "D", "zeros", decay=False)
+        if c.attention_sinks:
+            declared["sinks"] = Param((N, 1), "N _", "zeros", decay=False, cast=False)
+        if c.attention_bias:
+            declared["query_bias"] = Param((N, H), "N H", "zeros", decay=False)
+            declared["key_bias"] = Param((K, H), "K H", "zeros", decay=False)
+            declared["value_bias"] = Param((K, H), "K H", "zeros", decay=False)
+        return declared
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, batch = at.config, at.ops, at.batch
+        declared = self.declare(c)
+        p = {name: ops.gather(w, declared[name].dims) for name, w in params.items()}
+        h = ops.rms_norm(x, p["attention_norm"], eps=c.norm_eps)
+        q, k, v = (
+            ops.constrain(einsum(f"btd,d{n}h->bt{n}h", h, p[name]), f"B T {n.upper()} H")
+            for name, n in (("query", "n"), ("key", "k"), ("value", "k"))
+        )
+        if c.attention_bias:
+            q, k, v = q + p["query_bias"], k + p["key_bias"], v + p["value_bias"]
+        if c.qk_norm:
+            q, k = (ops.rms_norm(y, p[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
+        scaling = c.scaling()
+        q, k = (ops.rotary_embedding(y, batch["positions"], base=float(c.rope_base), scaling=scaling) for y in (q, k))
+        out = ops.attention(
+            q,
+            k,
+            v,
+            causal=True,
+            sliding_window=self.window(c),
+            logits_soft_cap=c.attention_soft_cap,
+            **_scaled(c),
+            **({"softmax_aux": p["sinks"]} if c.attention_sinks else {}),
+            q_segment_ids=batch["segment_ids"],
+            kv_segment_ids=batch["segment_ids"],
+        )
+        out = ops.constrain(einsum("btnh,nhd->btd", out, p["output"]), "B T D")
+        return x + (out + p["output_bias"] if c.attention_output_bias else out), {}
+
+    def window(self, c: DecoderShape) -> int | None:
+        """Returns how many keys a query sees; None for all before it."""
+        return c.sliding_window if self.windowed else None
+
+    def flops(self, c: DecoderShape) -> Flops:
+        projections = 2 * c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+        # Two matmuls of head_dim per pair and head.
+        return Flops(projections, pair=2 * 2 * c.num_heads * c.head_dim, window=self.window(c))
+
+
+@dataclass(frozen=True)
+class LatentAttention(Part):
+    """RMSNorm and multi-head latent attention in its expanded form, as in training (DeepSeek-V2, 2024, section 2.1).
+
+    Keys and values of all heads are projected from one normalised vector of `kv_rank` entries a token. A head of a query and of
+    a key is [without positions, with]; of the latter, the key's is one for all heads. RoPE turns pairs (2i, 2i + 1).
+    """
+
+    name = "latent_attention"
+    saves = Attention.saves
+    offloads = Attention.offloads
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        m, D, N, std = c.latent, c.model_dim, c.num_heads, c.init_std
+        H = m.nope_dim + m.rope_dim
+        declared = {"attention_norm": Param((D,), "norm", "ones", decay=False, cast=False)}
+        if m.query_rank:
+            declared["query_down"] = Param((D, m.query_rank), "D R", std=std)
+            declared["query_latent_norm"] = Param((m.query_rank,), "norm", "ones", decay=False, cast=False)
+        return declared | {
+            "query": Param((m.query_rank or D, N, H), "R N H" if m.query_rank else "D N H", std=std),
+            "latent_down": Param((D, m.kv_rank + m.rope_dim), "D R", std=std),
+            "latent_norm": Param((m.kv_rank,), "norm", "ones", decay=False, cast=False),
+            "key_up": Param((m.kv_rank, N, m.nope_dim), "R N H", std=std),
+            "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std),
+            "output": Param((N, m.value_dim, D), "N H D", std=residual_std(c)),
+        }
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, batch, m = at.config, at.ops, at.batch, at.config.latent
+        declared = self.declare(c)
+        p = {name: ops.gather(w, declared[name].dims) for name, w in params.items()}
+        h = q = ops.rms_norm(x, p["attention_norm"], eps=c.norm_eps)
+        if m.query_rank:
+            q = ops.rms_norm(einsum("btd,dr->btr", h, p["query_down"]), p["query_latent_norm"], eps=c.norm_eps)
+        q = ops.constrain(einsum("btr,rnh->btnh", q, p["query"]), "B T N H")
+        latent, shared = jnp.split(einsum("btd,dr->btr", h, p["latent_down"]), [m.kv_rank], axis=-1)
+        latent = ops.rms_norm(latent, p["latent_norm"], eps=c.norm_eps)
+        k, v = (ops.constrain(einsum("btr,rnh->btnh", latent, p[name]), "B T N H") for name in ("key_up", "value_up"))
+        scaling = c.scaling()
+
+        def turned(y: jax.Array) -> jax.Array:
+            return ops.rotary_embedding(
+                y, batch["positions"], base=float(c.rope_base), scaling=scaling, interleaved=True
+            )
+
+        q = jnp.concatenate([q[..., : m.nope_dim], turned(q[..., m.nope_dim :])], -1)
+        shared = jnp.broadcast_to(turned(shared[:, :, None]), (*k.shape[:3], m.rope_dim))
+        k = ops.constrain(jnp.concatenate([k, shared], -1), "B T N H")
+        out = ops.attention(
+            q,
+            k,
+            v,
+            causal=True,
+            logits_soft_cap=c.attention_soft_cap,
+            **_scaled(c),
+            q_segment_ids=batch["segment_ids"],
+            kv_segment_ids=batch["segment_ids"],
+        )
+        return x + ops.constrain(einsum("btnh,nhd->btd", out, p["output"]), "B T D"), {}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        m, D, N = c.latent, c.model_dim, c.num_heads
+        H = m.nope_dim + m.rope_dim
+        query = D * m.query_rank + m.query_rank * N * H if m.query_rank else D * N * H
+        keys = D * (m.kv_rank + m.rope_dim) + m.kv_rank * N * (m.nope_dim + m.value_dim)
+        return Flops(2 * (query + keys + N * m.value_dim * D), pair=2 * N * (H + m.value_dim))

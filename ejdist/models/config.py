@@ -1,0 +1,209 @@
+"""What a decoder is made from: its sizes and options, and the kinds of layers that a pattern may name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kernels.ops.gated_mlp import ACTIVATIONS
+from kernels.ops.rotary_embedding import RopeScaling
+
+# Kind of layer -> its parts, in the order in which they run; what each does is in `PARTS` of ejdist/models/parts.py.
+KINDS: dict[str, tuple[str, ...]] = {
+    "full": ("attention", "mlp"),
+    "window": ("window_attention", "mlp"),
+    "latent": ("latent_attention", "mlp"),
+    "experts": ("attention", "experts"),
+    "window_experts": ("window_attention", "experts"),
+    "latent_experts": ("latent_attention", "experts"),
+}
+REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `stack.rematerialised`
+
+
+@dataclass(unsafe_hash=True)
+class ExpertsShape:
+    """The mixture of experts in a layer's place of an MLP; see `ejdist.moe` and `ejdist.route`."""
+
+    num: int = 0  # 0: the model has none
+    top_k: int = 2
+    ffn_dim: int = 0  # of one expert
+    activation: str | None = None  # null: the model's; clamped_swiglu is GPT-OSS's
+    bias: bool = False  # biases of the experts' products (GPT-OSS)
+    shared_dim: int = 0  # width of the expert that all tokens share; of several, their widths together
+    shared_gate: bool = False  # what they give is weighed by a sigmoid of the token (Qwen2-MoE)
+    score: str = "softmax"
+    normalize: bool = True
+    scaling_factor: float = 1.0  # of the weights
+    num_groups: int = 1
+    topk_groups: int | None = None
+    router_bias: bool = False  # a parameter, added to the logits (GPT-OSS)
+    bias_rate: float = 0.0  # of the bias that balances without a loss (DeepSeek-V3); 0: there is none
+    balance: str = "batch"  # what the balance loss is of: batch (a microbatch, over all devices), sequence, global
+    balance_loss: float = 0.0  # its weight in the loss
+    z_loss: float = 0.0  # weight of the squared log-sum-exp of the router's logits
+    jitter: float = 0.0  # noise of what the router sees
+    forced_balance: bool = False  # experts in turn: for benchmarks alone
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        for name in ("num", "top_k", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.experts.{name} must be positive, got {getattr(self, name)}")
+        if self.top_k > self.num:
+            raise ValueError(
+                f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the experts that there are"
+            )
+        if self.shared_dim < 0 or (self.shared_gate and not self.shared_dim):
+            raise ValueError(
+                f"model.experts.shared_dim must be the width of the shared experts, got {self.shared_dim}; 0 for none, and "
+                "then no model.experts.shared_gate"
+            )
+        for name in ("bias_rate", "balance_loss", "z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"model.experts.{name} must be 0 or positive, got {getattr(self, name)}")
+        if self.balance not in ("batch", "sequence", "global"):
+            raise ValueError(f"model.experts.balance = {self.balance!r} is unknown; use batch, sequence or global")
+        if self.forced_balance and self.bias_rate:
+            raise ValueError(
+                "model.experts.forced_balance chooses nothing that a bias could balance; set bias_rate to 0"
+            )
+
+
+@dataclass(unsafe_hash=True)
+class LatentShape:
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one narrow vector a token."""
+
+    kv_rank: int = 0  # width of that vector; 0: the model has no such layers
+    query_rank: int = 0  # the same for queries; 0: they are projected from the residual stream
+    nope_dim: int = 128  # of a query's and key's head, without positions
+    rope_dim: int = 64  # of a query's head with positions, and of the one such key that all heads share
+    value_dim: int = 128  # of a value's head
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
+        if self.query_rank < 0 or self.rope_dim % 2:
+            raise ValueError(
+                f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
+                f"{self.rope_dim} even: rotary embedding turns pairs"
+            )
+
+
+@dataclass(unsafe_hash=True)
+class DecoderShape:
+    """Shape and options of a decoder, which its layers read. Not frozen: recipes compose it."""
+
+    vocab_size: int = 512
+    num_layers: int = 4
+    model_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_dim: int = 384
+    activation: str = "silu"
+    rope_base: float = 10000.0
+    rope_scaling: str | None = None  # linear, ntk, yarn, llama3
+    rope_factor: float = 1.0
+    rope_original_length: int = 8192  # tokens of the context before scaling
+    rope_attention_factor: float | None = None  # yarn: of cos and sin; null for 0.1 ln(factor) + 1
+    qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
+    attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
+    attention_output_bias: bool = False  # and of the output projection (GPT-OSS)
+    attention_sinks: bool = False  # a logit for each head that takes weight and has no value (GPT-OSS)
+    attention_scale: float | None = None  # of the logits; null for 1/sqrt(width of a query's head)
+    tie_embeddings: bool = True
+    first_layers: tuple[str, ...] = ()  # kinds of the layers before the pattern
+    layer_pattern: tuple[str, ...] = ("full",)  # repeated over the other layers: the names of `KINDS`
+    sliding_window: int | None = None  # keys that a windowed layer sees
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    compute_dtype: str = "float32"  # of activations and matmuls; parameters stay float32
+    remat: str = "attention"  # what the backward does not compute again: see `stack.rematerialised`
+    experts: ExpertsShape = field(default_factory=ExpertsShape)
+    latent: LatentShape = field(default_factory=LatentShape)
+
+    def __post_init__(self) -> None:
+        self.first_layers, self.layer_pattern = tuple(self.first_layers), tuple(self.layer_pattern)
+
+    def kinds(self) -> list[str]:
+        """Returns the kind of each layer."""
+        period, rest = len(self.layer_pattern), self.num_layers - len(self.first_layers)
+        return [*self.first_layers, *(self.layer_pattern[i % period] for i in range(rest))]
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} must be a multiple of model.num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
+        self._validate_layers()
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+        for name in ("sliding_window", "attention_soft_cap", "logits_soft_cap", "attention_scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"model.{name} must be positive, or null for none, got {value}")
+        for name in ("rope_base", "norm_eps", "init_std"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
+        if self.remat not in REMAT:
+            raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            # float16 would need its loss scaled: gradients here are of sums over tokens, past its range.
+            raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use float32 or bfloat16")
+        self.scaling()
+
+    def _validate_layers(self) -> None:
+        known = f"{', '.join(list(KINDS)[:-1])} and {list(KINDS)[-1]}"
+        for name in ("first_layers", "layer_pattern"):
+            if set(getattr(self, name)) - set(KINDS):
+                raise ValueError(f"model.{name} = {list(getattr(self, name))} must be made of {known}")
+        if not self.layer_pattern:
+            raise ValueError(f"model.layer_pattern = [] must be made of {known}")
+        if self.num_layers < len(self.first_layers) + len(self.layer_pattern):
+            raise ValueError(
+                f"model.num_layers = {self.num_layers} is less than the {len(self.first_layers)} layers of model.first_layers "
+                f"and the {len(self.layer_pattern)} of model.layer_pattern: shorten them or add layers"
+            )
+        parts = {part for kind in self.kinds() for part in KINDS[kind]}
+        if "window_attention" in parts and not self.sliding_window:
+            raise ValueError("model.layer_pattern has windowed layers: give model.sliding_window, in keys")
+        if self.sliding_window and "window_attention" not in parts:
+            raise ValueError(
+                f"model.sliding_window = {self.sliding_window}, but no layer has a window: put one into "
+                "model.layer_pattern, for example [window,full], or leave the window out"
+            )
+        plain = ("qk_norm", "attention_bias", "attention_output_bias", "attention_sinks")
+        ignored = [name for name in plain if getattr(self, name)]
+        if ignored and not parts & {"attention", "window_attention"}:
+            raise ValueError(
+                f"model.{ignored[0]} is of plain attention, and no layer of model.layer_pattern has it: leave it out"
+            )
+        for part, given, section in (
+            ("experts", self.experts != ExpertsShape(), self.experts),
+            ("latent_attention", self.latent != LatentShape(), self.latent),
+        ):
+            name = part.partition("_")[0]
+            if part in parts:
+                section.validate()
+            elif given:
+                raise ValueError(
+                    f"model.{name} is given, but no layer is of it: put one into model.layer_pattern, of the kinds "
+                    f"{', '.join(kind for kind in KINDS if part in KINDS[kind])}, or leave it out"
+                )
+
+    def scaling(self) -> RopeScaling | None:
+        """Returns how the frequencies of RoPE are changed."""
+        if self.rope_scaling is None:
+            return None
+        factor = self.rope_attention_factor
+        return RopeScaling(self.rope_scaling, self.rope_factor, self.rope_original_length, attention_factor=factor)

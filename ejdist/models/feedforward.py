@@ -1,0 +1,168 @@
+"""The parts of a layer that see each token alone: a gated MLP, and a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.experts.losses import update_bias
+from ejdist.experts.metrics import Stats, dead_experts, max_violation
+from ejdist.models.config import DecoderShape
+from ejdist.models.model import Flops, Metric, Metrics
+from ejdist.models.parameters import Param
+from ejdist.models.part import LayerContext, Part, residual_std
+
+
+@dataclass(frozen=True)
+class MLP(Part):
+    """RMSNorm and a gated MLP."""
+
+    name = "mlp"
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        D, F, std = c.model_dim, c.ffn_dim, c.init_std
+        return {
+            "mlp_norm": Param((D,), "norm", "ones", decay=False, cast=False),
+            "gate": Param((D, F), "D F", std=std),
+            "up": Param((D, F), "D F", std=std),
+            "down": Param((F, D), "F D", std=residual_std(c)),
+        }
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
+        norm = at.ops.gather(params["mlp_norm"], "norm")
+        matrices = {name: params[name] for name in ("gate", "up", "down")}  # which the operation gathers itself
+        h = at.ops.rms_norm(x, norm, eps=at.config.norm_eps)
+        return x + at.ops.gated_mlp(h, **matrices, activation=at.config.activation), {}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        return Flops(2 * 3 * c.model_dim * c.ffn_dim)
+
+
+@dataclass(frozen=True)
+class Experts(Part):
+    """RMSNorm and a mixture of experts, with or without one that all tokens share.
+
+    Its losses are means over the tokens that are no padding, so that each microbatch weighs as much as the tokens it counts.
+    """
+
+    name = "experts"
+    saves = ("route.experts",)  # computed again, what is close might be decided otherwise
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        m, D, std = c.experts, c.model_dim, c.init_std
+        E, F, S = m.num, m.ffn_dim, m.shared_dim
+        declared = {
+            "experts_norm": Param((D,), "norm", "ones", decay=False, cast=False),
+            # Which expert is best must not depend on the compute dtype.
+            "router": Param((D, E), "D _", std=std, cast=False),
+            "experts_gate_up": Param((E, D, 2, F), "E D _ F", std=std),
+            "experts_down": Param((E, F, D), "E F D", std=residual_std(c)),
+        }
+        if m.router_bias:
+            declared["router_bias"] = Param((E,), "_", "zeros", decay=False, cast=False)
+        if m.bias:
+            declared["experts_gate_up_bias"] = Param((E, 2, F), "E _ F", "zeros", decay=False)
+            declared["experts_down_bias"] = Param((E, D), "E D", "zeros", decay=False)
+        if S:
+            declared["shared_gate"] = Param((D, S), "D F", std=std)
+            declared["shared_up"] = Param((D, S), "D F", std=std)
+            declared["shared_down"] = Param((S, D), "F D", std=residual_std(c))
+        if m.shared_gate:
+            declared["shared_expert_gate"] = Param((D, 1), "D _", std=std)
+        return declared
+
+    def buffers(self, c: DecoderShape) -> dict[str, Param]:
+        m, buffers = c.experts, {}
+        if m.bias_rate:
+            buffers["bias"] = Param((m.num,), "_", "zeros")
+        if m.balance == "global":  # the counts of the step before; in the first step, none is preferred
+            buffers["load"] = Param((m.num,), "_", "ones")
+        return buffers
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, m = at.config, at.ops, at.config.experts
+        whole = {
+            n: ops.gather(params[n], d.dims)
+            for n, d in self.declare(c).items()
+            if n.startswith(("router", "shared_expert"))
+        }
+        norm = ops.gather(params["experts_norm"], "norm")
+        key = None
+        if m.jitter:
+            key = jax.random.key(0)
+            for number in (at.step, at.microbatch, at.layer):
+                key = jax.random.fold_in(key, number)
+        out, stats = ops.moe(
+            ops.rms_norm(x, norm, eps=c.norm_eps),
+            whole["router"],
+            params["experts_gate_up"],
+            down=params["experts_down"],
+            top_k=m.top_k,
+            activation=m.activation or c.activation,
+            gate_bias=params.get("experts_gate_up_bias"),
+            down_bias=params.get("experts_down_bias"),
+            shared_gate=params.get("shared_gate"),
+            shared_up=params.get("shared_up"),
+            shared_down=params.get("shared_down"),
+            shared_expert_gate=whole.get("shared_expert_gate"),
+            segment_ids=at.batch["segment_ids"],
+            score=m.score,
+            normalize=m.normalize,
+            bias=at.buffers.get("bias"),
+            router_bias=whole.get("router_bias"),
+            num_groups=m.num_groups,
+            topk_groups=m.topk_groups,
+            routed_scaling_factor=m.scaling_factor,
+            balance=m.balance,
+            load=at.buffers.get("load"),
+            jitter=m.jitter,
+            key=key,
+            forced_balance=m.forced_balance,
+        )
+        return x + out, self._metrics(stats, at)
+
+    def _metrics(self, stats: Stats, at: LayerContext) -> Metrics:
+        m = at.config.experts
+        # From sums over what is no padding to sums over the counted tokens, of the same mean.
+        share = at.tokens / jnp.maximum(stats.tokens, 1)
+        metrics = {
+            "experts/balance_loss": Metric(stats.balance_loss * share, "mean", each=True),
+            "experts/z_loss": Metric(stats.z_loss * share, "mean", each=True),
+            "experts/entropy": Metric(stats.entropy * share, "mean", each=True),
+            "experts/max_violation_micro": Metric(stats.max_violation, "max", each=True),
+            "experts/extra_passes": Metric(stats.extra_passes, "sum", each=True),
+            "experts/buffer_high_water": Metric(stats.high_water, "max", each=True),
+            "experts/dropped": Metric(stats.dropped, "sum", each=True),
+            "experts/counts": Metric(stats.counts, "sum", each=True),
+            "experts/rank_counts": Metric(stats.rank_counts, "sum", each=True),
+        }
+        if m.balance_loss or m.z_loss:
+            loss = m.balance_loss * stats.balance_loss + m.z_loss * stats.z_loss
+            metrics["experts/auxiliary_loss"] = Metric(loss * share, "loss")
+        if self.buffers(at.config):
+            metrics["counts"] = Metric(stats.counts, "update")
+        return metrics
+
+    def update(self, c: DecoderShape, buffers: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
+        found = dict(buffers)
+        if "bias" in buffers:
+            found["bias"] = update_bias(buffers["bias"], seen["counts"], c.experts.bias_rate)
+        if "load" in buffers:
+            found["load"] = seen["counts"].astype(buffers["load"].dtype)
+        return found
+
+    def report(self, c: DecoderShape, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        counts, dropped = numbers["experts/counts"], numbers["experts/dropped"]
+        chosen = jnp.maximum(counts.sum(-1), 1).astype(jnp.float32)
+        return {
+            "experts/max_violation": max_violation(counts),
+            "experts/dead_experts": dead_experts(counts),
+            "experts/dropped_fraction": dropped.astype(jnp.float32) / chosen,
+        }
+
+    def flops(self, c: DecoderShape) -> Flops:
+        m, D = c.experts, c.model_dim
+        return Flops(2 * D * m.num + 2 * 3 * D * (m.top_k * m.ffn_dim + m.shared_dim) + 2 * D * m.shared_gate)

@@ -1,0 +1,105 @@
+"""What training knows of a model, whichever it is: parameters, a loss, what it reports, and what it changes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+REDUCTIONS = ("loss", "mean", "sum", "max", "update")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["how", "each"])
+@dataclass(frozen=True)
+class Metric:
+    """A number that a layer or a loss gives beside its result, and how those of layers and microbatches become one.
+
+    "sum" and "max" are what they say. "mean": the value is a sum over counted tokens, and the sum of all of them is reported
+    over the step's counted tokens. "loss": the same, and it is added to the loss, so that its gradient is that of the mean.
+    "update": not reported; kept layer by layer, summed over microbatches, and given to the layer's `update` once a step.
+
+    A value is of the whole batch, wherever it lies: of a mesh's devices nothing is left to add up. `each`: layers are not
+    joined, and there is a value for each of those that give one, in their order.
+    """
+
+    value: Any
+    how: str = "sum"
+    each: bool = False
+
+    def __post_init__(self) -> None:
+        if self.how not in REDUCTIONS:
+            raise ValueError(f"Metric: argument 'how' = {self.how!r} is unknown; use one of {', '.join(REDUCTIONS)}")
+        if self.each and self.how == "loss":
+            raise ValueError("Metric: argument 'each' is for what is reported; a loss is one number for all layers")
+
+    def start(self) -> Metric:
+        """Returns what `plus` leaves as it is; only the shape and dtype of the value are read."""
+        least = 0
+        if self.how == "max":
+            least = -jnp.inf if jnp.issubdtype(self.value.dtype, jnp.floating) else jnp.iinfo(self.value.dtype).min
+        return replace(self, value=jnp.full(self.value.shape, least, self.value.dtype))
+
+    def plus(self, other: Metric) -> Metric:
+        """Returns that of two microbatches."""
+        join = jnp.maximum if self.how == "max" else jnp.add
+        return replace(self, value=join(self.value, other.value))
+
+    def over_layers(self) -> Metric:
+        """Returns that of all layers, from values stacked along the first dim."""
+        if self.each or self.how == "update":
+            return self
+        return replace(self, value=(jnp.max if self.how == "max" else jnp.sum)(self.value, axis=0))
+
+    def reported(self, tokens: jax.Array) -> jax.Array:
+        """Returns the number for a step that counted so many tokens."""
+        return self.value / tokens if self.how in ("loss", "mean") else self.value
+
+
+Metrics = dict[str, Metric]
+
+
+class StepContext(NamedTuple):
+    """What a loss may read beside parameters and batch; nothing in it has a gradient."""
+
+    step: Any = 0  # int32, steps made before this one
+    microbatch: Any = 0  # int32, of this step
+    buffers: Any = None  # the model's, as they are throughout the step
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Forward FLOPs, a multiply-add counted as 2, of a layer's part or of the output projection.
+
+    token: in matmuls with parameters, of every position. pair: of every (query, key) pair of causal attention. window: keys
+    that a query sees, itself counted; None for all before it.
+    """
+
+    token: int
+    pair: int = 0
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, as `build()` of a recipe's model section returns it.
+
+    declared: tree of `Param`. buffers: tree of `Param`, what a step changes without a gradient. loss: (params, batch, ops, *,
+    z_loss, context) -> (sum over counted tokens, metrics), with "tokens" among them. update: (buffers, the "update" metrics
+    of a step) -> buffers. report: (the numbers of a step) -> more that follow from them. flops: of each part of each layer, and
+    of the head. split: key of the section -> (dim, size) that must divide over a mesh. pictures: file of the run's folder ->
+    (rows of metrics.jsonl, path), which draws it.
+    """
+
+    declared: Any
+    loss: Callable[..., tuple[jax.Array, Metrics]]
+    flops: tuple[Flops, ...]
+    buffers: Any = field(default_factory=dict)
+    update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers
+    report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {}
+    split: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    pictures: Mapping[str, Callable[[list[dict[str, Any]], Path], None]] = field(default_factory=dict)

@@ -1,0 +1,80 @@
+"""What a part of a decoder's layer is, and what parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.models.config import DecoderShape
+from ejdist.models.model import Flops, Metrics
+from ejdist.models.ops import Ops
+from ejdist.models.parameters import Param
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a part reads beside its input and parameters; nothing in it has a gradient."""
+
+    config: DecoderShape
+    ops: Ops
+    batch: Mapping[
+        str, jax.Array
+    ]  # int32 [B, T]: tokens, positions, segment_ids (-1: padding), and targets in training
+    tokens: Any  # counted tokens of this microbatch, over all devices; 0 where there are no targets
+    layer: Any  # int32, which one of the model
+    step: Any  # int32, steps made before this one
+    microbatch: Any  # int32, of this step
+    buffers: Mapping[str, jax.Array]  # this part's, in this layer
+
+
+class Part:
+    """One residual block of a layer.
+
+    name: parts of one name share a stack of parameters, a row for each layer that has one, so they declare the same.
+    saves: names of values that the backward needs and that are costly to compute again; every remat policy but "full" keeps
+    them. offloads: the large ones among such, which wait in the host's memory under "offload".
+    """
+
+    name: str
+    saves: tuple[str, ...] = ()
+    offloads: tuple[str, ...] = ()
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        """Returns the parameters of one layer. Their names are unique in the model."""
+        raise NotImplementedError
+
+    def buffers(self, c: DecoderShape) -> dict[str, Param]:
+        """Returns what `update` changes, of one layer."""
+        return {}
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
+        """Returns (x [B, T, D] with this part added, metrics). `params` lie as they are stored; matrices are in the compute
+        dtype."""
+        raise NotImplementedError
+
+    def update(self, c: DecoderShape, buffers: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
+        """Returns the buffers of one layer after a step, from its "update" metrics, summed over the microbatches."""
+        return buffers
+
+    def report(self, c: DecoderShape, numbers: dict[str, Any]) -> dict[str, Any]:
+        """Returns what follows from the metrics of a step, of all layers; reported beside them."""
+        return {}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        """Returns the forward FLOPs of one layer."""
+        raise NotImplementedError
+
+
+def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the product; of float32 arrays in true float32 on every device."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision)
+
+
+def residual_std(c: DecoderShape) -> float:
+    """Returns the std of what is added to the residual stream: smaller by 1/sqrt(2 layers) (GPT-2)."""
+    return c.init_std / (2 * c.num_layers) ** 0.5

@@ -1,0 +1,205 @@
+"""The layers of a decoder: which parts each has, their parameters in stacks, remat, and what they report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ejdist.models.config import KINDS, DecoderShape
+from ejdist.models.model import Metrics
+from ejdist.models.parameters import Param
+from ejdist.models.part import LayerContext, Part
+from ejdist.models.parts import PARTS
+
+_LAYER_INPUT = "decoder.layer_input"
+
+
+def _of_kinds(kinds: Iterable[str]) -> list[list[Part]]:
+    """Returns the parts of a layer of each kind."""
+    layers = {kind: [PARTS[part] for part in KINDS[kind]] for kind in kinds}
+    for kind, parts in layers.items():
+        if len({part.name for part in parts}) < len(parts):
+            raise ValueError(
+                f"a layer of kind {kind!r} has two parts of one name, and so of the same parameters; rename one"
+            )
+    return [layers[kind] for kind in kinds]
+
+
+def layers_of(c: DecoderShape) -> list[list[Part]]:
+    """Returns the parts of each layer."""
+    return _of_kinds(c.kinds())
+
+
+def _counts(layers: Iterable[list[Part]]) -> Counter[str]:
+    """Returns name of a part -> how many of the layers have it."""
+    return Counter(part.name for parts in layers for part in parts)
+
+
+def parts_of(c: DecoderShape) -> dict[str, Part]:
+    """Returns name -> a part of that name: those of one name have the same parameters."""
+    return {part.name: part for parts in layers_of(c) for part in parts}
+
+
+def declare_layers(c: DecoderShape) -> dict[str, Param]:
+    """Returns the parameters of the layers, stacked: a row for each layer that has the part. Layers of several kinds need no
+    padding, and what all layers have is one stack whatever else they differ in."""
+    counts, layers = _counts(layers_of(c)), {}
+    for name, part in parts_of(c).items():
+        for key, p in part.declare(c).items():
+            if key in layers:
+                raise ValueError(f"two parts of model.layer_pattern declare the parameter {key!r}; rename {name}'s")
+            layers[key] = p.stacked(counts[name])
+    return layers
+
+
+def declare_buffers(c: DecoderShape) -> dict[str, dict[str, Param]]:
+    """Returns what the layers change without a gradient, by part, stacked as the parameters are."""
+    counts = _counts(layers_of(c))
+    found = {name: (part.buffers(c), counts[name]) for name, part in parts_of(c).items()}
+    return {name: {k: p.stacked(n) for k, p in buffers.items()} for name, (buffers, n) in found.items() if buffers}
+
+
+def update_buffers(c: DecoderShape, buffers: Any, seen: dict[str, jax.Array]) -> Any:
+    """Returns the buffers after a step, from the "update" metrics of all layers."""
+    parts = parts_of(c)
+
+    def of(name: str) -> dict[str, jax.Array]:
+        mine = f"{name}."
+        return {key.removeprefix(mine): value for key, value in seen.items() if key.startswith(mine)}
+
+    return {name: jax.vmap(partial(parts[name].update, c))(old, of(name)) for name, old in buffers.items()}
+
+
+def report(c: DecoderShape, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns what follows from the metrics of a step, of all parts."""
+    return {name: value for part in parts_of(c).values() for name, value in part.report(c, numbers).items()}
+
+
+def rematerialised(layer: Callable, policy: str, parts: list[Part], *, in_scan: bool) -> Callable:
+    """Returns the layer under a policy for what its backward keeps, beside the layer's input.
+
+    "none" keeps everything. "dots": the results of the projections, and what the parts ask to keep, such as attention's
+    output and lse. "attention": the latter alone, so that no attention runs twice. "offload": the same, but what is large of
+    it, and the layer's input, wait in the host's memory. "full": nothing.
+    """
+    if policy == "none":
+        return layer
+    saves = [name for part in parts for name in part.saves]
+    offloads = [name for part in parts for name in part.offloads]
+    policies = jax.checkpoint_policies
+    asked = policies.save_only_these_names(*offloads, *saves)
+    keep = {
+        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, asked),
+        "attention": asked,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=saves,
+            names_which_can_be_offloaded=[*offloads, _LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+        "full": policies.nothing_saveable,
+    }[policy]
+    # Forward and backward of a scan are separate loops. Elsewhere the compiler would merge the two computations.
+    return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
+
+
+def _layer(x, weights, buffers, layer, parts: list[Part], at: Callable[..., LayerContext]) -> tuple[jax.Array, Metrics]:
+    """Returns (x, metrics) of one layer; weights and buffers are by part."""
+    x = checkpoint_name(x, _LAYER_INPUT)
+    metrics: Metrics = {}
+    for part in parts:
+        with jax.named_scope(part.name):
+            x, given = part.apply(x, weights[part.name], at(layer=layer, buffers=buffers[part.name]))
+        for name, m in given.items():
+            # Without a gradient, so that the backward keeps nothing for them.
+            m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
+            name = f"{part.name}.{name}" if m.how == "update" else name
+            if name in metrics:
+                raise ValueError(f"two parts of a layer give the metric {name!r}; rename {part.name}'s")
+            metrics[name] = m
+    return x, metrics
+
+
+def _stacked(layers: list[Metrics]) -> Metrics:
+    """Returns the metrics of several layers, those of one name stacked in the order of the layers that give it."""
+    names = {name: m for metrics in layers for name, m in metrics.items()}
+    for metrics in layers:
+        odd = [name for name, m in metrics.items() if (m.how, m.each) != (names[name].how, names[name].each)]
+        if odd:
+            raise ValueError(f"the metric {odd[0]!r} is reduced in one way by one layer and in another by another")
+    return {n: replace(one, value=jnp.stack([m[n].value for m in layers if n in m])) for n, one in names.items()}
+
+
+def _concatenated(runs: list[Metrics]) -> Metrics:
+    """Returns the metrics of several runs of layers, each stacked already."""
+    found: Metrics = {}
+    for metrics in runs:
+        for name, m in metrics.items():
+            before = [found[name].value] if name in found else []
+            found[name] = replace(m, value=jnp.concatenate([*before, m.value]))
+    return found
+
+
+def run_layers(
+    x: jax.Array, params: dict, buffers: dict, c: DecoderShape, at: Callable[..., LayerContext]
+) -> tuple[jax.Array, Metrics]:
+    """Returns (x, metrics of all layers). After the first layers, the pattern's whole rounds are one scan; what is left of it
+    follows.
+
+    Args:
+      params: as `declare_layers` says. Matrices are cast to the dtype of x before the scan.
+      at: `LayerContext` but for what differs between layers.
+    """
+    head, pattern = _of_kinds(c.first_layers), _of_kinds(c.layer_pattern)
+    rounds, left = divmod(c.num_layers - len(head), len(pattern))
+    tail = pattern[:left]
+    each, first = _counts(pattern), _counts(head)
+    stacks = {}
+    for name, part in parts_of(c).items():
+        weights = {k: params[k].astype(x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
+        stacks[name] = (weights, buffers.get(name, {}))
+
+    def rows(name: str, start: int, stop: int | None) -> Any:
+        return jax.tree.map(lambda w: w[start:stop], stacks[name])
+
+    def in_rounds(name: str) -> Any:
+        n = each[name]
+        mine = rows(name, first[name], first[name] + rounds * n)
+        return jax.tree.map(lambda w: w.reshape(rounds, n, *w.shape[1:]), mine)
+
+    def run(
+        x: jax.Array, stacks: Any, first: Any, layers: list[list[Part]], in_scan: bool
+    ) -> tuple[jax.Array, Metrics]:
+        metrics, before = [], Counter()
+        for i, parts in enumerate(layers):
+            mine = {p.name: jax.tree.map(lambda w, row=before[p.name]: w[row], stacks[p.name]) for p in parts}
+            before += _counts([parts])
+            layer = partial(_layer, parts=parts, at=at)
+            w, b = ({name: both[k] for name, both in mine.items()} for k in (0, 1))
+            with jax.named_scope("layer"):
+                x, given = rematerialised(layer, c.remat, parts, in_scan=in_scan)(x, w, b, first + i)
+            metrics.append(given)
+        return x, _stacked(metrics)
+
+    def one_round(x: jax.Array, stacked: Any) -> tuple[jax.Array, Metrics]:
+        return run(x, stacked[0], stacked[1], pattern, in_scan=rounds > 1)
+
+    found = []
+    if head:
+        x, metrics = run(x, {name: rows(name, 0, n) for name, n in first.items()}, jnp.int32(0), head, in_scan=False)
+        found.append(metrics)
+    firsts = len(head) + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
+    x, metrics = jax.lax.scan(one_round, x, ({name: in_rounds(name) for name in each}, firsts))
+    found.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
+    if tail:
+        rest = {name: rows(name, first[name] + rounds * each[name], None) for name in _counts(tail)}
+        x, metrics = run(x, rest, jnp.int32(c.num_layers - left), tail, in_scan=False)
+        found.append(metrics)
+    return x, {name: m.over_layers() for name, m in _concatenated(found).items()}

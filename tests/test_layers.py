@@ -1,0 +1,356 @@
+"""Layers of several kinds in one pattern: what they compute, report, add to the loss, and change without a gradient.
+
+The part that reports stands here alone: it has parameters, a bias that no gradient reaches, and one metric of each kind.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_run import TINY, losses
+
+from ejdist.models import config as kinds
+from ejdist.models import decoder, parts
+from ejdist.models.model import Flops, Metric, StepContext
+from ejdist.models.parameters import Param, initialise, num_parameters
+from ejdist.operations import bind_ops
+from ejdist.training.checkpoint import CheckpointError, Checkpoints
+from ejdist.training.flops import step_flops
+from ejdist.training.loop import train
+from ejdist.training.metrics import MetricsWriter, read_rows
+from ejdist.training.program import make_program
+from ejdist.training.step import init_state, make_train_step
+from recipes.schema import compose
+
+CLASSES = 4  # of tokens, which stand for experts
+RATE = 0.25
+
+
+class Probe(parts.Part):
+    """x + scale tanh(x) + bias of the token's class; the bias moves to the classes that were seen less."""
+
+    name = "probe"
+
+    def declare(self, c):
+        return {"probe_scale": Param((c.model_dim,), "D", "ones", cast=False)}
+
+    def buffers(self, c):
+        return {"bias": Param((CLASSES,), "E", "zeros")}
+
+    def apply(self, x, params, at):
+        scale = at.ops.gather(params["probe_scale"], "D")
+        kind, real = at.batch["tokens"] % CLASSES, at.batch["segment_ids"] >= 0
+        y = x + (scale * jnp.tanh(x) + at.buffers["bias"][kind][..., None]).astype(x.dtype)
+        counted = at.batch["targets"] >= 0
+        square = jnp.where(counted, jnp.mean(jnp.square(y.astype(jnp.float32)), -1), 0)
+        load = jnp.sum(jax.nn.one_hot(kind, CLASSES) * real[..., None], (0, 1))
+        return y, {
+            # Grows with the step, so that the step must be right.
+            "probe_loss": Metric(0.01 * (1 + at.step) * jnp.sum(square), "loss"),
+            "probe_share": Metric(at.tokens / at.config.num_layers, "mean"),
+            "probe_tokens": Metric(jnp.sum(real), "sum"),
+            "probe_load": Metric(load, "sum"),
+            "probe_largest": Metric(jnp.max(jnp.where(real, at.batch["tokens"], 0)), "max"),
+            "probe_layer": Metric(at.layer, "max"),
+            "probe_microbatch": Metric(at.microbatch, "sum"),
+            "load": Metric(load, "update"),
+        }
+
+    def update(self, c, buffers, seen):
+        return {"bias": buffers["bias"] + RATE * jnp.sign(jnp.mean(seen["load"]) - seen["load"])}
+
+    def flops(self, c):
+        return Flops(token=7)
+
+
+@pytest.fixture(autouse=True)
+def probe(monkeypatch):
+    """Two more kinds of layers: attention with the probe in place of the MLP, and the probe alone."""
+    monkeypatch.setitem(parts.PARTS, "probe", Probe())
+    monkeypatch.setitem(kinds.KINDS, "probed", ("attention", "probe"))
+    monkeypatch.setitem(kinds.KINDS, "probe", ("probe",))
+
+
+MIXED = decoder.DecoderConfig(
+    vocab_size=61, num_layers=5, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24,
+    layer_pattern=("window", "probed"), sliding_window=5,
+)  # fmt: skip
+OF_PROBES = (1, 3)  # its layers with a probe
+
+
+def attention(query, key, value, *, sliding_window, **_):
+    """Returns causal attention with a window, over whole rows."""
+    window = None if sliding_window is None else (sliding_window - 1, 0)
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, local_window_size=window)
+
+
+OPS = bind_ops(None).replace(attention=attention)
+
+
+def batch_of(c, rows=4, length=12):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, c.vocab_size, (rows, length))
+    targets, segments = np.roll(tokens, -1, 1), np.zeros((rows, length), int)
+    for row in range(rows):  # rows count very different numbers of tokens
+        targets[row, 2 + 3 * row :] = -1
+        segments[row, length - row :] = -1
+    positions = np.broadcast_to(np.arange(length), tokens.shape)
+    batch = {"tokens": tokens, "targets": targets, "positions": positions, "segment_ids": segments}
+    return {k: jnp.asarray(v, jnp.int32) for k, v in batch.items()}
+
+
+def state_of(c):
+    """Returns parameters and buffers, none of them at zero or one."""
+    model, key = c.build(), jax.random.key(0)
+    params = initialise(model.declared, key)
+    params["layers"] = {k: v + 0.05 * jnp.sin(jnp.arange(v.size)).reshape(v.shape) for k, v in params["layers"].items()}
+    return params, jax.tree.map(lambda x: x + 0.1 * jnp.arange(x.size).reshape(x.shape), initialise(model.buffers, key))
+
+
+def plain_loss(params, buffers, batch, c, step=0):
+    """Returns the loss by layers one after the other, each with the row that counts up to it; no scan, no remat."""
+    x, row, extra = params["embedding"][batch["tokens"]], dict.fromkeys(("attention", "mlp", "probe"), 0), 0.0
+    w = params["layers"]
+    for layer in range(c.num_layers):
+        kind = c.layer_pattern[layer % len(c.layer_pattern)]
+        at = parts.LayerContext(c, OPS, batch, jnp.sum(batch["targets"] >= 0), layer, step, 0, {})
+        for part in (parts.PARTS[name] for name in kinds.KINDS[kind]):
+            mine = {k: w[k][row[part.name]] for k in part.declare(c)}
+            if part.name == "probe":
+                at = dataclasses.replace(at, buffers={"bias": buffers["probe"]["bias"][row["probe"]]})
+            x, given = part.apply(x, mine, at)
+            extra += given["probe_loss"].value if given else 0.0
+            row[part.name] += 1
+    x = OPS.rms_norm(x, params["final_norm"], eps=c.norm_eps)
+    z = x @ params["embedding"].T
+    each = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, jnp.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
+    return jnp.sum(jnp.where(batch["targets"] >= 0, each, 0)) + extra
+
+
+def assert_close(a, b, rtol=2e-5, atol=2e-6):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=rtol, atol=atol)
+
+
+def test_parameters_are_stacked_by_the_layers_that_have_them():
+    declared = decoder.declare(MIXED)
+    shapes = {k: p.shape[0] for k, p in declared["layers"].items()}
+    assert shapes == {**dict.fromkeys("attention_norm query key value output".split(), 5),
+                      **dict.fromkeys("mlp_norm gate up down".split(), 3), "probe_scale": 2}  # fmt: skip
+    assert MIXED.build().buffers["probe"]["bias"].shape == (2, CLASSES)
+    dense = dataclasses.replace(MIXED, layer_pattern=("window", "full"))
+    assert {p.shape[0] for p in decoder.declare(dense)["layers"].values()} == {5}
+    assert num_parameters(dense.build().buffers) == 0
+
+
+STEP = 3
+
+
+@pytest.fixture(scope="module")
+def by_plain_layers():
+    """The loss of MIXED and its gradient, over counted tokens; the probe is there while this is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(parts.PARTS, "probe", Probe())
+        patch.setitem(kinds.KINDS, "probed", ("attention", "probe"))
+        params, buffers = state_of(MIXED)
+        batch = batch_of(MIXED)
+        value = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, buffers, batch, MIXED, STEP)))(params)
+        return jax.tree.map(lambda x: x / jnp.sum(batch["targets"] >= 0), value)
+
+
+@pytest.mark.parametrize(
+    ("remat", "accumulation"), [("attention", 1), ("full", 2), pytest.param("none", 4, marks=pytest.mark.slow)]
+)
+def test_a_step_of_mixed_layers(remat, accumulation, by_plain_layers):
+    """Loss, gradient, metrics and buffers, whatever is computed again and in however many microbatches."""
+    config = dataclasses.replace(MIXED, remat=remat)
+    (params, buffers), batch = state_of(MIXED), batch_of(MIXED)
+    loss = functools.partial(decoder.loss, c=config, ops=OPS)
+    sgd = optax.sgd(1.0)  # its update is the gradient itself
+    step = jax.jit(make_train_step(loss, sgd, accumulation=accumulation, update=config.build().update))
+    state, metrics = step(init_state(params, sgd, buffers)._replace(step=jnp.int32(STEP)), batch)
+    value, gradient = by_plain_layers
+    assert_close(metrics["loss"] + metrics["probe_loss"], value)
+    assert_close(jax.tree.map(jnp.subtract, params, state.params), gradient, 2e-4, 5e-6)
+    tokens, real = np.asarray(batch["tokens"]), np.asarray(batch["segment_ids"]) >= 0
+    load = np.bincount(tokens[real] % CLASSES, minlength=CLASSES)
+    probes = len(OF_PROBES)
+    assert metrics["probe_tokens"] == probes * real.sum() and metrics["probe_largest"] == tokens[real].max()
+    assert metrics["probe_layer"] == max(OF_PROBES)
+    assert metrics["probe_microbatch"] == probes * sum(range(accumulation))
+    assert float(metrics["probe_share"]) == pytest.approx(probes / config.num_layers)
+    np.testing.assert_array_equal(metrics["probe_load"], probes * load)
+    assert "load" not in metrics and "probe.load" not in metrics, "what buffers are updated from is not reported"
+    moved = np.asarray(buffers["probe"]["bias"]) + RATE * np.sign(load.mean() - load)
+    np.testing.assert_allclose(state.buffers["probe"]["bias"], moved, rtol=1e-6)
+    assert int(state.step) == STEP + 1 and np.abs(np.asarray(moved - buffers["probe"]["bias"])).max() > 0
+
+
+def test_flops_of_mixed_layers():
+    ids = np.zeros((1, 32), int)
+    per_layer = 2 * 16 * 8 * 12 + 2 * 3 * 16 * 24, 2 * 16 * 8 * 12 + 7
+    matmuls = 32 * (3 * per_layer[0] + 2 * per_layer[1] + 2 * 61 * 16)
+    pairs = 3 * (15 + 27 * 5) + 2 * 32 * 33 // 2
+    found = step_flops(decoder.flops(MIXED), ids)
+    assert found.causal == 3 * (matmuls + 4 * 4 * 8 * pairs) and found.full == 3 * (matmuls + 4 * 4 * 8 * 5 * 32**2)
+
+
+# -- in a run: files, meshes, checkpoints -------------------------------------------------------------------------------
+
+RUN = [*TINY, "model.layer_pattern=[full,probe]", "model.num_layers=3", "run.steps=4", "data.global_batch=4"]
+
+
+def run(directory, corpus, *overrides):
+    train(compose([*RUN, *corpus, f"run.dir={directory}", *overrides]), say=lambda line: None)
+    return read_rows(directory / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(parts.PARTS, "probe", Probe())
+        patch.setitem(kinds.KINDS, "probe", ("probe",))
+        return run(tmp_path_factory.mktemp("whole"), corpus, "mesh.sp=1")
+
+
+OF_LAYERS = ("probe_loss", "probe_share", "probe_tokens", "probe_load", "probe_largest", "probe_layer")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2"],
+        pytest.param(["mesh.sp=4"], marks=pytest.mark.slow),
+        pytest.param(["mesh.ep=2", "mesh.tp=2", "mesh.sp=1"], marks=pytest.mark.slow),
+        pytest.param(["mesh.dp=2", "mesh.sp=1", "accumulation=2"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_rows_are_the_same_on_every_mesh(layout, whole, corpus, tmp_path):
+    rows = run(tmp_path, corpus, *layout)
+    assert len(rows) == 4 and all(len(row["probe_load"]) == CLASSES for row in rows)
+    for row, wanted in zip(rows, whole, strict=True):
+        for name in ("loss", "grad_norm", *OF_LAYERS):
+            np.testing.assert_allclose(row[name], wanted[name], rtol=2e-4, err_msg=name)
+        assert sum(row["probe_load"]) == row["probe_tokens"] and row["probe_layer"] == 1
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_buffers(whole, corpus, tmp_path):
+    """Bit for bit; and what changes without a gradient does change the losses."""
+    parts_of_it = tmp_path / "parts"
+    run(parts_of_it, corpus, "mesh.sp=1", "run.stop_after=2")
+    recipe = compose([*RUN, *corpus, f"run.dir={parts_of_it}", "mesh.sp=1"])
+    mesh = jax.make_mesh((1,), ("sp",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    checkpoints = Checkpoints(parts_of_it, recipe.checkpoint)
+    state, _ = checkpoints.restore(2, make_program(recipe, mesh).state)
+    bias = np.asarray(state.buffers["probe"]["bias"])
+    assert (
+        int(state.step) == 2 and set(np.abs(bias).ravel() / RATE) <= {0.0, 1.0, 2.0} and np.abs(bias).max() == 2 * RATE
+    )
+    dense = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, layer_pattern=("full",)))
+    with pytest.raises(CheckpointError, match=r"another model.*in this recipe|one side only"):
+        checkpoints.restore(2, make_program(dense, mesh).state)
+    checkpoints.close()
+    rows = run(parts_of_it, corpus, "mesh.sp=1")
+    for name in ("loss", "grad_norm", *OF_LAYERS):
+        assert [row[name] for row in rows] == [row[name] for row in whole], name
+    assert losses(parts_of_it) == [row["loss"] for row in whole]
+
+
+def test_an_array_is_a_list_in_the_rows_and_a_tag_an_element_in_the_events(tmp_path, monkeypatch):
+    from ejdist.training import metrics
+
+    told = []
+    monkeypatch.setattr(metrics.Events, "add", lambda self, *more: told.append(more))
+    writer = MetricsWriter(tmp_path, 0, 1)
+    row = {"loss": jnp.float32(2), "tokens": jnp.float32(8), "load": jnp.array([1.0, jnp.nan]), "count": jnp.int32(3)}
+    row["table"] = jnp.array([[1, 2], [3, 5]])
+    writer.put(1, row, {"flops_causal": 1.0})
+    writer.close()
+    [(step, events, tables)], [written] = told, read_rows(tmp_path / "metrics.jsonl")
+    assert written["load"] == [1.0, None] and written["count"] == 3 and step == 1
+    assert events["load/0"] == 1.0 and np.isnan(events["load/1"]) and "load" not in events and events["loss"] == 2.0
+    assert tables == {"table": [[1, 2], [3, 5]]} and written["table"] == [[1, 2], [3, 5]] and "table/0" not in events
+
+
+def test_tables_are_in_some_rows_and_histograms_in_the_events(tmp_path):
+    writer = MetricsWriter(tmp_path, 0, 5, tables_every=2)
+    for step in range(1, 6):
+        table = jnp.array([[1.0, jnp.nan, 3.0], [jnp.nan] * 3])
+        writer.put(step, {"loss": jnp.float32(step), "tokens": jnp.float32(8), "of": table}, {"flops_causal": 1.0})
+    writer.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "of" in row] == [1, 2, 4, 5]
+    [file] = (tmp_path / "tensorboard").iterdir()
+    assert b"of/0" in file.read_bytes() and b"of/1" not in file.read_bytes()  # no finite value, no histogram
+
+
+# -- what a part must not do ---------------------------------------------------------------------------------------------
+
+
+def test_a_reduction_that_does_not_exist():
+    with pytest.raises(ValueError, match="'how' = 'average' is unknown; use one of loss, mean, sum, max, update"):
+        Metric(1.0, "average")
+
+
+def test_the_largest_of_negative_numbers_and_of_integers():
+    for value in (jnp.float32(-3.5), jnp.int32(-3)):
+        m = Metric(value, "max")
+        assert m.start().plus(m).value == value and m.plus(Metric(value - 1, "max")).value == value
+
+
+def giving(name, metric, monkeypatch):
+    class Other(Probe):
+        def apply(self, x, params, at):
+            return x, {name: metric}
+
+    monkeypatch.setitem(parts.PARTS, "probe", Other())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "how", "words"),
+    [
+        (("attention", "probe"), "loss", "mean", "'loss', which is the model's own"),
+        (("probe", "other"), "probe_tokens", "sum", "two parts of a layer give the metric 'probe_tokens'"),
+        (("mlp", "mlp"), "x", "sum", "'probed' has two parts of one name"),
+        (("other", "clash"), "x", "sum", "declare the parameter 'other_scale'"),
+    ],
+)
+def test_names_that_are_taken(kind, name, how, words, monkeypatch):
+    class Other(Probe):
+        def __init__(self, name):
+            self.name = name
+
+        def declare(self, c):
+            return {"other_scale": Param((c.model_dim,), "D", "ones")}
+
+        def apply(self, x, params, at):
+            return x, {name: Metric(jnp.float32(1), how)}
+
+    monkeypatch.setitem(parts.PARTS, "other", Other("other"))
+    monkeypatch.setitem(parts.PARTS, "clash", Other("clash"))
+    monkeypatch.setitem(kinds.KINDS, "probed", kind)
+    if name == "loss":
+        giving(name, Metric(jnp.float32(1), how), monkeypatch)
+    c, batch = dataclasses.replace(MIXED, remat="none"), batch_of(MIXED)
+
+    def trace():
+        params, buffers = state_of(c)
+        jax.eval_shape(lambda p: decoder.loss(p, batch, c, OPS, context=StepContext(0, 0, buffers)), params)
+
+    with pytest.raises(ValueError, match=words):
+        trace()
+
+
+def test_buffers_that_were_not_given():
+    params, _ = state_of(MIXED)
+    with pytest.raises(ValueError, match=r"no buffers of probe; give StepContext\(buffers=...\)"):
+        jax.eval_shape(lambda p: decoder.loss(p, batch_of(MIXED), MIXED, OPS), params)
+
+
+def test_a_pattern_names_its_kinds():
+    with pytest.raises(ValueError, match=r"must be made of full, window, .* probed and probe"):
+        dataclasses.replace(MIXED, layer_pattern=("moe",)).validate()
