@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +16,35 @@ from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile of a product that a program of a kernel makes at a time; None leaves a choice to the configuration chain.
+
+    Attributes:
+      block_m, block_n, block_k: rows and columns of the result, and entries of the contracted dim in one step.
+      num_warps, num_stages, programs: of Triton: warps of a program, depth of its pipeline, and how many programs take turns.
+      flatten: of Triton: the loops over tiles and over steps are one, so that a tile's first loads come before the last's end.
+    """
+
+    block_m: int | None = None
+    block_n: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    programs: int | None = None
+    flatten: bool | None = None
+
+
+@dataclass(frozen=True)
+class GroupedMatmulConfig:
+    """Tiles of the three products: rows by matrices, the gradient of the rows, and that of the matrices."""
+
+    forward: Tile | None = None
+    d_lhs: Tile | None = None
+    d_rhs: Tile | None = None
+
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -176,8 +206,9 @@ op = Op(
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_bias"),
     same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
+    config=GroupedMatmulConfig,
     cases=(
-        _case("small", (5, 0, 2, 4), "smoke", M=11, D=8, E=4, G=4, F=6),
+        _case("small", (5, 0, 2, 4), "smoke", "code", M=11, D=8, E=4, G=4, F=6),
         _case(
             "offset_gated", (3, 9, 0, 7, 4), arrays=("rhs_bias",), activation="silu", make={"group_offset": _offset(1)},
             shapes={"rhs": (3, 5, 2, 7), "rhs_bias": (3, 2, 7)}, M=29, D=5, E=3, G=5, F=7,
@@ -188,8 +219,10 @@ op = Op(
             M=50, D=12, E=3, G=3, F=9,
         ),
         _case("long_groups", (150, 1, 0, 49), "slow", M=200, D=16, E=4, G=4, F=8),
-        _case("qwen3_gate_up", _even, "bench", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER),
-        _case("qwen3_down", _even, "bench", M=65536, D=768, E=128, G=128, F=2048),
+        _case(
+            "qwen3_gate_up", _even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER,
+        ),
+        _case("qwen3_down", _even, "bench", "code", M=65536, D=768, E=128, G=128, F=2048),
     ),
     work=work,
 )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Grouped matmul for NVIDIA GPUs in Triton: how its kernels are launched, and with which tiles.
+
+The map of tiles is made on the device by a kernel of its own: nothing asks the host for a size. Where an activation hides the
+products they are computed again, and the same kernel turns the cotangent of the result into that of the products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from kernels._core.triton import triton_launch
+from kernels._core.work import Work, nbytes
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, op
+from kernels.ops.grouped_matmul.triton_kernels import (
+    group_sum_kernel,
+    grouped_matmul_kernel,
+    ragged_contraction_kernel,
+    tile_map_kernel,
+)
+
+# Multiprocessors of an H100 or H200: programs that stay, each of which takes every 132nd tile.
+MULTIPROCESSORS = 132
+# Row tiles that go over the columns together, so that what they read of a matrix is still in the L2 cache.
+BAND = 8
+MAP_TILES = 64
+
+
+class _Map(NamedTuple):
+    """The tiles of `block_m` rows, `bound` at most, and the bounds of the groups."""
+
+    tiles: jax.Array
+    bounds: jax.Array
+    bound: int
+    block_m: int
+
+
+def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int, block_m: int) -> _Map:
+    bound = rows // block_m + experts + 2
+    tiles, bounds = triton_launch(
+        tile_map_kernel,
+        group_sizes.astype(jnp.int32),
+        None if group_offset is None else group_offset.astype(jnp.int32).reshape(1),
+        out_shape=(
+            jax.ShapeDtypeStruct((3, bound), jnp.int32),
+            jax.ShapeDtypeStruct((2 * experts + 1,), jnp.int32),
+        ),
+        grid=(triton.cdiv(bound, MAP_TILES),),
+        ROWS=rows,
+        G=group_sizes.shape[0],
+        E=experts,
+        BOUND=bound,
+        BLOCK_M=block_m,
+        BLOCK_G=triton.next_power_of_2(group_sizes.shape[0]),
+        BLOCK_E=triton.next_power_of_2(experts + 2),
+        BLOCK_T=MAP_TILES,
+    )
+    return _Map(tiles, bounds, bound, block_m)
+
+
+def _whole(x: jax.Array, width: int) -> bool:
+    """Returns whether rows of x, of so many entries, start where the engine that copies tiles can read: every 16 bytes."""
+    return width * x.dtype.itemsize % 16 == 0
+
+
+def _work(flops: int, *arrays: Any) -> Work:
+    return Work(flops, nbytes(*arrays))
+
+
+def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activation=None, d_out=None):
+    """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`."""
+    (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
+    N = width // 2 if gated else width
+    tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
+    out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
+    (result,) = triton_launch(
+        grouped_matmul_kernel,
+        a,
+        b,
+        bias,
+        d_out,
+        where.tiles,
+        where.bounds,
+        out_shape=(out,),
+        grid=(min(tile.programs, where.bound * triton.cdiv(N, tile.block_n)),),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        work=_work(2 * M * K * width, a, b, out),
+        M=M,
+        K=K,
+        N=N,
+        E=experts,
+        BOUND=where.bound,
+        GATED=gated,
+        TRANSPOSED=transposed,
+        ACTIVATION=activation,
+        TMA=tma,
+        FLATTEN=tile.flatten,
+        BAND=BAND,
+        BLOCK_M=where.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+    )
+    return result
+
+
+def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
+    """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
+    (M, P), Q = a.shape, b.shape[1]
+    out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
+    (result,) = triton_launch(
+        ragged_contraction_kernel,
+        a,
+        b,
+        where.bounds,
+        out_shape=(out,),
+        grid=(min(tile.programs, experts * triton.cdiv(P, tile.block_m) * triton.cdiv(Q, tile.block_n)),),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        work=_work(2 * M * P * Q, a, b, out),
+        M=M,
+        P=P,
+        Q=Q,
+        E=experts,
+        TMA=_whole(a, P) and _whole(b, Q),
+        BAND=BAND,
+        BLOCK_P=tile.block_m,
+        BLOCK_Q=tile.block_n,
+        BLOCK_K=tile.block_k,
+    )
+    return result
+
+
+def _group_sums(x, experts: int, dtype: Any, where: _Map):
+    N = x.shape[1]
+    block_n = max(16, min(128, triton.next_power_of_2(N)))
+    (result,) = triton_launch(
+        group_sum_kernel,
+        x,
+        where.bounds,
+        out_shape=(jax.ShapeDtypeStruct((experts, N), dtype),),
+        grid=(experts, triton.cdiv(N, block_n)),
+        N=N,
+        E=experts,
+        BLOCK_M=4096 // block_n,
+        BLOCK_N=block_n,
+    )
+    return result
+
+
+# -- the operation ----------------------------------------------------------------------------------------------------
+
+
+def _matrices(rhs: Any, rhs_transposed: Any) -> tuple[jax.Array, bool, bool]:
+    """Returns (matrices [E, D, width], or [E, width, D]; whether transposed; whether gated)."""
+    if rhs is None:
+        E, D = rhs_transposed.shape[0], rhs_transposed.shape[-1]
+        return rhs_transposed.reshape(E, -1, D), True, rhs_transposed.ndim == 4
+    return rhs.reshape(*rhs.shape[:2], -1), False, rhs.ndim == 4
+
+
+def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+    b, transposed, gated = _matrices(rhs, rhs_transposed)
+    where = _tile_map(group_sizes, group_offset, lhs.shape[0], b.shape[0], cfg.forward.block_m)
+    return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation)
+
+
+def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+    b, transposed, gated = _matrices(rhs, rhs_transposed)
+    experts, d = b.shape[0], saved.d_out.astype(lhs.dtype)
+    where = _tile_map(group_sizes, group_offset, lhs.shape[0], experts, cfg.d_lhs.block_m)
+    if activation is not None:
+        again = where
+        if cfg.forward.block_m != where.block_m:
+            again = _tile_map(group_sizes, group_offset, lhs.shape[0], experts, cfg.forward.block_m)
+        d = _product(lhs, b, transposed, gated, cfg.forward, again, rhs_bias, activation, d)
+    d_lhs = _product(d, b, not transposed, False, cfg.d_lhs, where)
+    left, right = (d, lhs) if transposed else (lhs, d)
+    d_rhs = _contraction(left, right, experts, b.dtype, cfg.d_rhs, where)
+    found = {"lhs": d_lhs}
+    found["rhs_transposed" if transposed else "rhs"] = d_rhs.reshape((rhs_transposed if transposed else rhs).shape)
+    if rhs_bias is not None:
+        found["rhs_bias"] = _group_sums(d, experts, rhs_bias.dtype, where).reshape(rhs_bias.shape)
+    return found
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def _power(n: int, most: int) -> int:
+    return max(16, min(most, triton.next_power_of_2(n)))
+
+
+def _sizes(call) -> tuple[int, int, int, int, int]:
+    """Returns M, E, D, the columns of a matrix, and those of the result."""
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    M, E, D, F = (call.dims[n] for n in "MEDF")
+    return M, E, D, F * (2 if weights.ndim == 4 else 1), F
+
+
+# (rows, columns, warps, programs a multiprocessor, how fast it is where nothing is left over), for 16-bit types on sm_90: what
+# fits the registers and the shared memory of a multiprocessor. The last is measured against the first.
+SHAPES = (
+    (128, 256, 8, 1, 1.0),
+    (256, 128, 8, 1, 1.0),
+    (128, 128, 4, 2, 0.95),
+    (64, 256, 4, 2, 0.9),
+    (64, 128, 4, 2, 0.75),
+)
+
+
+def _tile(
+    rows: float, columns: int, depth: int, itemsize: int, halves: int = 1, ragged_rows: bool = True, shape=None
+) -> Tile:
+    """Returns the tile for groups of so many rows: of the least work among the shapes, what is left over included."""
+    if itemsize == 4:  # multiplied outside of the matrix units, in true float32
+        return Tile(
+            _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, 32), 4, 2, 2 * MULTIPROCESSORS, False
+        )
+
+    def cost(shape):
+        m, n, _, _, speed = shape
+        # A group ends somewhere in its last tile.
+        height = rows + m / 2 if ragged_rows else triton.cdiv(int(rows), m) * m
+        return height * triton.cdiv(columns, n // halves) * n / speed
+
+    m, n, warps, programs, _ = min(SHAPES, key=cost) if shape is None else shape
+    m, n = min(m, _power(max(1, int(1.25 * rows)), m)), _power(columns, n // halves)
+    deep = _power(depth, 64)
+    stages = 3 if m * n * halves >= 256 * 128 or programs > 1 else 4
+    return Tile(m, n, deep, warps if m * n * halves >= 64 * 128 else 4, stages, programs * MULTIPROCESSORS, False)
+
+
+def _config(call, shapes=(None, None, None)) -> GroupedMatmulConfig:
+    M, E, D, width, F = _sizes(call)
+    itemsize, rows = call.lhs.dtype.itemsize, M / max(1, E)
+    first, second = (width, D) if call.rhs is None else (D, width)
+    return GroupedMatmulConfig(
+        _tile(rows, F, D, itemsize, halves=width // F, shape=shapes[0]),
+        _tile(rows, D, width, itemsize, shape=shapes[1]),
+        _tile(first, second, int(max(1, rows)), itemsize, ragged_rows=False, shape=shapes[2]),
+    )
+
+
+def heuristic(call, platform):
+    return _config(call)
+
+
+def candidates(call):
+    if call.lhs.dtype.itemsize == 4:
+        return [_config(call)]
+    return list(dict.fromkeys([_config(call), *(_config(call, (shape,) * 3) for shape in SHAPES)]))
+
+
+def rejects(call):
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    if 0 in (*call.lhs.shape, *weights.shape, *call.group_sizes.shape):
+        return "an array has no elements"
+    return None
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=rejects,
+    heuristic=heuristic,
+    candidates=candidates,
+)
