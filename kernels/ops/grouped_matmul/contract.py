@@ -175,6 +175,12 @@ def _even(rng: np.random.Generator, dims: Any) -> jax.Array:
     return jnp.asarray(rng.multinomial(dims["M"], shares), jnp.int32)
 
 
+def _zipf(rng: np.random.Generator, dims: Any) -> jax.Array:
+    """Sizes by Zipf's law, as of a router without balance, the large ones anywhere."""
+    shares = rng.permutation(1 / np.arange(1, dims["G"] + 1))
+    return jnp.asarray(rng.multinomial(dims["M"], shares / shares.sum()), jnp.int32)
+
+
 def _codes(*names: str | int) -> Callable:
     """Returns a maker of int8 weights of those dims; a number is a size."""
 
@@ -197,6 +203,8 @@ def _case(name, sizes, *tags, arrays=(), make=None, shapes=None, activation=None
 
 
 _LAYER = {"D": 2048, "E": 128, "G": 128, "F": 768}  # Qwen3-30B-A3B
+_LITE = {"D": 2048, "E": 64, "G": 64, "F": 1408}  # DeepSeek-V2-Lite
+_MIXTRAL = {"D": 4096, "E": 8, "G": 8, "F": 14336}  # Mixtral 8x7B
 
 op = Op(
     grouped_matmul,
@@ -223,6 +231,12 @@ op = Op(
             "qwen3_gate_up", _even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER,
         ),
         _case("qwen3_down", _even, "bench", "code", M=65536, D=768, E=128, G=128, F=2048),
+        _case("qwen3_up", _even, "bench", M=131072, **_LAYER),
+        _case("qwen3_up_zipf", _zipf, "bench", M=131072, **_LAYER),
+        _case("deepseek_lite_up", _even, "bench", M=65536, **_LITE),
+        _case("deepseek_lite_up_zipf", _zipf, "bench", M=65536, **_LITE),
+        _case("mixtral_up", _even, "bench", M=32768, **_MIXTRAL),
+        _case("mixtral_up_zipf", _zipf, "bench", M=32768, **_MIXTRAL),
     ),
     work=work,
 )  # fmt: skip

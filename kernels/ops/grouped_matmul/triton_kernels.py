@@ -182,11 +182,10 @@ def grouped_matmul_kernel(
         else:
             d = tl.load(d_ptr + at_row * N + cols[None, :], mask=mask & (cols < own)[None, :], other=0.0).to(tl.float32)
             out = out_ptr + at_row * WIDTH + cols[None, :]
-            slope = _slope(acc, ACTIVATION)
             if GATED:
                 tl.store(out + N, (d * _activated(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
-                slope *= up
-            tl.store(out, (d * slope).to(out_ptr.dtype.element_ty), mask=mask)
+                d *= up
+            tl.store(out, (d * _slope(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
