@@ -3,6 +3,7 @@
 from faults import Fault
 
 GROUPED = "tests/kernels/test_grouped_matmul.py"
+KERNELS = "tests/kernels/test_grouped_matmul_kernels.py"
 
 FAULTS = (
     Fault(
@@ -39,5 +40,40 @@ FAULTS = (
         "jnp.where(jax.lax.axis_index(features) == 0, bias, 0)",
         "bias",
         f"{GROUPED} -k mesh",
+    ),
+    Fault(
+        "grouped matmul in Triton: rows of the next group in the gradient of a matrix",
+        "kernels/ops/grouped_matmul/triton_kernels.py",
+        "rest = begin + (end - begin) // BLOCK_K * BLOCK_K",
+        "rest = begin + (end - begin + BLOCK_K - 1) // BLOCK_K * BLOCK_K",
+        KERNELS,
+    ),
+    Fault(
+        "grouped matmul in Triton: the end of a group's last tile is the next group's",
+        "kernels/ops/grouped_matmul/triton_kernels.py",
+        "mask = (rows < end)[:, None] & (cols < N)[None, :]\n        own",
+        "mask = (rows < M)[:, None] & (cols < N)[None, :]\n        own",
+        KERNELS,
+    ),
+    Fault(
+        "grouped matmul in Triton: sizes are not counted from the offset",
+        "kernels/ops/grouped_matmul/triton_kernels.py",
+        "size = tl.load(sizes_ptr + first + e, mask=mine, other=0)",
+        "size = tl.load(sizes_ptr + e, mask=mine, other=0)",
+        f"{KERNELS} -k map",
+    ),
+    Fault(
+        "grouped matmul in Pallas: a block of rows is not kept for its next group",
+        "kernels/ops/grouped_matmul/pallas_tpu.py",
+        "fresh = (v == 0) | (block[v] != block[jnp.maximum(v, 1) - 1])",
+        "fresh = v >= 0",
+        KERNELS,
+    ),
+    Fault(
+        "grouped matmul in Pallas: rows of other groups in the gradient of a matrix",
+        "kernels/ops/grouped_matmul/pallas_tpu.py",
+        "_kept(ref[...], 0, first, begin[v], end[v])",
+        "_kept(ref[...], 0, first, 0, end[v])",
+        KERNELS,
     ),
 )
