@@ -85,7 +85,7 @@ def scaled(op: Op, case: Case, fits: Callable[[Case], bool]) -> Case:
         greatest = max(long.values())
         if greatest < 2:
             raise ValueError(f"{op.name}, case {case.name}: it does not fit, however small; raise the limit")
-        case = _with_dims(op, case, {n: _halved(case.dims[n]) for n, s in long.items() if s == greatest})
+        case = with_dims(op, case, {n: _halved(case.dims[n]) for n, s in long.items() if s == greatest})
     return case
 
 
@@ -96,7 +96,7 @@ def _halved(size: Any) -> Any:
     return (*size[:at], size[at] // 2, *size[at + 1 :])
 
 
-def _with_dims(op: Op, case: Case, changes: dict[str, Any]) -> Case:
+def with_dims(op: Op, case: Case, changes: dict[str, Any]) -> Case:
     dims = {**case.dims, **changes}
     shapes: dict[str, Any] = {}
     for name, shape in case.shapes.items():  # sizes that follow a dim follow it still; broadcast dims stay 1

@@ -16,9 +16,10 @@ import pytest
 from grid import FLOOR, differentiable, error, named, widened
 
 import kernels
-from benchmarks.cases import _with_dims
+from benchmarks.cases import with_dims
 from kernels import Unsupported
 from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
+from kernels._core.requests import check_cuts, check_tables
 
 OPS = kernels.operations()
 SETS, EACH = 10, 30  # draws of an operation, and calls of each
@@ -47,10 +48,21 @@ def new_sizes(rng, case):
     return dims
 
 
+def check_requests(arguments):
+    """Raises ValueError for requests with more queries than rows, or whose keys their tables and pages have no room for."""
+    if "query_start_loc" in arguments and "query" in arguments:
+        check_cuts("random call", "query_start_loc", arguments["query_start_loc"], arguments["query"].shape[0])
+    if {"kv_lens", "block_tables"} <= arguments.keys():
+        cache = next(arguments[n] for n in ("key_cache", "kv_cache") if n in arguments)
+        lens, tables = (arguments[n] for n in ("kv_lens", "block_tables"))
+        check_tables("random call", ("kv_lens", lens), ("block_tables", tables), *cache.shape[:2])
+
+
 def legal(op, backend, case, dtype):
     """Returns whether the backend runs the case, which is told from shapes."""
     try:
         arguments = op.case_inputs(case, dtype=dtype)
+        check_requests(arguments)
         call = op.bind(**arguments)
         traced = call.traced()
         jax.eval_shape(lambda traced: op.function(**call.static(), **traced), traced)
@@ -73,7 +85,7 @@ def drawn(op, backend, which):
             if rng.random() < 0.3:
                 options[name] = others[rng.integers(len(others))]
         try:
-            found = dataclasses.replace(_with_dims(op, case, new_sizes(rng, case)), options=options)
+            found = dataclasses.replace(with_dims(op, case, new_sizes(rng, case)), options=options)
         except KeyError:  # a shape that the case says has a dim whose size it does not
             found = dataclasses.replace(case, options=options)
         if legal(op, backend, found, dtype):

@@ -17,13 +17,19 @@ from kernels._core.contract import Op
 from kernels._core.platforms import PLATFORMS
 
 OPS = kernels.operations()
-# These are calls of flash attention with something before or after them, and that is here itself: slow.
-BUILT_ON_ANOTHER = (
-    "differential_attention",
-    "linformer_attention",
-    "mixture_of_attention_heads",
-    "quantized_attention",
-)
+# What is built on another operation, or is another form of one with the same code around it (chunks, groups, blocks of keys),
+# is transformed in the slow tier: the other is here.
+BUILT_ON_ANOTHER = {
+    "differential_attention": "flash_attention",
+    "linformer_attention": "flash_attention",
+    "mixture_of_attention_heads": "flash_attention",
+    "quantized_attention": "flash_attention",
+    "attention": "flash_attention",
+    "rwkv7": "delta_rule",
+    "rwkv4": "linear_attention",
+    "state_space_v1": "state_space_v2",
+    "grouped_matmul_quantized": "grouped_matmul",
+}
 
 
 def marks_of(op):
@@ -286,3 +292,15 @@ def test_a_second_call_of_the_same_kind_is_not_traced_again(monkeypatch):
     kernels.rms_norm(x + 1)
     with pytest.raises(TypeError):
         kernels.rms_norm(jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_float32_stays_float32_where_64_bits_are_enabled(op):
+    """As a program that says no dtype for a constant or a state would not: it is lowered, and has no float64 output."""
+    floats, others, rest = parts(op)
+    run = scalar(op, "xla", others, rest)
+    with jax.enable_x64(True):
+        lowered = jax.jit(jax.grad(run) if differentiable(op) else run).lower(floats)
+        outputs = jax.eval_shape(lambda f: op(**merged(f, others), **rest, platform="xla"), floats)
+    assert "func.func public @main" in lowered.as_text()
+    assert jnp.float64 not in {y.dtype for y in jax.tree.leaves(outputs)}

@@ -7,7 +7,7 @@ not install.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from importlib.metadata import version
 from typing import Any
 
@@ -74,8 +74,7 @@ def main() -> None:
         def mine(a: dict, options: dict = options) -> tuple:
             return (kernels.blocksparse_attention(**a, **options, block_size=SIZE),)
 
-        other: Callable = lambda t, seen=seen: dense(t, seen)  # noqa: E731
-        off = differences(mine, other, a)
+        off = differences(mine, functools.partial(dense, seen=seen), a)
         wanted = flex({n: torch.tensor(x) for n, x in a.items()}, seen).numpy()
         got = np.asarray(jax.jit(mine)(a)[0])
         of_flex = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)

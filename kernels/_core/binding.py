@@ -225,14 +225,6 @@ class Call:
         return ";".join(parts)
 
 
-def check_number(op_name: str, name: str, value: Any) -> None:
-    """Raises ValueError, naming the argument, for an option that is neither None nor a number that Python knows."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating))):
-        raise ValueError(
-            f"{op_name}: argument {name!r} must be a number, which is compiled into the program, got {value!r}"
-        )
-
-
 def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments by name with defaults filled in.
 

@@ -130,9 +130,7 @@ def _written_out(prepare: Callable[..., Prepared]) -> tuple[Callable[..., Prepar
         return prepare(*args, **kwargs)
 
     head, mark, examples = (prepare.__doc__ or "").partition(">>>")
-    said = inspect.cleandoc(common.__doc__).partition("\n\n")[
-        2
-    ]  # after the first line, which is of the TypedDict itself
+    _, _, said = inspect.cleandoc(common.__doc__).partition("\n\n")  # its first line is of the TypedDict itself
     checked.__doc__ = f"{head.rstrip()}\n\n{textwrap.indent(said, '    ')}\n\n    {mark}{examples}"
     return checked, signature
 

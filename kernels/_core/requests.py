@@ -1,6 +1,7 @@
 """Requests of serving, as direct calls give them: lengths, tables of pages and cuts of packed queries whose values are known.
 
-Under a trace values are unknown and nothing is checked; what a wrong value means there is said by each contract.
+Under a trace, and on an accelerator, values are unknown and nothing is checked; what a wrong value means there is said by each
+contract.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import numpy as np
 
 
 def known(x: Any) -> np.ndarray | None:
-    """Returns the values of an array of integers; None where this process cannot read them, as under a trace."""
-    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+    """Returns the values of an array of integers; None where this process cannot read them, as under a trace, or would wait
+    for an accelerator: a direct call is to be queued behind the one before."""
+    if isinstance(x, jax.core.Tracer):
+        return None
+    if isinstance(x, jax.Array) and (not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices())):
         return None
     return np.asarray(x)
 

@@ -360,7 +360,7 @@ def of(name, **changes):
         (r"'query' has N = 4 heads and 'key' has K = 3", of("quantized_attention", key=normal(B, T, 3, H))),
         (r"'segment_ids' is of queries and keys alike", of("quantized_attention", query=Q[:, :4])),
         (r"'causal' is compiled into the program", of("differential_attention", causal=jnp.bool_(True))),
-        (r"'softmax_scale' must be a number, .* got 'x'", of("linformer_attention", softmax_scale="x")),
+        (r"'softmax_scale' must be float or None, got 'x'", of("linformer_attention", softmax_scale="x")),
         (r"'mask_info' must be a MaskInfo, got int", of("differential_attention", mask_info=3)),
         (
             r"'key_projection' of shape \(7, 10\) has S = 10, but S = 11",

@@ -322,7 +322,7 @@ RIGHT = {"block_mask": np.ones((4, 6), bool), "block_size": (4, 3)}
         (r"'block_size' must be a positive integer, or .* got \(4,\)", {"block_size": (4,)}),
         (r"'block_size' must be a positive integer, or .* got True", {"block_size": True}),
         (r"'block_mask' has rows of different lengths", {"block_mask": [[1, 0], [1]]}),
-        (r"'softmax_scale' must be a number, .* got 'x'", {"softmax_scale": "x"}),
+        (r"'softmax_scale' must be float or None, got 'x'", {"softmax_scale": "x"}),
         (r"'logits_soft_cap' must be positive", {"logits_soft_cap": -1.0}),
         (r"'sliding_window' must be at least 1", {"sliding_window": 0}),
         (r"'softmax_aux' must be \[N\]", {"softmax_aux": np.ones(3, np.float32)}),

@@ -234,7 +234,7 @@ def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
         (r"'segment_ids' needs queries for all tokens", {"query": ARRAYS["query"][:, :3], "segment_ids": SEGMENTS}),
         (r"s 'cu_seqlens' and 'segment_ids' both say", {"segment_ids": SEGMENTS, "cu_seqlens": [0, 4]}),
         (r"s 'sliding_window' and 'window_size' are two names of one", {"sliding_window": 3, "window_size": 3}),
-        (r"'scale' must be a number, .* got 'x'", {"scale": "x"}),
+        (r"'scale' must be float or None, got 'x'", {"scale": "x"}),
         (r"s 'softmax_scale' and 'scale' are two names", {"softmax_scale": 1.0, "scale": 1.0}),
     ],
 )  # fmt: skip

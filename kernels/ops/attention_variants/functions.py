@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core import segments
-from kernels._core.binding import check_number, is_array, is_float_array
+from kernels._core.binding import is_array, is_float_array
 from kernels._core.masks import MaskInfo, window_of
 from kernels._core.public import Prepared, public
 from kernels.ops.attention_variants.contract import (
@@ -58,7 +58,6 @@ def _mask(
 
 def _given(name: str, *, softmax_scale: Any, **options: Any) -> dict[str, Any]:
     """Returns the options that were given."""
-    check_number(name, "softmax_scale", softmax_scale)
     return {n: x for n, x in {"softmax_scale": softmax_scale, **options}.items() if x is not None}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernels._core.binding import check_number, is_array
+from kernels._core.binding import is_array
 from kernels._core.masks import MaskInfo
 from kernels._core.public import Prepared, public
 from kernels.ops.blocksparse_attention.contract import check_blocks, op, sides_of
@@ -116,7 +116,6 @@ def blocksparse_attention(
         q_positions=q_positions,
         kv_positions=kv_positions,
     ).call
-    check_number(op.name, "softmax_scale", softmax_scale)
     check_blocks(blocks, size, *(flash.dims[d] for d in "BTSNK"))
     names = ("query", "key", "value", "mask", "softmax_aux", "softmax_scale", "logits_soft_cap")
     arguments = {n: flash.arguments[n] for n in names if flash.arguments[n] is not None}

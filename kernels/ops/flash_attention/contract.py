@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ from kernels._core.contract import Op
 from kernels._core.masks import MaskInfo
 from kernels._core.pairs import visible_pairs
 from kernels._core.work import Work, nbytes
-from kernels.ops.flash_attention.cases import CASES, WITH_WEIGHTS
+from kernels.ops.flash_attention.cases import CASES, SLOW, WITH_WEIGHTS
 from kernels.ops.flash_attention.dropout import dropout_scale
 
 
@@ -195,12 +196,14 @@ op = Op(
     **_ON_A_MESH,
 )
 
-# Dense by nature, so XLA's everywhere; the cases are those of attention that are small.
+# Dense by nature, so XLA's everywhere, and that is the contract's own program: most cases run in the full grid.
 attention_op = Op(
     attention,
     outputs=("out", "weights"),
     features=FEATURES,
-    cases=tuple(c for c in CASES if c.name in WITH_WEIGHTS),
+    cases=tuple(
+        dataclasses.replace(c, tags=c.tags if "smoke" in c.tags else SLOW) for c in CASES if c.name in WITH_WEIGHTS
+    ),
     work=work_with_weights,
     **_ON_A_MESH,
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels._core import segments
-from kernels._core.binding import check_number, is_array, is_float_array
+from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
 from kernels.ops.native_sparse_attention.contract import check_sizes, op
 
@@ -132,7 +132,6 @@ def native_sparse_attention(
         arguments[name] = gate
     arguments |= _selection(block_indices, block_counts, B, T, K, size)
     name, softmax_scale = _one_of(softmax_scale=softmax_scale, scale=scale)
-    check_number(op.name, name, softmax_scale)
     if softmax_scale is not None:
         arguments["softmax_scale"] = softmax_scale
     name, cuts = _one_of(cu_seqlens=cu_seqlens, cum_seqlens=cum_seqlens)

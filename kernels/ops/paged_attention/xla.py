@@ -222,7 +222,8 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         return (tile + passed, *sums)
 
     shape = (num_tiles + W, K, G, o.block_q)
-    start = (jnp.int32(0), jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, Hv)))
+    zeros = jnp.zeros((*shape, Hv), jnp.float32)
+    start = (jnp.int32(0), zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
     _, m, weight, out = jax.lax.fori_loop(0, -(-total // W), step, start)
     if softmax_aux is not None:
         sinks = softmax_aux.astype(jnp.float32).reshape(K, G, 1, -1)
