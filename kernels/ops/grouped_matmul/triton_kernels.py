@@ -5,6 +5,9 @@ gradient of what an activation is of. `ragged_contraction_kernel` is the gradien
 rows of a group. Neither asks the host for a size, and none of them rounds a group up: a tile's rows are of one group alone.
 """
 
+# Triton declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute]
+
 from __future__ import annotations
 
 import triton
