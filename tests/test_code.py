@@ -18,11 +18,6 @@ TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of 
 SPILLS = {
     # 32 KiB of x on 16 warps are the fastest there is on sm_90, with no spill; the assembler for sm_80 is short of a register.
     ("rms_norm", "model_8k", 80): 24,
-    # The cotangents of a gate and its up projection, of tiles of 2 x 128 x 128 sums, after the loop over the steps.
-    ("grouped_matmul", "qwen3_gate_up", 90): 136,
-    # Tiles are those of Hopper, which reads them without registers; here the addresses of two of them are held beside the sums.
-    ("grouped_matmul", "qwen3_gate_up", 80): 324,
-    ("grouped_matmul", "qwen3_down", 80): 96,
 }
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # what a block may have
 

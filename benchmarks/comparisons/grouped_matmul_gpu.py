@@ -1,4 +1,4 @@
-"""`python -m benchmarks.comparisons.grouped_matmul_gpu [shapes=moe_64,moe_8] [sizes=even,zipf] [quick=1] [out=FILE]`
+"""`python -m benchmarks.comparisons.grouped_matmul_gpu [shapes=moe_64,moe_8] [sizes=equal,zipf] [quick=1] [out=FILE]`
 
 On one GPU, each product of grouped_matmul by itself, with every tile that there is for it (`quick`: of the candidates),
 against torch._grouped_mm, JAX's Mosaic ragged dot and a dense product of as many FLOPs. Numbers first: a contestant that is not
@@ -8,6 +8,7 @@ TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the
 """
 
 import dataclasses
+import functools
 import json
 import random
 import statistics
@@ -38,7 +39,7 @@ def group_sizes(kind, rows, groups):
 
 
 def ours(lhs, rhs, d, sizes, quick):
-    """Yields (direction, name, function of no arguments) for every tile."""
+    """Yields (direction, name, function of lhs, rhs, d, sizes) for every tile."""
     from kernels.ops.grouped_matmul import triton_gpu as gpu
 
     call = op.bind(lhs, rhs, None, sizes)
@@ -46,11 +47,10 @@ def ours(lhs, rhs, d, sizes, quick):
     for direction in DIRECTIONS:
         tiles = [getattr(cfg, direction) for cfg in gpu.candidates(call)]
         if not quick:
-            more = [dataclasses.replace(t, flatten=True) for t in tiles if direction != "d_rhs"]
-            more += [dataclasses.replace(t, num_stages=n) for t in tiles for n in (3, 4) if n != t.num_stages]
-            tiles = list(dict.fromkeys([*tiles, *more]))
-        for i, tile in enumerate(tiles):
+            tiles += [dataclasses.replace(t, num_stages=n) for t in tiles for n in (3, 4)]
+        for i, tile in enumerate(dict.fromkeys(tiles)):
 
+            @jax.jit
             def run(lhs, rhs, d, sizes, tile=tile, direction=direction):
                 if direction == "d_rhs":
                     where = gpu._tile_map(sizes, None, rows, experts, 128)
@@ -62,48 +62,47 @@ def ours(lhs, rhs, d, sizes, quick):
 
             name = "x".join(map(str, (tile.block_m, tile.block_n, tile.block_k)))
             name += f" w{tile.num_warps} s{tile.num_stages} p{tile.programs}" + " flat" * bool(tile.flatten)
-            compiled = jax.jit(run)
-            first = " (heuristic)" if i == 0 else ""
-            yield direction, "ours " + name + first, lambda f=compiled: f(lhs, rhs, d, sizes)
+            yield direction, "ours " + name + " (heuristic)" * (i == 0), run
 
 
 def torch_grouped(lhs, rhs, d, sizes):
     import torch
 
     a, b, g = (torch.from_dlpack(x) for x in (lhs, rhs, d))
-    ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
-    yield "forward", "torch._grouped_mm", lambda: torch._grouped_mm(a, b, offs=ends)
-    yield "d_lhs", "torch._grouped_mm", lambda: torch._grouped_mm(g, b.transpose(1, 2), offs=ends)
-    yield "d_rhs", "torch._grouped_mm", lambda: torch._grouped_mm(a.t(), g, offs=ends)
+
+    def with_ends(product):
+        made = {}  # the ends are made once: torch is timed for the product alone
+
+        def call(lhs, rhs, d, sizes):
+            if made.get("sizes") is not sizes:
+                made.update(sizes=sizes, ends=torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32))
+            return product(made["ends"])
+
+        return call
+
+    yield "forward", "torch._grouped_mm", with_ends(lambda ends: torch._grouped_mm(a, b, offs=ends))
+    yield "d_lhs", "torch._grouped_mm", with_ends(lambda ends: torch._grouped_mm(g, b.transpose(1, 2), offs=ends))
+    yield "d_rhs", "torch._grouped_mm", with_ends(lambda ends: torch._grouped_mm(a.t(), g, offs=ends))
 
 
-def mosaic(lhs, rhs, d, sizes):
+def mosaic(lhs, rhs, d, sizes, quick):
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    for m, n, k, steps, band in ((128, 128, 64, 4, 8), (64, 256, 64, 4, 8), (128, 256, 64, 4, 8)):
-        f = jax.jit(
-            lambda lhs, rhs, sizes, m=m, n=n, k=k, steps=steps, band=band: ragged_dot(
-                lhs,
-                rhs,
-                group_sizes=sizes,
-                block_m=m,
-                block_n=n,
-                block_k=k,
-                max_concurrent_steps=steps,
-                grid_block_n=band,
-            )
-        )
-        yield "forward", f"mosaic ragged_dot {m}x{n}x{k}", lambda f=f: f(lhs, rhs, sizes)
+    for m, n, k, steps, band in ((128, 128, 64, 4, 8), (64, 256, 64, 4, 8), (128, 256, 64, 4, 8))[: 1 if quick else 3]:
+
+        @jax.jit
+        def run(lhs, rhs, d, sizes, blocks=(m, n, k, steps, band)):
+            m, n, k, steps, band = blocks
+            how = {"block_m": m, "block_n": n, "block_k": k, "max_concurrent_steps": steps, "grid_block_n": band}
+            return ragged_dot(lhs, rhs, group_sizes=sizes, **how)
+
+        yield "forward", f"mosaic ragged_dot {m}x{n}x{k}", run
 
 
 def dense(lhs, rhs, d, sizes):
-    products = {
-        "forward": (jax.jit(lambda a, b: a @ b), lhs, rhs[0]),
-        "d_lhs": (jax.jit(lambda a, b: a @ b.T), d, rhs[0]),
-        "d_rhs": (jax.jit(lambda a, b: a.T @ b), lhs, d),
-    }
-    for direction, (f, a, b) in products.items():
-        yield direction, "dense", lambda f=f, a=a, b=b: f(a, b)
+    yield "forward", "dense", jax.jit(lambda lhs, rhs, d, sizes: lhs @ rhs[0])
+    yield "d_lhs", "dense", jax.jit(lambda lhs, rhs, d, sizes: d @ rhs[0].T)
+    yield "d_rhs", "dense", jax.jit(lambda lhs, rhs, d, sizes: lhs.T @ d)
 
 
 def wait(x):
@@ -143,54 +142,68 @@ def race(contestants, flops, rounds=7, seconds=0.03):
     return {name: flops / statistics.median(t) / 1e12 for name, t in times.items()}
 
 
-def main(shapes="moe_64,moe_8,moe_128", sizes="even,zipf", quick="", out=""):
+def contestants(arrays, quick):
+    """Returns (direction, name, function) of all that can be made; what cannot is said."""
     found = []
+    for name, source in {
+        "ours": lambda *a: ours(*a, quick),
+        "torch": torch_grouped,
+        "mosaic": lambda *a: mosaic(*a, quick),
+        "dense": dense,
+    }.items():
+        try:
+            found += source(*arrays)
+        except Exception as error:
+            print(f"{name} cannot: {error}"[:200], flush=True)
+    return found
+
+
+def right(made, arrays, wanted, where):
+    """Returns direction -> name -> function of no arguments, of those whose numbers are right."""
+    found = {direction: {} for direction in DIRECTIONS}
+    for direction, name, f in made:
+        try:
+            off = 0.0 if name == "dense" else float(distance(as_jax(f(*arrays)), wanted[direction]))
+        except Exception as error:
+            print(f"{where} {direction} {name} failed: {str(error).splitlines()[0][:160]}", flush=True)
+            continue
+        if off < 0.01:
+            found[direction][name] = functools.partial(f, *arrays)
+        else:
+            print(f"{where} {direction} {name} IS WRONG: off by {off:.2e}", flush=True)
+    return found
+
+
+@jax.jit
+def truth(lhs, rhs, d, sizes):
+    y, pull = jax.vjp(lambda lhs, rhs: op(lhs, rhs, None, sizes, platform="xla"), lhs, rhs)
+    return dict(zip(DIRECTIONS, (y, *pull(d))))
+
+
+def main(shapes="moe_64,moe_8,moe_128", sizes="equal,zipf", quick="", out=""):
+    found, start = [], time.perf_counter()
     for shape in shapes.split(","):
         rows, experts, K, N = SHAPES[shape]
         keys = jax.random.split(jax.random.key(0), 3)
         lhs, rhs, d = (
             jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, ((rows, K), (experts, K, N), (rows, N)))
         )
-        for kind in sizes.split(","):
-            counts = group_sizes(kind, rows, experts)
-
-            @jax.jit
-            def truth(lhs, rhs, d, counts):
-                y, pull = jax.vjp(lambda lhs, rhs: op(lhs, rhs, None, counts, platform="xla"), lhs, rhs)
-                return (y, *pull(d))
-
-            wanted = dict(zip(DIRECTIONS, truth(lhs, rhs, d, counts)))
-            contestants = {direction: {} for direction in DIRECTIONS}
-            for source in (lambda *a: ours(*a, quick=bool(quick)), torch_grouped, mosaic, dense):
-                try:
-                    made = list(source(lhs, rhs, d, counts))
-                except Exception as error:
-                    print(f"{shape} {kind}: {getattr(source, '__name__', '')} cannot: {error}"[:200], flush=True)
-                    continue
-                for direction, name, f in made:
-                    try:
-                        off = 0.0 if name == "dense" else float(distance(as_jax(f()), wanted[direction]))
-                    except Exception as error:
-                        print(
-                            f"{shape} {kind} {direction} {name} failed: {str(error).splitlines()[0][:160]}", flush=True
-                        )
-                        continue
-                    if off < 0.01:
-                        contestants[direction][name] = f
-                    else:
-                        print(f"{shape} {kind} {direction} {name} IS WRONG: off by {off:.2e}", flush=True)
-            del wanted
+        kinds = {kind: group_sizes(kind, rows, experts) for kind in sizes.split(",")}
+        made = contestants((lhs, rhs, d, next(iter(kinds.values()))), bool(quick))
+        for kind, counts in kinds.items():
+            arrays = lhs, rhs, d, counts
+            ready = right(made, arrays, truth(*arrays), f"{shape} {kind}")
             for direction in DIRECTIONS:
-                speeds = race(contestants[direction], 2 * rows * K * N)
-                print(f"\n{shape} {kind} {direction}, TFLOP/s")
+                speeds = race(ready[direction], 2 * rows * K * N)
+                print(f"\n{shape} {kind} {direction}, TFLOP/s, of dense")
                 for name, speed in sorted(speeds.items(), key=lambda item: -item[1]):
                     print(f"  {speed:7.1f}  {speed / speeds['dense']:5.2f}  {name}", flush=True)
-                    found.append(
-                        {"shape": shape, "sizes": kind, "direction": direction, "name": name, "TFLOP_s": speed}
-                    )
+                    row = {"shape": shape, "sizes": kind, "direction": direction, "name": name, "TFLOP_s": speed}
+                    found.append(row)
             if out:
                 with open(out, "w") as f:
                     json.dump(found, f, indent=1)
+            print(f"\n{time.perf_counter() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

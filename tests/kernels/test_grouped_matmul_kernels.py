@@ -9,22 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels._core.interpret import interpret
-from kernels.ops.grouped_matmul import op
+from kernels.ops.grouped_matmul import op, quantized_op
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
 
-TRITON = Tile(32, 32, 16, 4, 2, 3, False)
+TRITON, NESTED = Tile(32, 32, 16, 4, 2, 3, True), Tile(32, 32, 16, 4, 2, 3, False)
 PALLAS = Tile(16, 128, 128)
 CONFIGS = {
     "triton": GroupedMatmulConfig(TRITON, TRITON, TRITON),
+    "triton, nested": GroupedMatmulConfig(NESTED, NESTED, NESTED),
     "pallas": GroupedMatmulConfig(PALLAS, PALLAS, Tile(128, 128, 16)),
 }
-SIZES = (
-    37,
-    0,
-    1,
-    50,
-    6,
-)  # of 5 groups, of which the matrices are those of 4, the last or the first; 6 rows more are of none
+KINDS = ("triton",)  # that widen 8-bit weights
+# Of 5 groups, of which the matrices are those of 4, the last or the first; 6 rows more are of none.
+SIZES = (37, 0, 1, 50, 6)
 
 
 def arguments(dtype, D, F, *, sizes=SIZES, offset=None, gated=False, transposed=False, bias=False, experts=5, rows=100):
@@ -62,7 +59,7 @@ def check(platform, dtype, D, F, *, activation=None, transposed=False, empty_row
     want = run("xla", wide, others, transposed, activation=activation)
     if empty_rows is not None:  # what is in a row of no group is nobody's business
         floats["lhs"] = floats["lhs"].at[empty_rows].set(jnp.nan)
-    got = run(platform, floats, others, transposed, CONFIGS[platform], activation=activation)
+    got = run(platform.split(",")[0], floats, others, transposed, CONFIGS[platform], activation=activation)
     for name in want:
         assert error(got[name], want[name]) < FLOOR[dtype], name
     return got
@@ -93,10 +90,83 @@ def test_a_wide_matrix_in_float32(platform):
     check(platform, "float32", 140, 150, sizes=(3, 0, 20), experts=3, rows=24)
 
 
-@pytest.mark.parametrize("platform", CONFIGS)
+@pytest.mark.parametrize("platform", ["triton", "pallas", pytest.param("triton, nested", marks=pytest.mark.slow)])
 def test_no_rows_in_any_group(platform):
     got = check(platform, "bfloat16", 16, 16, sizes=(0, 0), experts=2, rows=20, empty_rows=slice(None))
     assert not any(np.asarray(x, np.float32).any() for x in got.values())
+
+
+# -- 8-bit weights -----------------------------------------------------------------------------------------------------
+
+
+def quantised(platform, codes, scale, floats, others, transposed, **options):
+    """Returns the result, and the gradients by name for a cotangent of cosines."""
+
+    @jax.jit
+    def both(floats, codes, scale, others):
+        def forward(floats):
+            rhs = {"rhs": None, "rhs_transposed": codes} if transposed else {"rhs": codes, "rhs_transposed": None}
+            return quantized_op(**floats, **rhs, rhs_scale=scale, platform=platform, **others, **options)
+
+        out, pull = jax.vjp(forward, floats)
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype))[0]
+
+    with interpret():
+        out, grads = both(floats, codes, scale, others)
+    return {"out": out, **grads}
+
+
+EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize(
+    ("platform", "code", "how"),
+    [
+        pytest.param(platform, code, how, marks=() if (code, how) == ("int8", "gated") else pytest.mark.slow)
+        for platform in KINDS
+        for code in EIGHT_BITS
+        for how in ("gated", "transposed", "odd")
+    ],
+)
+def test_eight_bit_weights(platform, code, how):
+    """Against the weights times their scales in float32, which the other backend multiplies."""
+    made = {
+        "gated": {"D": 64, "F": 48, "gated": True, "bias": True},
+        "transposed": {"D": 48, "F": 64, "transposed": True},
+        "odd": {"D": 19, "F": 21, "bias": True},
+    }[how]
+    activation, transposed = ("silu" if how == "gated" else None), how == "transposed"
+    floats, others = arguments("float32", **made)
+    rhs = np.asarray(floats.pop("rhs"))
+    D_at = -1 if transposed else 1
+    scale = np.abs(rhs).max(D_at, keepdims=True) / (127 if code == "int8" else 4)
+    codes = jnp.asarray(np.round(rhs / scale) if code == "int8" else rhs / scale).astype(code)
+    scale = jnp.asarray(np.moveaxis(scale, D_at, 1))
+    floats = {n: x.astype(jnp.bfloat16) for n, x in floats.items()}
+    wide = {n: x.astype(jnp.float32) for n, x in floats.items()}
+    want = quantised("xla", codes, scale, wide, others, transposed, activation=activation)
+    tiles = {"cfg": CONFIGS[platform], "activation": activation}
+    got = quantised(platform, codes, scale, floats, others, transposed, **tiles)
+    for name in want:
+        assert error(got[name], want[name]) < FLOOR["bfloat16"], name
+
+
+@pytest.mark.parametrize("code", [pytest.param(c, marks=() if "e4" in c else pytest.mark.slow) for c in EIGHT_BITS])
+def test_every_code_of_eight_bits(code):
+    codes = np.arange(256, dtype=np.uint8).view(code).reshape(1, 16, 16)
+    finite = np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros_like(codes))
+    others, scale = {"group_sizes": jnp.int32([16])}, jnp.ones((1, 1, 16))
+    for dtype in ("float32", "bfloat16"):
+        floats = {"lhs": jnp.eye(16, dtype=dtype)}
+        got = quantised("triton", jnp.asarray(finite), scale, floats, others, False, cfg=CONFIGS["triton"])["out"]
+        np.testing.assert_array_equal(np.asarray(got, np.float32), finite[0].astype(np.float32))
+    got = quantised("triton", jnp.asarray(codes), scale, floats, others, False, cfg=CONFIGS["triton"])["out"]
+    np.testing.assert_array_equal(
+        np.isfinite(np.asarray(got, np.float32)).all(0), np.isfinite(codes[0].astype(np.float32)).all(0)
+    )
+
+
+# -- the map of tiles --------------------------------------------------------------------------------------------------
 
 
 def _maps(sizes, offset, experts, rows, block_m):
@@ -111,6 +181,7 @@ def _maps(sizes, offset, experts, rows, block_m):
     group[(group < 0) | (group >= experts)] = -1
     found = np.full(rows, -2)
     assert limits[-1] <= where.bound
+    assert ((tiles[0] >= 0)[: limits[-1]] == (np.arange(limits[-1]) < limits[-2])).all(), "zeros come last"
     for expert, row, end in tiles[:, : limits[-1]].T:
         assert row < end, "a tile without rows"
         mine = slice(row, min(row + block_m, end))

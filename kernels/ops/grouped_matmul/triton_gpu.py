@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import triton
+from jax import lax
 
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work, nbytes
-from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, op
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, op, quantized_op
 from kernels.ops.grouped_matmul.groups import matrices
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
@@ -28,6 +29,8 @@ MULTIPROCESSORS = 132
 # Row tiles that go over the columns together, so that what they read of a matrix is still in the L2 cache.
 BAND = 8
 MAP_TILES = 64
+# Weights that a kernel widens after it has read them.
+WIDENED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 class _Map(NamedTuple):
@@ -47,7 +50,7 @@ def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int,
         None if group_offset is None else group_offset.astype(jnp.int32).reshape(1),
         out_shape=(
             jax.ShapeDtypeStruct((3, bound), jnp.int32),
-            jax.ShapeDtypeStruct((2 * experts + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((2 * experts + 2,), jnp.int32),
         ),
         grid=(triton.cdiv(bound, MAP_TILES),),
         ROWS=rows,
@@ -66,23 +69,29 @@ def _whole(x: jax.Array, width: int) -> bool:
     """Returns whether the engine that copies tiles (TMA) is to read x: rows of so many entries begin every 16 bytes.
 
     Not float32, which is multiplied from registers."""
-    return x.dtype.itemsize == 2 and width * x.dtype.itemsize % 16 == 0
+    return x.dtype.itemsize <= 2 and width * x.dtype.itemsize % 16 == 0
 
 
 def _work(flops: int, *arrays: Any) -> Work:
     return Work(flops, nbytes(*arrays))
 
 
-def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activation=None, d_out=None):
-    """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`."""
+def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activation=None, d_out=None, scale=None):
+    """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
+
+    `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, width] or [E, K])."""
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
+    code = str(b.dtype) if b.dtype.itemsize == 1 else None
+    of, scales = (None, None) if scale is None else scale
+    parts = 2 if d_out is not None and tile.block_n >= 32 else 1
     (result,) = triton_launch(
         grouped_matmul_kernel,
         a,
-        b,
+        b if code in (None, "int8") else lax.bitcast_convert_type(b, jnp.uint8),
+        scales,
         bias,
         d_out,
         where.tiles,
@@ -100,8 +109,11 @@ def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activat
         GATED=gated,
         TRANSPOSED=transposed,
         ACTIVATION=activation,
+        CODE=code,
+        SCALES=of,
         TMA=tma,
         FLATTEN=tile.flatten,
+        PARTS=parts,
         BAND=BAND,
         BLOCK_M=where.block_m,
         BLOCK_N=tile.block_n,
@@ -129,10 +141,12 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
         Q=Q,
         E=experts,
         TMA=_whole(a, P) and _whole(b, Q),
+        FLATTEN=tile.flatten,
         BAND=BAND,
         BLOCK_P=tile.block_m,
         BLOCK_Q=tile.block_n,
         BLOCK_K=tile.block_k,
+        BLOCK_E=triton.next_power_of_2(experts),
     )
     return result
 
@@ -157,29 +171,60 @@ def _group_sums(x, experts: int, dtype: Any, where: _Map):
 # -- the operation ----------------------------------------------------------------------------------------------------
 
 
-def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    b, transposed, gated = matrices(rhs, rhs_transposed)
+def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+    b, transposed, gated = weights
     where = _tile_map(group_sizes, group_offset, lhs.shape[0], b.shape[0], cfg.forward.block_m)
-    return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation)
+    return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation, scale=_of("columns", scale))
+
+
+def _of(what: str, scale: jax.Array | None):
+    return None if scale is None else (what, scale)
+
+
+def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+    """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, the map of tiles)."""
+    b, transposed, gated = weights
+    experts, d = b.shape[0], saved.d_out.astype(lhs.dtype)
+
+    def tile_map(block_m):
+        return _tile_map(group_sizes, group_offset, lhs.shape[0], experts, block_m)
+
+    where = tile_map(cfg.d_lhs.block_m)
+    if activation is not None:
+        again = where if cfg.forward.block_m == where.block_m else tile_map(cfg.forward.block_m)
+        columns = _of("columns", scale)
+        d = _product(lhs, b, transposed, gated, cfg.forward, again, rhs_bias, activation, d, scale=columns)
+    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, where, scale=_of("rows", scale))}
+    if rhs_bias is not None:
+        found["rhs_bias"] = _group_sums(d, experts, rhs_bias.dtype, where).reshape(rhs_bias.shape)
+    return found, d, where
+
+
+def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
 
 
 def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    b, transposed, gated = matrices(rhs, rhs_transposed)
-    experts, d = b.shape[0], saved.d_out.astype(lhs.dtype)
-    where = _tile_map(group_sizes, group_offset, lhs.shape[0], experts, cfg.d_lhs.block_m)
-    if activation is not None:
-        again = where
-        if cfg.forward.block_m != where.block_m:
-            again = _tile_map(group_sizes, group_offset, lhs.shape[0], experts, cfg.forward.block_m)
-        d = _product(lhs, b, transposed, gated, cfg.forward, again, rhs_bias, activation, d)
-    d_lhs = _product(d, b, not transposed, False, cfg.d_lhs, where)
-    left, right = (d, lhs) if transposed else (lhs, d)
-    d_rhs = _contraction(left, right, experts, b.dtype, cfg.d_rhs, where)
-    found = {"lhs": d_lhs}
-    found["rhs_transposed" if transposed else "rhs"] = d_rhs.reshape((rhs_transposed if transposed else rhs).shape)
-    if rhs_bias is not None:
-        found["rhs_bias"] = _group_sums(d, experts, rhs_bias.dtype, where).reshape(rhs_bias.shape)
-    return found
+    weights = matrices(rhs, rhs_transposed)
+    found, d, where = _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
+    name, given, left, right = (
+        ("rhs", rhs, lhs, d) if rhs_transposed is None else ("rhs_transposed", rhs_transposed, d, lhs)
+    )
+    d_rhs = _contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, where)
+    return found | {name: d_rhs.reshape(given.shape)}
+
+
+def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)
+
+
+def quantized_backward(
+    saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg
+):
+    weights = matrices(rhs, rhs_transposed)
+    return _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)[0]
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -196,14 +241,31 @@ def _sizes(call) -> tuple[int, int, int, int, int]:
     return M, E, D, F * (2 if weights.ndim == 4 else 1), F
 
 
-# (rows, columns, warps, programs a multiprocessor, how fast it is where nothing is left over), for 16-bit types on sm_90: what
-# fits the registers and the shared memory of a multiprocessor. The last is measured against the first.
+class _Shape(NamedTuple):
+    """What fits the registers and the shared memory of a multiprocessor in 16-bit types; `speed` where nothing is left over."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    programs: int
+    speed: float
+    flatten: bool = False
+
+
 SHAPES = (
-    (128, 256, 8, 1, 1.0),
-    (256, 128, 8, 1, 1.0),
-    (128, 128, 4, 2, 0.95),
-    (64, 256, 4, 1, 0.85),
-    (64, 128, 4, 2, 0.75),
+    _Shape(128, 256, 8, 3, 1, 1.0),
+    _Shape(256, 128, 8, 3, 1, 1.0),
+    _Shape(128, 128, 4, 3, 2, 0.95),
+    _Shape(64, 256, 4, 4, 1, 0.85),
+    _Shape(64, 128, 4, 3, 2, 0.75),
+)
+# What else the tuner tries: the steps of all tiles in one loop, and a deeper pipeline.
+MORE = (
+    _Shape(128, 256, 8, 3, 1, 1.0, True),
+    _Shape(128, 256, 8, 4, 1, 1.0),
+    _Shape(256, 128, 8, 3, 1, 1.0, True),
+    _Shape(128, 128, 4, 3, 2, 0.95, True),
 )
 
 
@@ -217,16 +279,16 @@ def _tile(
         )
 
     def cost(shape):
-        m, n, _, _, speed = shape
+        m, n = shape.rows, shape.columns
         # A group ends somewhere in its last tile.
         height = rows + m / 2 if ragged_rows else triton.cdiv(int(rows), m) * m
-        return height * triton.cdiv(columns, n // halves) * n / speed
+        return height * triton.cdiv(columns, n // halves) * n / shape.speed
 
-    m, n, warps, programs, _ = min(SHAPES, key=cost) if shape is None else shape
-    m, n = min(m, _power(max(1, int(1.25 * rows)), m)), _power(columns, n // halves)
-    deep = _power(depth, 64)
-    stages = 3 if m * n * halves >= 256 * 128 or programs > 1 else 4
-    return Tile(m, n, deep, warps if m * n * halves >= 64 * 128 else 4, stages, programs * MULTIPROCESSORS, False)
+    shape = min(SHAPES, key=cost) if shape is None else shape
+    m = min(shape.rows, _power(max(1, int(1.25 * rows)), shape.rows))
+    n, deep = _power(columns, shape.columns // halves), _power(depth, 64)
+    warps = shape.warps if m * n * halves >= 64 * 128 else 4
+    return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.flatten)
 
 
 def _config(call, shapes=(None, None, None)) -> GroupedMatmulConfig:
@@ -247,7 +309,7 @@ def heuristic(call, platform):
 def candidates(call):
     if call.lhs.dtype.itemsize == 4:
         return [_config(call)]
-    return list(dict.fromkeys([_config(call), *(_config(call, (shape,) * 3) for shape in SHAPES)]))
+    return list(dict.fromkeys([_config(call), *(_config(call, (shape,) * 3) for shape in SHAPES + MORE)]))
 
 
 def rejects(call):
@@ -259,12 +321,21 @@ def rejects(call):
     return None
 
 
-op.register(
-    forward,
-    backward,
-    platforms={"cuda"},
-    dtypes={"float32", "bfloat16", "float16"},
-    rejects=rejects,
-    heuristic=heuristic,
-    candidates=candidates,
-)
+def quantized_rejects(call):
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    reason = rejects(call)
+    if reason is None and str(weights.dtype) not in WIDENED:
+        reason = f"it widens weights of {', '.join(WIDENED)}, and these are of {weights.dtype}"
+    if reason is None and call.rhs_scale.shape[1] != 1:
+        reason = f"it takes one scale for each column, and these have {call.rhs_scale.shape[1]}"
+    return reason
+
+
+_WHERE = {
+    "platforms": {"cuda"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "heuristic": heuristic,
+    "candidates": candidates,
+}
+op.register(forward, backward, rejects=rejects, **_WHERE)
+quantized_op.register(quantized_forward, quantized_backward, rejects=quantized_rejects, **_WHERE)

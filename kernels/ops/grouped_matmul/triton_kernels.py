@@ -19,7 +19,7 @@ def tile_map_kernel(
     sizes_ptr,  # [G]
     offset_ptr,  # the group of the first matrix, or None
     tiles_ptr,  # [3, BOUND]: of each row tile the matrix (-1: the rows are zero), its first row, the end of its group
-    bounds_ptr,  # [2 * E + 1]: the first row of each matrix, one past its last, and the number of tiles
+    bounds_ptr,  # [2 * E + 2]: the first row of each matrix, one past its last; tiles that have a matrix, and all tiles
     ROWS: tl.constexpr,
     G: tl.constexpr,
     E: tl.constexpr,
@@ -49,7 +49,8 @@ def tile_map_kernel(
     if tl.program_id(0) == 0:
         tl.store(bounds_ptr + e, begin, mask=e < E)
         tl.store(bounds_ptr + E + e, end, mask=e < E)
-        tl.store(bounds_ptr + 2 * E, tl.sum(tiles, axis=0))
+        tl.store(bounds_ptr + 2 * E, tl.sum(tl.where(e < E, tiles, 0), axis=0))
+        tl.store(bounds_ptr + 2 * E + 1, tl.sum(tiles, axis=0))
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     of = (tile_begin[None, :] <= t[:, None]) & (t[:, None] < tile_end[None, :])
     expert = tl.sum(tl.where(of, tl.where(e < E, e, -1)[None, :], 0), axis=1)
@@ -89,6 +90,19 @@ def _slope(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _widened(tile, CODE: tl.constexpr, dtype: tl.constexpr):
+    """Returns 8-bit weights in another type, exactly: int8, or the bits of a float8, which begin those of a float16."""
+    if CODE == "int8":
+        return tile.to(tl.float32).to(dtype)
+    bits = tile.to(tl.uint16)
+    if CODE == "float8_e5m2":
+        return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
+    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)  # exponents are 8 apart
+    wide = tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
+    return wide.to(dtype)
+
+
+@triton.jit
 def _matrix_tile(b_ptr, b_desc, expert, k, n, K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, AT: tl.constexpr,
                  TRANSPOSED: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Returns [BLOCK_K, BLOCK_N] of a matrix [K, WIDTH], or [WIDTH, K] transposed, at column AT + n; garbage past its end."""
@@ -103,16 +117,54 @@ def _matrix_tile(b_ptr, b_desc, expert, k, n, K: tl.constexpr, N: tl.constexpr, 
         mask = (at < K)[:, None] & (cols < N)[None, :]
         matrix = b_ptr + expert.to(tl.int64) * (K * WIDTH)
         if TRANSPOSED:
-            tile = tl.load(matrix + (AT + cols)[None, :] * K + at[:, None], mask=mask, other=0.0)
+            tile = tl.load(matrix + (AT + cols)[None, :] * K + at[:, None], mask=mask, other=0)
         else:
-            tile = tl.load(matrix + at[:, None] * WIDTH + (AT + cols)[None, :], mask=mask, other=0.0)
+            tile = tl.load(matrix + at[:, None] * WIDTH + (AT + cols)[None, :], mask=mask, other=0)
     return tile
+
+
+@triton.jit
+def _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n, N: tl.constexpr, WIDTH: tl.constexpr,
+            GATED: tl.constexpr, ACTIVATION: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Writes the rows of a tile before `end`: of the result, or given its cotangent, of the cotangents of the products."""
+    cols = n + tl.arange(0, BLOCK_N)
+    inner = cols < N
+    at = rows.to(tl.int64)[:, None]
+    mask = (rows < end)[:, None] & inner[None, :]
+    if SCALES == "columns":
+        scale = scale_ptr + expert * WIDTH + cols
+        acc *= tl.load(scale, mask=inner, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up *= tl.load(scale + N, mask=inner, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        bias = bias_ptr + expert * WIDTH + cols
+        acc += tl.load(bias, mask=inner, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + N, mask=inner, other=0.0).to(tl.float32)[None, :]
+    if d_ptr is None:
+        y = _activated(acc, ACTIVATION)
+        if GATED:
+            y *= up
+        tl.store(out_ptr + at * N + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        d = tl.load(d_ptr + at * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        out = out_ptr + at * WIDTH + cols[None, :]
+        if GATED:
+            tl.store(out + N, (d * _activated(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
+            d *= up
+        tl.store(out, (d * _slope(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _halves(x, M: tl.constexpr, N: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def grouped_matmul_kernel(
     a_ptr,  # [M, K]
     b_ptr,  # [E, K, WIDTH], or transposed [E, WIDTH, K]; WIDTH is N, or 2 N of a gate and an up projection
+    scale_ptr,  # of 8-bit matrices: [E, WIDTH], or [E, K] where SCALES are of rows; or None
     bias_ptr,  # [E, WIDTH] or None
     d_ptr,  # [M, N]: the cotangent of the result, or None
     tiles_ptr,
@@ -126,15 +178,20 @@ def grouped_matmul_kernel(
     GATED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALES: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr,
     BAND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     WIDTH: tl.constexpr = 2 * N if GATED else N
+    WRITTEN: tl.constexpr = N if d_ptr is None else WIDTH
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    a_desc = None
     b_desc = None
     if TMA:
         a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
@@ -156,39 +213,79 @@ def grouped_matmul_kernel(
         rows = row + tl.arange(0, BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N] if GATED else [1, 1], tl.float32)
-        for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
+        for k in range(0, K, BLOCK_K):
+            at = k + tl.arange(0, BLOCK_K)
             if TMA:
                 a = a_desc.load([row, k])
             else:
-                at = k + tl.arange(0, BLOCK_K)
                 mask = (rows < end)[:, None] & (at < K)[None, :]
                 a = tl.load(a_ptr + rows.to(tl.int64)[:, None] * K + at[None, :], mask=mask, other=0.0)
+            if SCALES == "rows":
+                scale = tl.load(scale_ptr + expert * K + at, mask=at < K, other=0.0).to(tl.float32)
+                a = (a.to(tl.float32) * scale[None, :]).to(a.dtype)
             b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, 0, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
+            if CODE is not None:
+                b = _widened(b, CODE, a.dtype)
             acc = tl.dot(a, b, acc, input_precision="ieee")
             if GATED:
                 b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, N, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
+                if CODE is not None:
+                    b = _widened(b, CODE, a.dtype)
                 up = tl.dot(a, b, up, input_precision="ieee")
-        cols = n + tl.arange(0, BLOCK_N)
-        mask = (rows < end)[:, None] & (cols < N)[None, :]
-        own = tl.where(expert < 0, 0, N)
-        if bias_ptr is not None:
-            bias = bias_ptr + expert * WIDTH + cols
-            acc += tl.load(bias, mask=cols < own, other=0.0).to(tl.float32)[None, :]
+        # In two parts where all of a tile at once, beside its sums, is more than the registers hold.
+        PART: tl.constexpr = BLOCK_N // PARTS
+        if PARTS == 2:
+            acc, acc_right = _halves(acc, BLOCK_M, BLOCK_N)
+            up_right = up
             if GATED:
-                up += tl.load(bias + N, mask=cols < own, other=0.0).to(tl.float32)[None, :]
-        at_row = rows.to(tl.int64)[:, None]
-        if d_ptr is None:
-            y = _activated(acc, ACTIVATION)
-            if GATED:
-                y *= up
-            tl.store(out_ptr + at_row * N + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+                up, up_right = _halves(up, BLOCK_M, BLOCK_N)
+            _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n,
+                    N, WIDTH, GATED, ACTIVATION, SCALES, PART)  # fmt: skip
+            _finish(acc_right, up_right, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n + PART,
+                    N, WIDTH, GATED, ACTIVATION, SCALES, PART)  # fmt: skip
         else:
-            d = tl.load(d_ptr + at_row * N + cols[None, :], mask=mask & (cols < own)[None, :], other=0.0).to(tl.float32)
-            out = out_ptr + at_row * WIDTH + cols[None, :]
-            if GATED:
-                tl.store(out + N, (d * _activated(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
-                d *= up
-            tl.store(out, (d * _slope(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
+            _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n,
+                    N, WIDTH, GATED, ACTIVATION, SCALES, PART)  # fmt: skip
+    # Rows of no group.
+    empty = tl.load(bounds_ptr + 2 * E + 1) - tiles_m
+    COLUMNS: tl.constexpr = (WRITTEN + BLOCK_N - 1) // BLOCK_N
+    for tile in tl.range(tl.program_id(0), empty * COLUMNS, tl.num_programs(0), num_stages=1):
+        which = tiles_m + tile // COLUMNS
+        rows = tl.load(tiles_ptr + BOUND + which) + tl.arange(0, BLOCK_M)
+        cols = tile % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (rows < tl.load(tiles_ptr + 2 * BOUND + which))[:, None] & (cols < WRITTEN)[None, :]
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows.to(tl.int64)[:, None] * WRITTEN + cols[None, :], zeros, mask=mask)
+
+
+@triton.jit
+def _matrix_at(tile, TILES_P: tl.constexpr, TILES_Q: tl.constexpr, BAND: tl.constexpr):
+    """Returns (matrix, row of tiles, column of tiles) of a tile: matrix after matrix, each in bands of rows."""
+    inside = tile % (TILES_P * TILES_Q)
+    band = inside // (BAND * TILES_Q)
+    height = tl.minimum(TILES_P - band * BAND, BAND)
+    inside = inside % (BAND * TILES_Q)
+    return tile // (TILES_P * TILES_Q), band * BAND + inside % height, inside // height
+
+
+@triton.jit
+def _last_step(acc, a_desc, b_desc, row, end, p, q, BLOCK_K: tl.constexpr):
+    """Returns the sums with those of fewer rows than a step has; the rows from `end` on are of another group."""
+    if row < end:
+        inner = (row + tl.arange(0, BLOCK_K) < end)[:, None]
+        a, b = a_desc.load([row, p]), b_desc.load([row, q])
+        a, b = tl.where(inner, a, 0.0).to(a.dtype), tl.where(inner, b, 0.0).to(b.dtype)
+        acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _store_matrix(
+    acc, out_ptr, expert, p, q, P: tl.constexpr, Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr
+):
+    rows, cols = p + tl.arange(0, BLOCK_P), q + tl.arange(0, BLOCK_Q)
+    out = out_ptr + tl.cast(expert, tl.int64) * (P * Q) + rows[:, None] * Q + cols[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(rows < P)[:, None] & (cols < Q)[None, :])
 
 
 @triton.jit
@@ -202,41 +299,66 @@ def ragged_contraction_kernel(
     Q: tl.constexpr,
     E: tl.constexpr,
     TMA: tl.constexpr,
+    FLATTEN: tl.constexpr,
     BAND: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     TILES_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     TILES_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    TILES: tl.constexpr = TILES_P * TILES_Q
     if TMA:
         a_desc = tl.make_tensor_descriptor(a_ptr, [M, P], [P, 1], [BLOCK_K, BLOCK_P])
         b_desc = tl.make_tensor_descriptor(b_ptr, [M, Q], [Q, 1], [BLOCK_K, BLOCK_Q])
-    for tile in range(tl.program_id(0), E * TILES_P * TILES_Q, tl.num_programs(0)):
-        expert = tile // (TILES_P * TILES_Q)
-        inside = tile % (TILES_P * TILES_Q)
-        band = inside // (BAND * TILES_Q)
-        height = tl.minimum(TILES_P - band * BAND, BAND)
-        p = (band * BAND + inside % (BAND * TILES_Q) % height) * BLOCK_P
-        q = inside % (BAND * TILES_Q) // height * BLOCK_Q
-        begin, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + E + expert)
-        cols_p, cols_q = p + tl.arange(0, BLOCK_P), q + tl.arange(0, BLOCK_Q)
+    if TMA and FLATTEN:
+        # One loop over the steps of all tiles of the program, so that a tile's first loads come before the last one's end. Its
+        # length: for each matrix, how many tiles of it the program has, times the whole steps of its group, at least one.
+        e = tl.arange(0, BLOCK_E)
+        size = tl.load(bounds_ptr + E + e, mask=e < E, other=0) - tl.load(bounds_ptr + e, mask=e < E, other=0)
+        before = tl.maximum(e * TILES - tl.program_id(0) + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
+        through = tl.maximum((e + 1) * TILES - tl.program_id(0) + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
+        total = tl.sum(tl.where(e < E, (through - before) * tl.maximum(size // BLOCK_K, 1), 0), axis=0)
+        tile = tl.program_id(0) - tl.num_programs(0)
+        expert, at_p, at_q = tile, tile, tile
+        row, rest, end = tile * 0, tile * 0, tile
         acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-        rest = begin
-        if TMA:
-            rest = begin + (end - begin) // BLOCK_K * BLOCK_K
-            for row in range(begin, rest, BLOCK_K):
-                acc = tl.dot(tl.trans(a_desc.load([row, p])), b_desc.load([row, q]), acc, input_precision="ieee")
-        # What is left is of fewer rows than a tile; all of it where the engine that copies tiles cannot be used.
-        for row in tl.range(rest, end, BLOCK_K, num_stages=1 if TMA else None):
-            rows = row + tl.arange(0, BLOCK_K)
-            wide, inner = rows.to(tl.int64), rows < end
-            a_mask, b_mask = inner[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
-            a = tl.load(a_ptr + wide[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
-            b = tl.load(b_ptr + wide[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
-        out = out_ptr + expert.to(tl.int64) * (P * Q) + cols_p[:, None] * Q + cols_q[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(cols_p < P)[:, None] & (cols_q < Q)[None, :])
+        for _ in range(0, total):
+            row += BLOCK_K
+            if row >= rest:  # a test of what the iteration before left, so that loads need not wait for its end
+                tile += tl.num_programs(0)
+                expert, at_p, at_q = _matrix_at(tile, TILES_P, TILES_Q, BAND)
+                row, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + E + expert)
+                rest = row + (end - row) // BLOCK_K * BLOCK_K
+            p, q = at_p * BLOCK_P, at_q * BLOCK_Q
+            acc = tl.dot(tl.trans(a_desc.load([row, p])), b_desc.load([row, q]), acc, input_precision="ieee")
+            if row + BLOCK_K >= rest:
+                acc = tl.where(row < rest, acc, 0.0)  # a group of less than a step has no whole one
+                acc = _last_step(acc, a_desc, b_desc, rest, end, p, q, BLOCK_K)
+                _store_matrix(acc, out_ptr, expert, p, q, P, Q, BLOCK_P, BLOCK_Q)
+                acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+    else:
+        for tile in range(tl.program_id(0), E * TILES, tl.num_programs(0)):
+            expert, p, q = _matrix_at(tile, TILES_P, TILES_Q, BAND)
+            p, q = p * BLOCK_P, q * BLOCK_Q
+            begin, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + E + expert)
+            acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+            if TMA:
+                rest = begin + (end - begin) // BLOCK_K * BLOCK_K
+                for row in range(begin, rest, BLOCK_K):
+                    acc = tl.dot(tl.trans(a_desc.load([row, p])), b_desc.load([row, q]), acc, input_precision="ieee")
+                acc = _last_step(acc, a_desc, b_desc, rest, end, p, q, BLOCK_K)
+            else:
+                cols_p, cols_q = p + tl.arange(0, BLOCK_P), q + tl.arange(0, BLOCK_Q)
+                for row in range(begin, end, BLOCK_K):
+                    rows = row + tl.arange(0, BLOCK_K)
+                    wide, inner = rows.to(tl.int64), rows < end
+                    a_mask, b_mask = inner[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
+                    a = tl.load(a_ptr + wide[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
+                    b = tl.load(b_ptr + wide[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
+                    acc = tl.dot(a, b, acc, input_precision="ieee")
+            _store_matrix(acc, out_ptr, expert, p, q, P, Q, BLOCK_P, BLOCK_Q)
 
 
 @triton.jit
