@@ -19,7 +19,6 @@ CONFIGS = {
     "triton, nested": GroupedMatmulConfig(NESTED, NESTED, NESTED),
     "pallas": GroupedMatmulConfig(PALLAS, PALLAS, Tile(128, 128, 16)),
 }
-KINDS = ("triton",)  # that widen 8-bit weights
 # Of 5 groups, of which the matrices are those of 4, the last or the first; 6 rows more are of none.
 SIZES = (37, 0, 1, 50, 6)
 
@@ -123,7 +122,7 @@ EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
     ("platform", "code", "how"),
     [
         pytest.param(platform, code, how, marks=() if (code, how) == ("int8", "gated") else pytest.mark.slow)
-        for platform in KINDS
+        for platform in ("triton", "pallas")
         for code in EIGHT_BITS
         for how in ("gated", "transposed", "odd")
     ],

@@ -1,4 +1,4 @@
-"""Which rows are of which matrix, and how the weights of a call are read."""
+"""Which rows are of which matrix, how the weights of a call are read, and what kernels refuse."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# Weights that a kernel widens after it has read them.
+WIDENED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def bounds(
@@ -24,3 +27,26 @@ def matrices(rhs: Any, rhs_transposed: Any) -> tuple[jax.Array, bool, bool]:
         E, D = rhs_transposed.shape[0], rhs_transposed.shape[-1]
         return rhs_transposed.reshape(E, -1, D), True, rhs_transposed.ndim == 4
     return rhs.reshape(*rhs.shape[:2], -1), False, rhs.ndim == 4
+
+
+def scales(what: str, scale: jax.Array | None) -> tuple[str, jax.Array] | None:
+    """Returns what a product is told of scales: whether they are of a matrix's "columns" or, transposed, of its "rows"."""
+    return None if scale is None else (what, scale)
+
+
+def rejects(call: Any) -> str | None:
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    if weights is None:
+        return "it needs one of rhs and rhs_transposed"
+    if 0 in (*call.lhs.shape, *weights.shape, *call.group_sizes.shape):
+        return "an array has no elements"
+    return None
+
+
+def rejects_quantized(call: Any) -> str | None:
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    if weights is not None and str(weights.dtype) not in WIDENED:
+        return f"it widens weights of {', '.join(WIDENED)}, and these are of {weights.dtype}"
+    if call.rhs_scale.shape[1] != 1:
+        return f"it takes one scale for each column, and these have {call.rhs_scale.shape[1]}"
+    return rejects(call)

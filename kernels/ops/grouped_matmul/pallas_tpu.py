@@ -18,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels._core.pallas import pallas_launch
 from kernels._core.work import Work, nbytes
-from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, activated, op
-from kernels.ops.grouped_matmul.groups import bounds, matrices
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, activated, op, quantized_op
+from kernels.ops.grouped_matmul.groups import bounds, matrices, rejects, rejects_quantized, scales
 
 LANES = 128
 
@@ -65,11 +65,15 @@ def _kept(x, axis: int, first, begin, end):
     return jnp.where((at >= begin) & (at < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
-def grouped_matmul_kernel(expert, block, begin, end, count, *refs, K, activation, gated, transposed, bias, adjoint):
-    """a [rows, k], a matrix or two [1, k, n], of each a bias [1, 1, n], a cotangent [rows, n]; results; sums in float32."""
+def grouped_matmul_kernel(
+    expert, block, begin, end, count, *refs, K, activation, gated, transposed, scales, bias, adjoint
+):
+    """a [rows, k], a matrix or two [1, k, n], of each scales and a bias [1, 1, n], a cotangent [rows, n]; results; sums in
+    float32. Scales may also be those of the rows of one matrix, [1, 1, k]."""
     refs, parts = list(refs), 2 if gated else 1
     a_ref = refs.pop(0)
     b_refs = [refs.pop(0) for _ in range(parts)]
+    scale_refs = [refs.pop(0) for _ in range(parts if scales else 0)]
     bias_refs = [refs.pop(0) for _ in range(parts if bias else 0)]
     d_ref = refs.pop(0) if adjoint else None
     out_refs, sums = refs[: parts if adjoint else 1], refs[-parts:]
@@ -85,15 +89,20 @@ def grouped_matmul_kernel(expert, block, begin, end, count, *refs, K, activation
     @pl.when(active & (expert[v] >= 0))
     def _():
         a = a_ref[...]
+        if scales == "rows":
+            a = (a.astype(jnp.float32) * scale_refs[0][0].astype(jnp.float32)).astype(a.dtype)
         a = a if K % block_k == 0 else _kept(a, 1, step * block_k, 0, K)
         for b_ref, total in zip(b_refs, sums):
             b = b_ref[0]
+            b = b if b.dtype == a.dtype else b.astype(jnp.float32).astype(a.dtype)
             b = b if K % block_k == 0 else _kept(b, 1 if transposed else 0, step * block_k, 0, K)
             total[...] += _dot(a, b, (1, 1 if transposed else 0))
 
     @pl.when(active & (step == last))
     def _():
         z = [total[...] for total in sums]
+        if scales == "columns":
+            z = [x * scale[0].astype(jnp.float32) for x, scale in zip(z, scale_refs)]
         if bias:
             z = [x + b[0].astype(jnp.float32) for x, b in zip(z, bias_refs)]
         act = activated(activation, False)
@@ -148,8 +157,10 @@ def _halves(b: jax.Array, transposed: bool, block_n: int) -> tuple[list[jax.Arra
     return jnp.split(b, 2, axis=axis), [0, 0]
 
 
-def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, activation=None, d_out=None):
-    """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`."""
+def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, activation=None, d_out=None, scale=None):
+    """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
+
+    `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, 1, width] or [E, 1, K])."""
     (M, K), width = a.shape, b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
     bm, bn, bk = min(tile.block_m, M), min(tile.block_n, N), min(tile.block_k, K)
@@ -167,8 +178,11 @@ def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, act
         own = jnp.maximum(expert[v], 0)
         return (own, start + n, at) if transposed else (own, at, start + n)
 
-    def bias_at(n, v, k, expert, block, begin, end, count):
+    def column_at(n, v, k, expert, block, begin, end, count):
         return jnp.maximum(expert[v], 0), 0, n
+
+    def row_at(n, v, k, expert, block, begin, end, count):
+        return jnp.maximum(expert[v], 0), 0, step(v, k, expert, count)
 
     def out_at(n, v, k, expert, block, begin, end, count):
         return block[v], n
@@ -176,8 +190,16 @@ def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, act
     b_block = (1, bn, bk) if transposed else (1, bk, bn)
     in_specs = [pl.BlockSpec((bm, bk), a_at)]
     in_specs += [pl.BlockSpec(b_block, functools.partial(b_at, start=start)) for start in starts]
+    of, factors = None, []
+    if scale is not None:
+        of, given = scale
+        given = given.reshape(len(b), 1, -1)
+        factors = [given] if of == "rows" else jnp.split(given, parts, axis=2)
+        in_specs += [pl.BlockSpec((1, 1, bk), row_at) if of == "rows" else pl.BlockSpec((1, 1, bn), column_at)] * len(
+            factors
+        )
     biases = [] if bias is None else [x[:, None] for x in jnp.split(bias.reshape(-1, width), parts, axis=1)]
-    in_specs += [pl.BlockSpec((1, 1, bn), bias_at) for _ in biases]
+    in_specs += [pl.BlockSpec((1, 1, bn), column_at) for _ in biases]
     cotangents = [] if d_out is None else [d_out]
     in_specs += [pl.BlockSpec((bm, bn), out_at) for _ in cotangents]
     results = parts if d_out is not None else 1
@@ -189,12 +211,14 @@ def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, act
             activation=activation,
             gated=gated,
             transposed=transposed,
+            scales=of,
             bias=bias is not None,
             adjoint=d_out is not None,
         ),
         *visits,
         a,
         *arrays,
+        *factors,
         *biases,
         *cotangents,
         out_shape=shapes,
@@ -242,33 +266,60 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: _Visits):
 # -- the operation ----------------------------------------------------------------------------------------------------
 
 
-def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    b, transposed, gated = matrices(rhs, rhs_transposed)
+def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+    b, transposed, gated = weights
     M = lhs.shape[0]
     visits = _visits(group_sizes, group_offset, M, b.shape[0], min(M, cfg.forward.block_m), False)
-    return _product(lhs, b, transposed, gated, cfg.forward, visits, rhs_bias, activation)
+    return _product(
+        lhs, b, transposed, gated, cfg.forward, visits, rhs_bias, activation, scale=scales("columns", scale)
+    )
 
 
-def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    b, transposed, gated = matrices(rhs, rhs_transposed)
+def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+    """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, visits of every group)."""
+    b, transposed, gated = weights
     M, experts, d = lhs.shape[0], b.shape[0], saved.d_out.astype(lhs.dtype)
 
     def visits(block_m: int, every_matrix: bool) -> _Visits:
         return _visits(group_sizes, group_offset, M, experts, min(M, block_m), every_matrix)
 
     if activation is not None:
-        of = visits(cfg.forward.block_m, False)
-        d = _product(lhs, b, transposed, gated, cfg.forward, of, rhs_bias, activation, d)
-    d_lhs = _product(d, b, not transposed, False, cfg.d_lhs, visits(cfg.d_lhs.block_m, False))
-    left, right = (d, lhs) if transposed else (lhs, d)
+        of, columns = visits(cfg.forward.block_m, False), scales("columns", scale)
+        d = _product(lhs, b, transposed, gated, cfg.forward, of, rhs_bias, activation, d, scale=columns)
+    of, rows = visits(cfg.d_lhs.block_m, False), scales("rows", scale)
+    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, of, scale=rows)}
     of = visits(cfg.d_rhs.block_k, True)
-    d_rhs = _contraction(left, right, experts, b.dtype, cfg.d_rhs, of)
-    found = {"lhs": d_lhs}
-    found["rhs_transposed" if transposed else "rhs"] = d_rhs.reshape((rhs_transposed if transposed else rhs).shape)
     if rhs_bias is not None:  # sums of rows are a product with ones: as many as fill a tile
         sums = _contraction(jnp.ones((M, 8), d.dtype), d, experts, rhs_bias.dtype, cfg.d_rhs, of)
         found["rhs_bias"] = sums[:, 0].reshape(rhs_bias.shape)
-    return found
+    return found, d, of
+
+
+def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
+
+
+def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    found, d, of = _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
+    name, given, left, right = (
+        ("rhs", rhs, lhs, d) if rhs_transposed is None else ("rhs_transposed", rhs_transposed, d, lhs)
+    )
+    d_rhs = _contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, of)
+    return found | {name: d_rhs.reshape(given.shape)}
+
+
+def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)
+
+
+def quantized_backward(
+    saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg
+):
+    weights = matrices(rhs, rhs_transposed)
+    return _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)[0]
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -303,23 +354,14 @@ def candidates(call):
     return list(dict.fromkeys([heuristic(call, "tpu"), *found]))
 
 
-def rejects(call):
-    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
-    if weights is None:
-        return "it needs one of rhs and rhs_transposed"
-    if 0 in (*call.lhs.shape, *weights.shape, *call.group_sizes.shape):
-        return "an array has no elements"
+def refuses(call, also):
     if call.activation == "gelu":
         return "activation = 'gelu' needs the error function, which Mosaic has not; 'gelu_tanh' it can do"
-    return None
+    return also(call)
 
 
-op.register(
-    forward,
-    backward,
-    platforms={"tpu"},
-    dtypes={"float32", "bfloat16"},
-    rejects=rejects,
-    heuristic=heuristic,
-    candidates=candidates,
+_WHERE = {"platforms": {"tpu"}, "dtypes": {"float32", "bfloat16"}, "heuristic": heuristic, "candidates": candidates}
+op.register(forward, backward, rejects=functools.partial(refuses, also=rejects), **_WHERE)
+quantized_op.register(
+    quantized_forward, quantized_backward, rejects=functools.partial(refuses, also=rejects_quantized), **_WHERE
 )

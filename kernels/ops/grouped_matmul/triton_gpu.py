@@ -16,7 +16,7 @@ from jax import lax
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, op, quantized_op
-from kernels.ops.grouped_matmul.groups import matrices
+from kernels.ops.grouped_matmul.groups import matrices, rejects, rejects_quantized, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
     grouped_matmul_kernel,
@@ -29,8 +29,6 @@ MULTIPROCESSORS = 132
 # Row tiles that go over the columns together, so that what they read of a matrix is still in the L2 cache.
 BAND = 8
 MAP_TILES = 64
-# Weights that a kernel widens after it has read them.
-WIDENED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 class _Map(NamedTuple):
@@ -85,13 +83,13 @@ def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activat
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
     code = str(b.dtype) if b.dtype.itemsize == 1 else None
-    of, scales = (None, None) if scale is None else scale
+    of, factors = scale or (None, None)
     parts = 2 if d_out is not None and tile.block_n >= 32 else 1
     (result,) = triton_launch(
         grouped_matmul_kernel,
         a,
         b if code in (None, "int8") else lax.bitcast_convert_type(b, jnp.uint8),
-        scales,
+        factors,
         bias,
         d_out,
         where.tiles,
@@ -174,11 +172,7 @@ def _group_sums(x, experts: int, dtype: Any, where: _Map):
 def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
     b, transposed, gated = weights
     where = _tile_map(group_sizes, group_offset, lhs.shape[0], b.shape[0], cfg.forward.block_m)
-    return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation, scale=_of("columns", scale))
-
-
-def _of(what: str, scale: jax.Array | None):
-    return None if scale is None else (what, scale)
+    return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation, scale=scales("columns", scale))
 
 
 def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
@@ -192,9 +186,9 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     where = tile_map(cfg.d_lhs.block_m)
     if activation is not None:
         again = where if cfg.forward.block_m == where.block_m else tile_map(cfg.forward.block_m)
-        columns = _of("columns", scale)
+        columns = scales("columns", scale)
         d = _product(lhs, b, transposed, gated, cfg.forward, again, rhs_bias, activation, d, scale=columns)
-    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, where, scale=_of("rows", scale))}
+    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, where, scale=scales("rows", scale))}
     if rhs_bias is not None:
         found["rhs_bias"] = _group_sums(d, experts, rhs_bias.dtype, where).reshape(rhs_bias.shape)
     return found, d, where
@@ -270,12 +264,20 @@ MORE = (
 
 
 def _tile(
-    rows: float, columns: int, depth: int, itemsize: int, halves: int = 1, ragged_rows: bool = True, shape=None
+    rows: float,
+    columns: int,
+    depth: int,
+    itemsize: int,
+    halves: int = 1,
+    ragged_rows: bool = True,
+    widened: bool = False,
+    shape=None,
 ) -> Tile:
     """Returns the tile for groups of so many rows: of the least work among the shapes, what is left over included."""
     if itemsize == 4:  # multiplied outside of the matrix units, in true float32
+        most = 16 if widened else 32  # what widens weights holds them in registers twice
         return Tile(
-            _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, 32), 4, 2, 2 * MULTIPROCESSORS, False
+            _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, most), 4, 2, 2 * MULTIPROCESSORS, False
         )
 
     def cost(shape):
@@ -295,9 +297,10 @@ def _config(call, shapes=(None, None, None)) -> GroupedMatmulConfig:
     M, E, D, width, F = _sizes(call)
     itemsize, rows = call.lhs.dtype.itemsize, M / max(1, E)
     first, second = (width, D) if call.rhs is None else (D, width)
+    widened = "rhs_scale" in call.arguments
     return GroupedMatmulConfig(
-        _tile(rows, F, D, itemsize, halves=width // F, shape=shapes[0]),
-        _tile(rows, D, width, itemsize, shape=shapes[1]),
+        _tile(rows, F, D, itemsize, halves=width // F, widened=widened, shape=shapes[0]),
+        _tile(rows, D, width, itemsize, widened=widened, shape=shapes[1]),
         _tile(first, second, int(max(1, rows)), itemsize, ragged_rows=False, shape=shapes[2]),
     )
 
@@ -312,25 +315,6 @@ def candidates(call):
     return list(dict.fromkeys([_config(call), *(_config(call, (shape,) * 3) for shape in SHAPES + MORE)]))
 
 
-def rejects(call):
-    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
-    if weights is None:
-        return "it needs one of rhs and rhs_transposed"
-    if 0 in (*call.lhs.shape, *weights.shape, *call.group_sizes.shape):
-        return "an array has no elements"
-    return None
-
-
-def quantized_rejects(call):
-    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
-    reason = rejects(call)
-    if reason is None and str(weights.dtype) not in WIDENED:
-        reason = f"it widens weights of {', '.join(WIDENED)}, and these are of {weights.dtype}"
-    if reason is None and call.rhs_scale.shape[1] != 1:
-        reason = f"it takes one scale for each column, and these have {call.rhs_scale.shape[1]}"
-    return reason
-
-
 _WHERE = {
     "platforms": {"cuda"},
     "dtypes": {"float32", "bfloat16", "float16"},
@@ -338,4 +322,4 @@ _WHERE = {
     "candidates": candidates,
 }
 op.register(forward, backward, rejects=rejects, **_WHERE)
-quantized_op.register(quantized_forward, quantized_backward, rejects=quantized_rejects, **_WHERE)
+quantized_op.register(quantized_forward, quantized_backward, rejects=rejects_quantized, **_WHERE)
