@@ -12,11 +12,10 @@ from kernels._core.interpret import interpret
 from kernels.ops.grouped_matmul import op, quantized_op
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
 
-TRITON, NESTED = Tile(32, 32, 16, 4, 2, 3, True), Tile(32, 32, 16, 4, 2, 3, False)
+TRITON = Tile(32, 32, 16, 4, 2, 3, 2, True)
 PALLAS = Tile(16, 128, 128)
 CONFIGS = {
     "triton": GroupedMatmulConfig(TRITON, TRITON, TRITON),
-    "triton, nested": GroupedMatmulConfig(NESTED, NESTED, NESTED),
     "pallas": GroupedMatmulConfig(PALLAS, PALLAS, Tile(128, 128, 16)),
 }
 # Of 5 groups, of which the matrices are those of 4, the last or the first; 6 rows more are of none.
@@ -58,7 +57,7 @@ def check(platform, dtype, D, F, *, activation=None, transposed=False, empty_row
     want = run("xla", wide, others, transposed, activation=activation)
     if empty_rows is not None:  # what is in a row of no group is nobody's business
         floats["lhs"] = floats["lhs"].at[empty_rows].set(jnp.nan)
-    got = run(platform.split(",")[0], floats, others, transposed, CONFIGS[platform], activation=activation)
+    got = run(platform, floats, others, transposed, CONFIGS[platform], activation=activation)
     for name in want:
         assert error(got[name], want[name]) < FLOOR[dtype], name
     return got
@@ -89,7 +88,7 @@ def test_a_wide_matrix_in_float32(platform):
     check(platform, "float32", 140, 150, sizes=(3, 0, 20), experts=3, rows=24)
 
 
-@pytest.mark.parametrize("platform", ["triton", "pallas", pytest.param("triton, nested", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("platform", CONFIGS)
 def test_no_rows_in_any_group(platform):
     got = check(platform, "bfloat16", 16, 16, sizes=(0, 0), experts=2, rows=20, empty_rows=slice(None))
     assert not any(np.asarray(x, np.float32).any() for x in got.values())
@@ -179,16 +178,20 @@ def _maps(sizes, offset, experts, rows, block_m):
     group = np.r_[group, np.full(rows - len(group), -1)]
     group[(group < 0) | (group >= experts)] = -1
     found = np.full(rows, -2)
-    assert limits[-1] <= where.bound
-    assert ((tiles[0] >= 0)[: limits[-1]] == (np.arange(limits[-1]) < limits[-2])).all(), "zeros come last"
-    for expert, row, end in tiles[:, : limits[-1]].T:
-        assert row < end, "a tile without rows"
-        mine = slice(row, min(row + block_m, end))
+    begin, end, (products, count), order = np.split(limits, [experts, 2 * experts, 2 * experts + 2])
+    assert count <= where.bound
+    assert ((tiles[0] >= 0)[:count] == (np.arange(count) < products)).all(), "zeros come last"
+    assert sorted(order) == list(range(experts)) and (np.diff((end - begin)[order]) <= 0).all(), (
+        "the longest come first"
+    )
+    for expert, row, stop in tiles[:, :count].T:
+        assert row < stop, "a tile without rows"
+        mine = slice(row, min(row + block_m, stop))
         assert (found[mine] == -2).all(), "a row in two tiles"
         found[mine] = expert
     np.testing.assert_array_equal(found, group)
     for e in range(experts):
-        np.testing.assert_array_equal(np.flatnonzero(group == e), np.arange(limits[e], limits[experts + e]))
+        np.testing.assert_array_equal(np.flatnonzero(group == e), np.arange(begin[e], end[e]))
 
 
 @st.composite

@@ -25,6 +25,7 @@ class Tile:
     Attributes:
       block_m, block_n, block_k: rows and columns of the result, and entries of the contracted dim in one step.
       num_warps, num_stages, programs: of Triton: warps of a program, depth of its pipeline, and how many programs take turns.
+      band: of Triton: so many rows of tiles go over the columns together, and find what they read of a matrix in the L2 cache.
       flatten: of Triton: the loops over tiles and over steps are one, so that a tile's first loads come before the last's end.
     """
 
@@ -34,6 +35,7 @@ class Tile:
     num_warps: int | None = None
     num_stages: int | None = None
     programs: int | None = None
+    band: int | None = None
     flatten: bool | None = None
 
 

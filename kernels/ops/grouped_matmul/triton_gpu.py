@@ -6,6 +6,7 @@ products they are computed again, and the same kernel turns the cotangent of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,41 +27,42 @@ from kernels.ops.grouped_matmul.triton_kernels import (
 
 # Multiprocessors of an H100 or H200: programs that stay, each of which takes every 132nd tile.
 MULTIPROCESSORS = 132
-# Row tiles that go over the columns together, so that what they read of a matrix is still in the L2 cache.
-BAND = 8
-MAP_TILES = 64
 
 
 class _Map(NamedTuple):
-    """The tiles of `block_m` rows, `bound` at most, and the bounds of the groups."""
+    """The tiles of `block_m` rows, `bound` at most, the bounds and the order of the groups, and a counter at zero."""
 
     tiles: jax.Array
     bounds: jax.Array
+    turn: jax.Array
     bound: int
     block_m: int
 
 
 def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int, block_m: int) -> _Map:
     bound = rows // block_m + experts + 2
-    tiles, bounds = triton_launch(
+    block_e = triton.next_power_of_2(experts + 2)
+    block_t = max(16, min(64, 8192 // block_e))
+    tiles, bounds, turn = triton_launch(
         tile_map_kernel,
         group_sizes.astype(jnp.int32),
         None if group_offset is None else group_offset.astype(jnp.int32).reshape(1),
         out_shape=(
             jax.ShapeDtypeStruct((3, bound), jnp.int32),
-            jax.ShapeDtypeStruct((2 * experts + 2,), jnp.int32),
+            jax.ShapeDtypeStruct((3 * experts + 2,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
-        grid=(triton.cdiv(bound, MAP_TILES),),
+        grid=(triton.cdiv(bound, block_t),),
         ROWS=rows,
         G=group_sizes.shape[0],
         E=experts,
         BOUND=bound,
         BLOCK_M=block_m,
         BLOCK_G=triton.next_power_of_2(group_sizes.shape[0]),
-        BLOCK_E=triton.next_power_of_2(experts + 2),
-        BLOCK_T=MAP_TILES,
+        BLOCK_E=block_e,
+        BLOCK_T=block_t,
     )
-    return _Map(tiles, bounds, bound, block_m)
+    return _Map(tiles, bounds, turn, bound, block_m)
 
 
 def _whole(x: jax.Array, width: int) -> bool:
@@ -112,7 +114,7 @@ def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activat
         TMA=tma,
         FLATTEN=tile.flatten,
         PARTS=parts,
-        BAND=BAND,
+        BAND=tile.band,
         BLOCK_M=where.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -124,12 +126,14 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
     """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
     (M, P), Q = a.shape, b.shape[1]
     out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
-    (result,) = triton_launch(
+    result, _ = triton_launch(
         ragged_contraction_kernel,
         a,
         b,
         where.bounds,
-        out_shape=(out,),
+        where.turn,
+        out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)),
+        input_output_aliases={3: 1},
         grid=(min(tile.programs, experts * triton.cdiv(P, tile.block_m) * triton.cdiv(Q, tile.block_n)),),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -139,12 +143,11 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
         Q=Q,
         E=experts,
         TMA=_whole(a, P) and _whole(b, Q),
-        FLATTEN=tile.flatten,
-        BAND=BAND,
+        STAGES=tile.num_stages,
+        BAND=tile.band,
         BLOCK_P=tile.block_m,
         BLOCK_Q=tile.block_n,
         BLOCK_K=tile.block_k,
-        BLOCK_E=triton.next_power_of_2(experts),
     )
     return result
 
@@ -236,31 +239,38 @@ def _sizes(call) -> tuple[int, int, int, int, int]:
 
 
 class _Shape(NamedTuple):
-    """What fits the registers and the shared memory of a multiprocessor in 16-bit types; `speed` where nothing is left over."""
+    """A tile that fits the registers and the shared memory of a multiprocessor in 16-bit types, and how it is made.
+
+    `speed` is what it does where nothing is left over, against the first, as an H200 has been seen to run them."""
 
     rows: int
     columns: int
     warps: int
     stages: int
-    programs: int
+    programs: int  # a multiprocessor
     speed: float
-    flatten: bool = False
+    band: int = 8
 
 
-SHAPES = (
-    _Shape(128, 256, 8, 3, 1, 1.0),
-    _Shape(256, 128, 8, 3, 1, 1.0),
-    _Shape(128, 128, 4, 3, 2, 0.95),
-    _Shape(64, 256, 4, 4, 1, 0.85),
-    _Shape(64, 128, 4, 3, 2, 0.75),
+PRODUCTS = (
+    _Shape(128, 128, 4, 3, 2, 1.0),
+    _Shape(128, 256, 8, 3, 1, 0.94),
+    _Shape(256, 128, 8, 3, 1, 0.9),
+    _Shape(64, 256, 4, 4, 1, 0.83),
+    _Shape(64, 128, 4, 3, 2, 0.77),
 )
-# What else the tuner tries: the steps of all tiles in one loop, and a deeper pipeline.
-MORE = (
-    _Shape(128, 256, 8, 3, 1, 1.0, True),
-    _Shape(128, 256, 8, 4, 1, 1.0),
-    _Shape(256, 128, 8, 3, 1, 1.0, True),
-    _Shape(128, 128, 4, 3, 2, 0.95, True),
+CONTRACTIONS = (
+    _Shape(128, 128, 4, 3, 2, 1.0),
+    _Shape(128, 256, 8, 3, 1, 0.94),
+    _Shape(64, 256, 4, 4, 1, 0.82),
+    _Shape(64, 128, 4, 3, 2, 0.76),
 )
+# So many entries, or rows of a group, to go over make up for what a tile alone on its multiprocessor waits for at its ends.
+LONG_PRODUCT, LONG_CONTRACTION = 4096, 2048
+LARGE = _Shape(128, 256, 8, 3, 1, 1.06)
+# What the tuner tries beside them.
+WIDER_BANDS = tuple(shape._replace(band=16) for shape in (PRODUCTS[0], PRODUCTS[1]))
+DEEPER = _Shape(128, 256, 8, 4, 1, 1.0)
 
 
 def _tile(
@@ -268,17 +278,17 @@ def _tile(
     columns: int,
     depth: int,
     itemsize: int,
+    shapes: Sequence[_Shape],
+    *,
     halves: int = 1,
     ragged_rows: bool = True,
     widened: bool = False,
-    shape=None,
 ) -> Tile:
     """Returns the tile for groups of so many rows: of the least work among the shapes, what is left over included."""
     if itemsize == 4:  # multiplied outside of the matrix units, in true float32
-        most = 16 if widened else 32  # what widens weights holds them in registers twice
-        return Tile(
-            _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, most), 4, 2, 2 * MULTIPROCESSORS, False
-        )
+        deep = 16 if widened else 32  # what widens weights holds them in registers twice
+        m, n, k = _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, deep)
+        return Tile(m, n, k, 4, 2, 2 * MULTIPROCESSORS, 8, False)
 
     def cost(shape):
         m, n = shape.rows, shape.columns
@@ -286,22 +296,31 @@ def _tile(
         height = rows + m / 2 if ragged_rows else triton.cdiv(int(rows), m) * m
         return height * triton.cdiv(columns, n // halves) * n / shape.speed
 
-    shape = min(SHAPES, key=cost) if shape is None else shape
+    shape = min(shapes, key=cost)
     m = min(shape.rows, _power(max(1, int(1.25 * rows)), shape.rows))
     n, deep = _power(columns, shape.columns // halves), _power(depth, 64)
     warps = shape.warps if m * n * halves >= 64 * 128 else 4
-    return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.flatten)
+    return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, ragged_rows)
 
 
-def _config(call, shapes=(None, None, None)) -> GroupedMatmulConfig:
+def _config(call, shape: _Shape | None = None) -> GroupedMatmulConfig:
     M, E, D, width, F = _sizes(call)
-    itemsize, rows = call.lhs.dtype.itemsize, M / max(1, E)
-    first, second = (width, D) if call.rhs is None else (D, width)
+    itemsize, rows, transposed = call.lhs.dtype.itemsize, M / max(1, E), call.rhs is None
+    first, second = (width, D) if transposed else (D, width)
     widened = "rhs_scale" in call.arguments
+
+    def product(columns, depth, turned, halves=1):
+        large = () if turned or depth < LONG_PRODUCT else (LARGE,)
+        return _tile(
+            rows, columns, depth, itemsize, (shape,) if shape else PRODUCTS + large, halves=halves, widened=widened
+        )
+
+    large = () if rows < LONG_CONTRACTION else (LARGE,)
+    contraction = (shape,) if shape else CONTRACTIONS + large
     return GroupedMatmulConfig(
-        _tile(rows, F, D, itemsize, halves=width // F, widened=widened, shape=shapes[0]),
-        _tile(rows, D, width, itemsize, widened=widened, shape=shapes[1]),
-        _tile(first, second, int(max(1, rows)), itemsize, ragged_rows=False, shape=shapes[2]),
+        product(F, D, transposed, halves=width // F),
+        product(D, width, not transposed),
+        _tile(first, second, int(max(1, rows)), itemsize, contraction, ragged_rows=False),
     )
 
 
@@ -312,7 +331,7 @@ def heuristic(call, platform):
 def candidates(call):
     if call.lhs.dtype.itemsize == 4:
         return [_config(call)]
-    return list(dict.fromkeys([_config(call), *(_config(call, (shape,) * 3) for shape in SHAPES + MORE)]))
+    return list(dict.fromkeys([_config(call), *(_config(call, s) for s in (*PRODUCTS, *WIDER_BANDS, DEEPER))]))
 
 
 _WHERE = {

@@ -6,7 +6,7 @@ rows of a group. Neither asks the host for a size, and none of them rounds a gro
 """
 
 # Triton declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
-# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute]
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def tile_map_kernel(
     sizes_ptr,  # [G]
     offset_ptr,  # the group of the first matrix, or None
     tiles_ptr,  # [3, BOUND]: of each row tile the matrix (-1: the rows are zero), its first row, the end of its group
-    bounds_ptr,  # [2 * E + 2]: the first row of each matrix, one past its last; tiles that have a matrix, and all tiles
+    bounds_ptr,  # [3 * E + 2]: the first row of each matrix, one past its last, tiles that have a matrix, and all tiles; then
+    # the matrices, those of the most rows first
+    turn_ptr,  # [1]: 0, how many tiles have been taken from a queue
     ROWS: tl.constexpr,
     G: tl.constexpr,
     E: tl.constexpr,
@@ -51,6 +53,7 @@ def tile_map_kernel(
         tl.store(bounds_ptr + E + e, end, mask=e < E)
         tl.store(bounds_ptr + 2 * E, tl.sum(tl.where(e < E, tiles, 0), axis=0))
         tl.store(bounds_ptr + 2 * E + 1, tl.sum(tiles, axis=0))
+        tl.store(turn_ptr, 0)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     of = (tile_begin[None, :] <= t[:, None]) & (t[:, None] < tile_end[None, :])
     expert = tl.sum(tl.where(of, tl.where(e < E, e, -1)[None, :], 0), axis=1)
@@ -59,6 +62,11 @@ def tile_map_kernel(
     tl.store(tiles_ptr + t, expert, mask=t < BOUND)
     tl.store(tiles_ptr + BOUND + t, row, mask=t < BOUND)
     tl.store(tiles_ptr + 2 * BOUND + t, row_end, mask=t < BOUND)
+    # Of matrix t the place among all: how many come before it.
+    rows = tl.where(e < E, end - begin, -1)
+    own = tl.sum(tl.where(t[:, None] == e[None, :], rows[None, :], 0), axis=1)
+    before_it = (rows[None, :] > own[:, None]) | ((rows[None, :] == own[:, None]) & (e[None, :] < t[:, None]))
+    tl.store(bounds_ptr + 2 * E + 2 + tl.sum(before_it.to(tl.int32), axis=1), t, mask=t < E)
 
 
 @triton.jit
@@ -259,106 +267,57 @@ def grouped_matmul_kernel(
 
 
 @triton.jit
-def _matrix_at(tile, TILES_P: tl.constexpr, TILES_Q: tl.constexpr, BAND: tl.constexpr):
-    """Returns (matrix, row of tiles, column of tiles) of a tile: matrix after matrix, each in bands of rows."""
-    inside = tile % (TILES_P * TILES_Q)
-    band = inside // (BAND * TILES_Q)
-    height = tl.minimum(TILES_P - band * BAND, BAND)
-    inside = inside % (BAND * TILES_Q)
-    return tile // (TILES_P * TILES_Q), band * BAND + inside % height, inside // height
-
-
-@triton.jit
-def _last_step(acc, a_desc, b_desc, row, end, p, q, BLOCK_K: tl.constexpr):
-    """Returns the sums with those of fewer rows than a step has; the rows from `end` on are of another group."""
-    if row < end:
-        inner = (row + tl.arange(0, BLOCK_K) < end)[:, None]
-        a, b = a_desc.load([row, p]), b_desc.load([row, q])
-        a, b = tl.where(inner, a, 0.0).to(a.dtype), tl.where(inner, b, 0.0).to(b.dtype)
-        acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _store_matrix(
-    acc, out_ptr, expert, p, q, P: tl.constexpr, Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr
-):
-    rows, cols = p + tl.arange(0, BLOCK_P), q + tl.arange(0, BLOCK_Q)
-    out = out_ptr + tl.cast(expert, tl.int64) * (P * Q) + rows[:, None] * Q + cols[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(rows < P)[:, None] & (cols < Q)[None, :])
-
-
-@triton.jit
 def ragged_contraction_kernel(
     a_ptr,  # [M, P]
     b_ptr,  # [M, Q]
     bounds_ptr,
+    turn_ptr,
     out_ptr,  # [E, P, Q]: of each group, its rows of a, transposed, times those of b
     M: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
     E: tl.constexpr,
     TMA: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    STAGES: tl.constexpr,
     BAND: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
 ):
     TILES_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     TILES_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
-    TILES: tl.constexpr = TILES_P * TILES_Q
     if TMA:
         a_desc = tl.make_tensor_descriptor(a_ptr, [M, P], [P, 1], [BLOCK_K, BLOCK_P])
         b_desc = tl.make_tensor_descriptor(b_ptr, [M, Q], [Q, 1], [BLOCK_K, BLOCK_Q])
-    if TMA and FLATTEN:
-        # One loop over the steps of all tiles of the program, so that a tile's first loads come before the last one's end. Its
-        # length: for each matrix, how many tiles of it the program has, times the whole steps of its group, at least one.
-        e = tl.arange(0, BLOCK_E)
-        size = tl.load(bounds_ptr + E + e, mask=e < E, other=0) - tl.load(bounds_ptr + e, mask=e < E, other=0)
-        before = tl.maximum(e * TILES - tl.program_id(0) + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
-        through = tl.maximum((e + 1) * TILES - tl.program_id(0) + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
-        total = tl.sum(tl.where(e < E, (through - before) * tl.maximum(size // BLOCK_K, 1), 0), axis=0)
-        tile = tl.program_id(0) - tl.num_programs(0)
-        expert, at_p, at_q = tile, tile, tile
-        row, rest, end = tile * 0, tile * 0, tile
+    # Tiles are as long as their groups: each program takes the next, the longest first, when it is done with one. Which program
+    # makes a tile changes nothing of it.
+    tile = tl.program_id(0)
+    while tile < E * TILES_P * TILES_Q:
+        expert = tl.load(bounds_ptr + 2 * E + 2 + tile // (TILES_P * TILES_Q))
+        inside = tile % (TILES_P * TILES_Q)
+        band = inside // (BAND * TILES_Q)
+        height = tl.minimum(TILES_P - band * BAND, BAND)
+        p = (band * BAND + inside % (BAND * TILES_Q) % height) * BLOCK_P
+        q = inside % (BAND * TILES_Q) // height * BLOCK_Q
+        begin, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + E + expert)
+        cols_p, cols_q = p + tl.arange(0, BLOCK_P), q + tl.arange(0, BLOCK_Q)
         acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-        for _ in range(0, total):
-            row += BLOCK_K
-            if row >= rest:  # a test of what the iteration before left, so that loads need not wait for its end
-                tile += tl.num_programs(0)
-                expert, at_p, at_q = _matrix_at(tile, TILES_P, TILES_Q, BAND)
-                row, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + E + expert)
-                rest = row + (end - row) // BLOCK_K * BLOCK_K
-            p, q = at_p * BLOCK_P, at_q * BLOCK_Q
-            acc = tl.dot(tl.trans(a_desc.load([row, p])), b_desc.load([row, q]), acc, input_precision="ieee")
-            if row + BLOCK_K >= rest:
-                acc = tl.where(row < rest, acc, 0.0)  # a group of less than a step has no whole one
-                acc = _last_step(acc, a_desc, b_desc, rest, end, p, q, BLOCK_K)
-                _store_matrix(acc, out_ptr, expert, p, q, P, Q, BLOCK_P, BLOCK_Q)
-                acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-    else:
-        for tile in range(tl.program_id(0), E * TILES, tl.num_programs(0)):
-            expert, p, q = _matrix_at(tile, TILES_P, TILES_Q, BAND)
-            p, q = p * BLOCK_P, q * BLOCK_Q
-            begin, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + E + expert)
-            acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
-            if TMA:
-                rest = begin + (end - begin) // BLOCK_K * BLOCK_K
-                for row in range(begin, rest, BLOCK_K):
-                    acc = tl.dot(tl.trans(a_desc.load([row, p])), b_desc.load([row, q]), acc, input_precision="ieee")
-                acc = _last_step(acc, a_desc, b_desc, rest, end, p, q, BLOCK_K)
-            else:
-                cols_p, cols_q = p + tl.arange(0, BLOCK_P), q + tl.arange(0, BLOCK_Q)
-                for row in range(begin, end, BLOCK_K):
-                    rows = row + tl.arange(0, BLOCK_K)
-                    wide, inner = rows.to(tl.int64), rows < end
-                    a_mask, b_mask = inner[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
-                    a = tl.load(a_ptr + wide[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
-                    b = tl.load(b_ptr + wide[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
-                    acc = tl.dot(a, b, acc, input_precision="ieee")
-            _store_matrix(acc, out_ptr, expert, p, q, P, Q, BLOCK_P, BLOCK_Q)
+        rest = begin
+        if TMA:
+            rest = begin + (end - begin) // BLOCK_K * BLOCK_K
+            for row in range(begin, rest, BLOCK_K):
+                acc = tl.dot(tl.trans(a_desc.load([row, p])), b_desc.load([row, q]), acc, input_precision="ieee")
+        # What is left is of fewer rows than a step; all of it where the engine that copies tiles cannot be used.
+        for row in tl.range(rest, end, BLOCK_K, num_stages=STAGES):
+            rows = row + tl.arange(0, BLOCK_K)
+            wide, inner = rows.to(tl.int64), rows < end
+            a_mask, b_mask = inner[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
+            a = tl.load(a_ptr + wide[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
+            b = tl.load(b_ptr + wide[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        out = out_ptr + expert.to(tl.int64) * (P * Q) + cols_p[:, None] * Q + cols_q[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(cols_p < P)[:, None] & (cols_q < Q)[None, :])
+        tile = tl.num_programs(0) + tl.atomic_add(turn_ptr, 1, sem="relaxed")
 
 
 @triton.jit
