@@ -15,8 +15,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,34 @@ def checked(mesh: Any, o: dict[str, Any], how: dict[str, Any]) -> float:
     return max(error(out, want), *(error(gradients[n], wanted[n]) for n in gradients))
 
 
+class Attempt(NamedTuple):
+    """What is said of a dispatch, and what is timed: a compiled program and its arrays; None where it is refused."""
+
+    row: dict[str, Any]
+    program: tuple[Callable, dict[str, jax.Array]] | None = None
+
+
+def attempts(
+    mesh: Any, o: dict[str, Any], params: dict[str, jax.Array], routes: dict[str, jax.Array], how: dict[str, Any]
+) -> Iterator[tuple[str, Attempt]]:
+    """Yields a dispatch on each of the routes, of one program."""
+    label = f"{how['dispatch']}, {how['chunks']} chunks"
+    try:
+        error = checked(mesh, o, how)
+        if error > (0.05 if o["dtype"] == "bfloat16" else 1e-4):
+            raise ValueError(f"wrong by {error:.2g}")
+        compiled = step(o["top_k"], mesh=mesh, **how).lower(params).compile()
+        gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
+        for name, bias in routes.items():
+            given = {**params, "router_bias": jax.device_put(bias, params["router_bias"].sharding)}
+            stats = compiled(given)[0]
+            said = {"extra_passes": int(stats.extra_passes), "high_water": float(stats.high_water)}
+            said |= {"max_violation": float(stats.max_violation), "temporaries_gib": gib, "error": error}
+            yield f"{label}, {name}", Attempt(said, (compiled, given))
+    except Exception as e:
+        yield label, Attempt({"refused": f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"})
+
+
 def main(argv: list[str]) -> None:
     o = options(argv)
     mesh = ejdist.make_mesh(ep=-1)
@@ -138,7 +166,6 @@ def main(argv: list[str]) -> None:
     routes = {"random": params["router_bias"], "hot": hot(params, o["top_k"])}
     mine = o["experts"] // ranks  # a device's own
     own = {**params, "router": params["router"][:, :mine], "router_bias": params["router_bias"][:mine]}
-    tolerance = 0.05 if o["dtype"] == "bfloat16" else 1e-4
     programs: dict[str, tuple[Callable, dict[str, jax.Array]]] = {
         "local work": (local(mesh, o["top_k"]).lower(own).compile(), own)
     }
@@ -146,29 +173,11 @@ def main(argv: list[str]) -> None:
     for scheme in SCHEMES:
         for chunks in map(int, o["chunks"].split(",")):
             how = {"dispatch": scheme, "chunks": chunks, "buffer": o["buffer"]}
-            for name, bias in routes.items():
-                label = f"{scheme}, {chunks} chunks, {name}"
-                try:
-                    error = (
-                        checked(mesh, o, how)
-                        if name == "random"
-                        else rows[f"{scheme}, {chunks} chunks, random"]["error"]
-                    )
-                    if error > tolerance:
-                        rows[label] = {"error": error, "refused": f"wrong by {error:.2g}"}
-                        continue
-                    given = {**params, "router_bias": bias}
-                    compiled = step(o["top_k"], mesh=mesh, **how).lower(given).compile()
-                    stats = compiled(given)[0]
-                    rows[label] = {
-                        "error": error, "extra_passes": int(stats.extra_passes), "high_water": float(stats.high_water),
-                        "max_violation": float(stats.max_violation),
-                        "temporaries_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
-                    }  # fmt: skip
-                    programs[label] = compiled, given
-                except Exception as e:
-                    rows[label] = {"refused": f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"}
-                print(label, rows[label], flush=True)
+            for label, found in attempts(mesh, o, params, routes, how):
+                rows[label] = found.row
+                if found.program is not None:
+                    programs[label] = found.program
+                print(label, found.row, flush=True)
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(o["rounds"]):
         for name in random.sample(list(programs), len(programs)):
