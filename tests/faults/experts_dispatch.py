@@ -76,6 +76,8 @@ FAULTS = (
     Fault("one pass is thought to be enough", DISPATCH, "all(size >= may", "all(size > 0", EP),
     Fault("an order is typed as that of all ranks", ROWS, "= order_of(experts)",
           "= jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)", EP),
+    Fault("the order of a device's own experts is typed as that of all ranks", "ejdist/experts/local.py", "= order_of(own)",
+          "= jnp.argsort(own, stable=True)", f"{TESTS} -k local"),
     Fault("one rank sends to itself", DISPATCH, "axis = axis if ranks > 1 else ()", "axis = axis", f"{COSTS} -k collective"),
     Fault("ranks of other tokens make fewer passes", DISPATCH, "lax.pmax(rows, tuple(sorted(axes, key=str)))",
           'lax.pmax(lax.pmin(rows, tuple(sorted(axes - {"sp"}))), "sp")', f"{TESTS} -k other_tokens"),
