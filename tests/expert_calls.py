@@ -89,8 +89,13 @@ def compiled(where, num_experts, options):
 
 
 @jax.jit
-def backward(pull, d_out):
+def _pulled(pull, d_out):
     return pull(d_out)
+
+
+def backward(pull, d_out):
+    """Returns the gradients, by a program of its own: what was kept is what its type says, and not what each device has."""
+    return _pulled(jax.tree.map(np.asarray, pull), d_out)
 
 
 class Key(Where):
@@ -113,7 +118,6 @@ def check(where, layer, *, tolerance=1e-5, dtype="float32", capacity=None, **opt
     params = dict(zip(("gate", "up", "down"), floats[1:], strict=True))
     run = compiled(Key(*where), E, tuple(sorted(options.items())))
     out, pull, stats = run(floats[0], layer.experts, layer.weights, params)
-    # A program of its own: what is kept is then what its type says, and not what each device happens to have.
     d_x, d_weights, d_params = backward(pull, d_out.astype(dtype))
     grads = {"x": d_x, "weights": d_weights, **d_params}
     limit = None if capacity is None else int(np.ceil(capacity * layer.experts.shape[1] * M / E))
