@@ -104,27 +104,27 @@ class LatentAttention(Part):
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         m, D, N, std = c.latent, c.model_dim, c.num_heads, c.init_std
         H = m.nope_dim + m.rope_dim
-        declared = {"attention_norm": Param((D,), "norm", "ones", decay=False, cast=False)}
+        declared = {"latent_attention_norm": Param((D,), "norm", "ones", decay=False, cast=False)}
         if m.query_rank:
             declared["query_down"] = Param((D, m.query_rank), "D R", std=std)
             declared["query_latent_norm"] = Param((m.query_rank,), "norm", "ones", decay=False, cast=False)
         return declared | {
-            "query": Param((m.query_rank or D, N, H), "R N H" if m.query_rank else "D N H", std=std),
+            "latent_query": Param((m.query_rank or D, N, H), "R N H" if m.query_rank else "D N H", std=std),
             "latent_down": Param((D, m.kv_rank + m.rope_dim), "D R", std=std),
             "latent_norm": Param((m.kv_rank,), "norm", "ones", decay=False, cast=False),
             "key_up": Param((m.kv_rank, N, m.nope_dim), "R N H", std=std),
             "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std),
-            "output": Param((N, m.value_dim, D), "N H D", std=residual_std(c)),
+            "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c)),
         }
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, batch, m = at.config, at.ops, at.batch, at.config.latent
         declared = self.declare(c)
         p = {name: ops.gather(w, declared[name].dims) for name, w in params.items()}
-        h = q = ops.rms_norm(x, p["attention_norm"], eps=c.norm_eps)
+        h = q = ops.rms_norm(x, p["latent_attention_norm"], eps=c.norm_eps)
         if m.query_rank:
             q = ops.rms_norm(einsum("btd,dr->btr", h, p["query_down"]), p["query_latent_norm"], eps=c.norm_eps)
-        q = ops.constrain(einsum("btr,rnh->btnh", q, p["query"]), "B T N H")
+        q = ops.constrain(einsum("btr,rnh->btnh", q, p["latent_query"]), "B T N H")
         latent, shared = jnp.split(einsum("btd,dr->btr", h, p["latent_down"]), [m.kv_rank], axis=-1)
         latent = ops.rms_norm(latent, p["latent_norm"], eps=c.norm_eps)
         k, v = (ops.constrain(einsum("btr,rnh->btnh", latent, p[name]), "B T N H") for name in ("key_up", "value_up"))
@@ -148,7 +148,7 @@ class LatentAttention(Part):
             q_segment_ids=batch["segment_ids"],
             kv_segment_ids=batch["segment_ids"],
         )
-        return x + ops.constrain(einsum("btnh,nhd->btd", out, p["output"]), "B T D"), {}
+        return x + ops.constrain(einsum("btnh,nhd->btd", out, p["latent_output"]), "B T D"), {}
 
     def flops(self, c: DecoderShape) -> Flops:
         m, D, N = c.latent, c.model_dim, c.num_heads

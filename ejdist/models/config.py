@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
+from ejdist.experts.layer import CLAMPED
+from ejdist.experts.router import BALANCE, SCORES
 from kernels.ops.gated_mlp import ACTIVATIONS
 from kernels.ops.rotary_embedding import RopeScaling
 
@@ -53,19 +56,51 @@ class ExpertsShape:
             raise ValueError(
                 f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the experts that there are"
             )
+        self._validate_groups()
+        known = {"score": SCORES, "balance": BALANCE, "activation": (None, *EXPERT_ACTIVATIONS)}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                listed = ", ".join("null" if value is None else value for value in values)
+                raise ValueError(f"model.experts.{name} = {getattr(self, name)!r} is unknown; use one of {listed}")
         if self.shared_dim < 0 or (self.shared_gate and not self.shared_dim):
             raise ValueError(
                 f"model.experts.shared_dim must be the width of the shared experts, got {self.shared_dim}; 0 for none, and "
                 "then no model.experts.shared_gate"
             )
+        if self.shared_dim and self.activation == CLAMPED:
+            raise ValueError(
+                f"model.experts.activation = {CLAMPED!r} has no form for shared experts; set model.experts.shared_dim to 0"
+            )
         for name in ("bias_rate", "balance_loss", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"model.experts.{name} must be 0 or positive, got {getattr(self, name)}")
-        if self.balance not in ("batch", "sequence", "global"):
-            raise ValueError(f"model.experts.balance = {self.balance!r} is unknown; use batch, sequence or global")
+        if not 0 < self.scaling_factor < math.inf:
+            raise ValueError(f"model.experts.scaling_factor must be positive, got {self.scaling_factor}")
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"model.experts.jitter must be in [0, 1), got {self.jitter}")
         if self.forced_balance and self.bias_rate:
             raise ValueError(
                 "model.experts.forced_balance chooses nothing that a bias could balance; set bias_rate to 0"
+            )
+
+    def _validate_groups(self) -> None:
+        size, rest = divmod(self.num, max(self.num_groups, 1))
+        if self.num_groups < 1 or rest or (self.num_groups > 1 and size < 2):
+            raise ValueError(
+                f"model.experts.num_groups = {self.num_groups} must divide model.experts.num = {self.num} into groups of two or "
+                "more, whose two best say how good a group is; 1 for none"
+            )
+        if self.num_groups == 1:
+            if self.topk_groups is not None:
+                raise ValueError(f"model.experts.topk_groups = {self.topk_groups}: give num_groups, or leave it out")
+        elif self.topk_groups is None or not 1 <= self.topk_groups <= self.num_groups:
+            raise ValueError(
+                f"model.experts.topk_groups = {self.topk_groups} must be at least 1 and at most num_groups = {self.num_groups}"
+            )
+        elif self.top_k > self.topk_groups * size:
+            raise ValueError(
+                f"model.experts.top_k = {self.top_k} is more than the {self.topk_groups * size} experts of "
+                f"model.experts.topk_groups = {self.topk_groups} groups"
             )
 
 
@@ -108,6 +143,7 @@ class DecoderShape:
     rope_factor: float = 1.0
     rope_original_length: int = 8192  # tokens of the context before scaling
     rope_attention_factor: float | None = None  # yarn: of cos and sin; null for 0.1 ln(factor) + 1
+    rope_truncate: bool = True  # yarn: its ramp is between whole pairs; false in GPT-OSS
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
     attention_output_bias: bool = False  # and of the output projection (GPT-OSS)
@@ -202,8 +238,18 @@ class DecoderShape:
                 )
 
     def scaling(self) -> RopeScaling | None:
-        """Returns how the frequencies of RoPE are changed."""
+        """Returns how the frequencies of RoPE are changed. Raises ValueError for what has no meaning without it, or in it."""
         if self.rope_scaling is None:
+            for name in ("rope_factor", "rope_attention_factor", "rope_truncate"):
+                if getattr(self, name) != getattr(DecoderShape, name):
+                    raise ValueError(
+                        f"model.{name} is of model.rope_scaling, which is null: give it, or leave the other out"
+                    )
             return None
-        factor = self.rope_attention_factor
-        return RopeScaling(self.rope_scaling, self.rope_factor, self.rope_original_length, attention_factor=factor)
+        return RopeScaling(
+            self.rope_scaling,
+            self.rope_factor,
+            self.rope_original_length,
+            attention_factor=self.rope_attention_factor,
+            truncate=self.rope_truncate,
+        )

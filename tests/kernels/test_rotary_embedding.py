@@ -42,7 +42,10 @@ def oracle_frequencies(width, base, scaling):
     def where(turns):
         return width * math.log(L / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = max(math.floor(where(fast)), 0), min(math.ceil(where(slow)), width - 1)
+    first, last = where(fast), where(slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     out = []
     for i, w in enumerate(plain):
         keep = 1 - min(max((i - first) / (last - first), 0), 1)
@@ -77,6 +80,7 @@ OPTIONS = {
     "ntk": {"scaling": RopeScaling("ntk", 8.0)},
     "yarn": {"scaling": RopeScaling("yarn", 16.0, 4096)},
     "yarn_deepseek": {"scaling": RopeScaling("yarn", 40.0, 4096, 1.0, 32.0, 1.0), "interleaved": True},
+    "yarn_gpt_oss": {"scaling": RopeScaling("yarn", 32.0, 4096, truncate=False), "base": 1.5e5},
     "llama3": {"scaling": RopeScaling("llama3", 8.0, 8192), "base": 5e5},
     "xpos": {"xpos": XPos(center=1500), "rotary_dim": 10},
     "xpos_key": {"xpos": XPos(True, 700.0, 0.3, 1000.0), "interleaved": True},
@@ -166,6 +170,7 @@ def test_the_product_of_xpos_falls_with_the_distance_alone(center):
         (lambda: RopeScaling("linear", 0.5), "factor must be at least 1"),
         (lambda: RopeScaling("linear", 2.0, low=1.0), "belong to yarn and llama3"),
         (lambda: RopeScaling("llama3", 8.0, low=4.0, high=1.0), "below high"),
+        (lambda: RopeScaling("llama3", 8.0, truncate=False), "truncate=False belongs to yarn"),
         (lambda: RopeScaling("yarn", 8.0, 0), "original_length"),
         (lambda: XPos(scale_base=0), "xpos scale_base must be positive"),
         (lambda: XPos(gamma=-0.4), "xpos gamma must be positive"),

@@ -29,6 +29,7 @@ class RopeScaling:
       low, high: yarn: beta_slow and beta_fast, in rotations over the original context; llama3: low and high frequency
         factors. None: 1 and 32 for yarn, 1 and 4 for llama3.
       attention_factor: yarn: what cos and sin are multiplied by; None for 0.1 ln(factor) + 1.
+      truncate: yarn: the ends of the ramp are whole pairs, as in its authors' code; False in GPT-OSS.
 
     Raises:
       ValueError: naming the field and what it may be.
@@ -40,6 +41,7 @@ class RopeScaling:
     low: float | None = None
     high: float | None = None
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "ntk", "yarn", "llama3"):
@@ -54,6 +56,8 @@ class RopeScaling:
             raise ValueError(f"scaling low, high and attention_factor belong to yarn and llama3, not to {self.kind}")
         if self.kind == "llama3" and self.attention_factor is not None:
             raise ValueError("scaling attention_factor belongs to yarn, not to llama3")
+        if self.kind != "yarn" and not self.truncate:
+            raise ValueError(f"scaling truncate=False belongs to yarn, not to {self.kind}")
         if self.kind in _BANDS and not 0 < self.band[0] < self.band[1]:
             raise ValueError(f"scaling low must be positive and below high, got {self.band}")
 
@@ -126,8 +130,10 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[n
         return width * math.log(L / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = scaling.band
-    first = max(math.floor(pair_of(high)), 0)
-    last = min(math.ceil(pair_of(low)), width - 1)
+    first, last = pair_of(high), pair_of(low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     ramp = np.clip((np.arange(width // 2) - first) / max(last - first, 1e-3), 0, 1)
     factor = scaling.attention_factor
     factor = (0.1 * math.log(s) + 1 if s > 1 else 1.0) if factor is None else factor
