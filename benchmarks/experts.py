@@ -1,5 +1,5 @@
 """`python -m benchmarks.experts [tokens=32768] [experts=128] [top_k=8] [width=2048] [hidden=768] [dtype=bfloat16] [chunks=1,2]
-[buffer=1.25] [rounds=7] [out=FILE]`: a layer of experts over all devices, forward and backward, by way of dispatch.
+[buffer=1.25] [schemes=all_gather,all_to_all] [rounds=7] [out=FILE]`: a layer of experts over all devices, forward and backward, by way of dispatch.
 
 Tokens are of a device. Beside every dispatch stands the same local work without a byte that travels: as many tokens, each with
 as many choices, among the experts that a device has. Its time over that of a dispatch is the share that is reported, once for
@@ -29,9 +29,8 @@ from ejdist.sharded import map_shards
 
 OPTIONS = {
     "tokens": 32768, "experts": 128, "top_k": 8, "width": 2048, "hidden": 768, "dtype": "bfloat16", "chunks": "1,2",
-    "buffer": 1.25, "rounds": 7, "out": "",
+    "buffer": 1.25, "schemes": "all_gather,all_to_all,ragged_all_to_all", "rounds": 7, "out": "",
 }  # fmt: skip
-SCHEMES = ("all_gather", "all_to_all", "ragged_all_to_all")
 WHERE = {"B": ("ep",), "E": ("ep",)}
 LAYOUT = {
     "x": ("B", "T", "_"),
@@ -170,7 +169,7 @@ def main(argv: list[str]) -> None:
         "local work": (local(mesh, o["top_k"]).lower(own).compile(), own)
     }
     rows: dict[str, dict[str, Any]] = {}
-    for scheme in SCHEMES:
+    for scheme in o["schemes"].split(","):
         for chunks in map(int, o["chunks"].split(",")):
             how = {"dispatch": scheme, "chunks": chunks, "buffer": o["buffer"]}
             for label, found in attempts(mesh, o, params, routes, how):

@@ -92,17 +92,6 @@ class Scheme:
         raise NotImplementedError
 
 
-def _no_graph(i: jax.Array) -> jax.Array:
-    """Returns a small integer. On CUDA it passes through a transform of two numbers, which XLA puts into no CUDA graph, and so
-    not the loop that it counts either: of the condition of a graph's loop NCCL can be no part (NVIDIA/nccl issue 1986), and XLA
-    tries (CUDA_ERROR_NOT_SUPPORTED at the second call, jax 0.11.2)."""
-
-    def through(i: jax.Array) -> jax.Array:
-        return jnp.fft.fft(jnp.stack([i, 0 * i]).astype(jnp.complex64))[0].real.round().astype(i.dtype)
-
-    return lax.platform_dependent(i, cuda=through, default=lambda i: i)
-
-
 def summed(job: Job, passes: jax.Array, like: Any, first: Any, further: Callable) -> Any:
     """Returns first + part(1) + ... + part(passes - 1), part = further(), in the dtypes of `like`. The first stands outside the
     loop: most steps need no other, and then nothing of it is in memory in float32."""
@@ -115,7 +104,7 @@ def summed(job: Job, passes: jax.Array, like: Any, first: Any, further: Callable
 
         def more(state: Any) -> Any:
             i, total = state
-            return _no_graph(i) + 1, add(total, part(i))
+            return i + 1, add(total, part(i))
 
         start = jnp.int32(1), jax.tree.map(wide, first)
         return narrow(lax.while_loop(lambda state: state[0] < passes, more, start)[1])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import triton
 from jax import lax
 
-from kernels._core.triton import triton_launch
+from kernels._core.triton import tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, op, quantized_op
 from kernels.ops.grouped_matmul.groups import matrices, rejects, rejects_quantized, scales
@@ -87,13 +87,22 @@ def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activat
     code = str(b.dtype) if b.dtype.itemsize == 1 else None
     of, factors = scale or (None, None)
     parts = 2 if d_out is not None and tile.block_n >= 32 else 1
+    b = b if code in (None, "int8") else lax.bitcast_convert_type(b, jnp.uint8)
+    a_desc = b_desc = None
+    if tma:
+        a_desc = tensor_descriptor(a, (M, K), (where.block_m, tile.block_k))
+        matrix = (experts * width, K) if transposed else (experts * K, width)
+        block = tile.block_k, tile.block_n
+        b_desc = tensor_descriptor(b, matrix, block[::-1] if transposed else block)
     (result,) = triton_launch(
         grouped_matmul_kernel,
         a,
-        b if code in (None, "int8") else lax.bitcast_convert_type(b, jnp.uint8),
+        b,
         factors,
         bias,
         d_out,
+        a_desc,
+        b_desc,
         where.tiles,
         where.bounds,
         out_shape=(out,),
@@ -126,12 +135,18 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
     """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
     (M, P), Q = a.shape, b.shape[1]
     out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
+    tma, a_desc, b_desc = _whole(a, P) and _whole(b, Q), None, None
+    if tma:
+        a_desc = tensor_descriptor(a, (M, P), (tile.block_k, tile.block_m))
+        b_desc = tensor_descriptor(b, (M, Q), (tile.block_k, tile.block_n))
     result, _ = triton_launch(
         ragged_contraction_kernel,
         a,
         b,
         where.bounds,
         where.turn,
+        a_desc,
+        b_desc,
         out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)),
         input_output_aliases={3: 1},
         grid=(min(tile.programs, experts * triton.cdiv(P, tile.block_m) * triton.cdiv(Q, tile.block_n)),),
@@ -142,7 +157,7 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
         P=P,
         Q=Q,
         E=experts,
-        TMA=_whole(a, P) and _whole(b, Q),
+        TMA=tma,
         STAGES=tile.num_stages,
         BAND=tile.band,
         BLOCK_P=tile.block_m,

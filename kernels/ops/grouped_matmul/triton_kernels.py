@@ -175,6 +175,8 @@ def grouped_matmul_kernel(
     scale_ptr,  # of 8-bit matrices: [E, WIDTH], or [E, K] where SCALES are of rows; or None
     bias_ptr,  # [E, WIDTH] or None
     d_ptr,  # [M, N]: the cotangent of the result, or None
+    a_desc,  # where TMA copies: descriptors of a, and of b as a matrix; None where the kernel is to make them
+    b_desc,
     tiles_ptr,
     bounds_ptr,
     out_ptr,  # [M, N]; with a cotangent, that of the products, [M, WIDTH]
@@ -199,9 +201,7 @@ def grouped_matmul_kernel(
     WIDTH: tl.constexpr = 2 * N if GATED else N
     WRITTEN: tl.constexpr = N if d_ptr is None else WIDTH
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    a_desc = None
-    b_desc = None
-    if TMA:
+    if TMA and a_desc is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
         if TRANSPOSED:
             b_desc = tl.make_tensor_descriptor(b_ptr, [E * WIDTH, K], [K, 1], [BLOCK_N, BLOCK_K])
@@ -272,6 +272,8 @@ def ragged_contraction_kernel(
     b_ptr,  # [M, Q]
     bounds_ptr,
     turn_ptr,
+    a_desc,  # as above
+    b_desc,
     out_ptr,  # [E, P, Q]: of each group, its rows of a, transposed, times those of b
     M: tl.constexpr,
     P: tl.constexpr,
@@ -286,7 +288,7 @@ def ragged_contraction_kernel(
 ):
     TILES_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     TILES_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
-    if TMA:
+    if TMA and a_desc is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [M, P], [P, 1], [BLOCK_K, BLOCK_P])
         b_desc = tl.make_tensor_descriptor(b_ptr, [M, Q], [Q, 1], [BLOCK_K, BLOCK_Q])
     # Tiles are as long as their groups: each program takes the next, the longest first, when it is done with one. Which program
