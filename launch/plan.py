@@ -18,7 +18,7 @@ from launch.errors import DONE, NOT_COMPILED, WRONG, tell
 # HBM of one chip in GiB, from the vendor's data sheets.
 HBM = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
 
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Fit:
     peak: int
     collectives: dict[str, int]
     compile_seconds: float
+    notes: list[str]  # what was chosen, and why
 
     def text(self) -> str:
         gib = 2**30
@@ -45,7 +46,8 @@ class Fit:
             f"memory per chip: {self.peak / gib:.2f} GiB{fits}\n"
             f"  state and batch {self.arguments / gib:.2f} GiB, temporaries {self.temporaries / gib:.2f} GiB\n"
             f"collectives in the program: {calls}\n"
-            f"compiled in {self.compile_seconds:.0f} s"
+            + "".join(f"{line}\n" for line in self.notes)
+            + f"compiled in {self.compile_seconds:.0f} s"
         )
 
 
@@ -85,7 +87,8 @@ def plan(sections: Any, topology: str) -> Fit:
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     peak = arguments + temporaries + memory.output_size_in_bytes - shared
     calls = collectives_of(compiled.as_text())
-    return Fit(topology, dict(mesh.shape), program.num_parameters, arguments, temporaries, peak, calls, seconds)
+    notes = list(dict.fromkeys(program.notes))
+    return Fit(topology, dict(mesh.shape), program.num_parameters, arguments, temporaries, peak, calls, seconds, notes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,6 +30,10 @@ MORE: dict[str, tuple[float, str]] = {
     "multi_latent_attention": (60, "three operations, two of them differentiated"),
     "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),
     "recurrent": (100, "two operations, one of them with three cells and two directions"),
+    "grouped_matmul": (
+        100,
+        "two operations, three backends of each: two compiled for GPUs and TPUs, and as many kernels interpreted",
+    ),
     "delta_rule": (
         100,
         "two operations, five functions: no decay, that of a head and of each channel, packed, in a pool and split over ranks",

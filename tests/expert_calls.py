@@ -82,15 +82,20 @@ def on_mesh(where, num_experts, apply=None, late=False, **options):
 def compiled(where, num_experts, options):
     function = on_mesh(where, num_experts, **dict(options))
 
-    @jax.jit
-    def run(x, experts, weights, params, d_out):
-        out, pull, stats = jax.vjp(
-            lambda *floats: function(floats[0], experts, *floats[1:]), x, weights, params, has_aux=True
-        )
-        d_x, d_weights, d_params = pull(d_out.astype(out.dtype))
-        return out, {"x": d_x, "weights": d_weights, **d_params}, stats
+    def run(x, experts, weights, params):
+        return jax.vjp(lambda *floats: function(floats[0], experts, *floats[1:]), x, weights, params, has_aux=True)
 
-    return run
+    return jax.jit(run)
+
+
+@jax.jit
+def _pulled(pull, d_out):
+    return pull(d_out)
+
+
+def backward(pull, d_out):
+    """Returns the gradients, by a program of its own: what was kept is what its type says, and not what each device has."""
+    return _pulled(jax.tree.map(np.asarray, pull), d_out)
 
 
 class Key(Where):
@@ -112,7 +117,9 @@ def check(where, layer, *, tolerance=1e-5, dtype="float32", capacity=None, **opt
     d_out = np.cos(np.arange(layer.x.size)).reshape(layer.x.shape).astype(np.float32)
     params = dict(zip(("gate", "up", "down"), floats[1:], strict=True))
     run = compiled(Key(*where), E, tuple(sorted(options.items())))
-    out, grads, stats = run(floats[0], layer.experts, layer.weights, params, d_out)
+    out, pull, stats = run(floats[0], layer.experts, layer.weights, params)
+    d_x, d_weights, d_params = backward(pull, d_out.astype(dtype))
+    grads = {"x": d_x, "weights": d_weights, **d_params}
     limit = None if capacity is None else int(np.ceil(capacity * layer.experts.shape[1] * M / E))
     want, d_want, dropped = expert_loop.run(layer, d_out, limit)
     for name, got, true in [("out", out, want), *((n, grads[n], d) for n, d in d_want.items())]:

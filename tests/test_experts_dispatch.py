@@ -13,6 +13,7 @@ from expert_calls import (
     PLACES,
     TRAVELLING,
     Where,
+    backward,
     check,
     check_routes,
     einsum_experts,
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejdist import make_mesh
 from ejdist.experts.dispatch import exchange
+from ejdist.experts.local import local
 from ejdist.sharded import map_shards
 from kernels import Unsupported
 
@@ -61,6 +63,25 @@ def grid():
         for i, j in ((2, 2), (2, 4), (4, 2)):
             where = Where({outer: i, "ep": j}, (outer, "ep"), (outer, "ep"))
             yield f"{outer} {i} and ep {j}", where, ("two_level", "all_to_all", "all_gather")
+
+
+def test_what_local_keeps_is_a_ranks_own():
+    """On ranks of other tokens, with the backward as a program of its own."""
+    rng, d_out = np.random.default_rng(10), np.ones((16, 6), np.float32)
+    layer = Layer.random(rng, 16, 3, 8, experts=rng.integers(0, 8, (16, 3)))
+    params = {n: getattr(layer, n) for n in ("gate", "up", "down")}
+
+    def body(x, experts, weights, params):
+        return local(x, experts, weights, params, einsum_experts, num_experts=8)[0]
+
+    function = map_shards(body, make_mesh(dp=4), (*(P("dp"),) * 3, P()), P("dp"))
+    pull = jax.jit(
+        lambda x, params: jax.vjp(lambda *a: function(a[0], layer.experts, layer.weights, a[1]), x, params)[1]
+    )
+    d_x, d_params = backward(pull(layer.x, params), d_out)
+    true = expert_loop.run(layer, d_out)[1]
+    for name, got in {"x": d_x, **d_params}.items():
+        np.testing.assert_allclose(got, true[name], atol=1e-5 * np.abs(true[name]).max(), rtol=0, err_msg=name)
 
 
 @pytest.mark.slow

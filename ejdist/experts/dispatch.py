@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ejdist.experts.choice import choose
-from ejdist.experts.rows import Job, Scheme, count
+from ejdist.experts.rows import Job, Scheme, count, inverse, order_of
 from ejdist.experts.schemes import SCHEMES, Local, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
 from kernels._core.binding import is_float_array
@@ -128,12 +128,9 @@ def _within(job: Job, experts: jax.Array, counts: jax.Array, limit: int) -> jax.
     if job.axis:
         every = lax.all_gather(counts, job.axis)
         before = jnp.sum(jnp.where(jnp.arange(job.ranks)[:, None] < job.rank, every, 0), axis=0)
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    # The place among this rank's choices of the same expert.
-    index = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype)).reshape(experts.shape)
     expert = jnp.minimum(experts, job.num_experts - 1)
-    index = index - (jnp.cumsum(counts) - counts)[expert]
+    # The place among this rank's choices of the same expert.
+    index = inverse(order_of(experts)).reshape(experts.shape) - (jnp.cumsum(counts) - counts)[expert]
     return (experts < job.num_experts) & (index < (limit - before + jnp.zeros_like(counts))[expert])
 
 
@@ -161,7 +158,7 @@ def _forward(job: Job, passes: Any, plan: Any, x: Any, weights: Any, params: Any
 
 @_once
 def _backward(job: Job, passes: Any, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: Any) -> Any:
-    return job.scheme.backward(job, passes, plan, kept, x, weights, params, d_out)
+    return job.scheme.backward(job, passes, plan, kept, lambda: x, weights, params, d_out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

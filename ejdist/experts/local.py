@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.experts.metrics import Traffic, expert_counts
+from ejdist.experts.rows import order_of
 from kernels._core.dispatch import vary_alike
 
 
@@ -55,7 +56,7 @@ def local(
     tokens, top_k = experts.shape
     x, experts, weights = vary_alike((x, experts, weights))
     own = jnp.where(experts < 0, num_experts, experts).reshape(tokens * top_k)
-    order = jnp.argsort(own, stable=True)
+    order = order_of(own)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
     rows = apply(params, _spread(x, order, inverse, top_k), expert_counts(experts, num_experts))
     rows = _permuted(rows, inverse, order).reshape(tokens, top_k, rows.shape[1])

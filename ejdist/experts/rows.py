@@ -77,25 +77,35 @@ class Scheme:
         raise NotImplementedError
 
     def backward(
-        self, job: Job, passes: jax.Array, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
+        self,
+        job: Job,
+        passes: jax.Array,
+        plan: Any,
+        kept: Any,
+        x: Callable,
+        weights: Any,
+        params: Any,
+        d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Returns the gradients of x, weights, and the floats of params (None for others), in their dtypes. `kept` is what
-        the forward kept; None if it did not."""
+        """Returns the gradients of x, weights, and the floats of params (None for others), in the dtypes of d_out, weights and
+        params. `kept` is what the forward kept; x() is asked for where there are further passes."""
         raise NotImplementedError
 
 
-def summed(job: Job, passes: jax.Array, like: Any, first: Any, part: Callable) -> Any:
-    """Returns first + part(1) + ... + part(passes - 1) in the dtypes of `like`. The first stands outside the loop: most steps
-    need no other, and then nothing of it is in memory in float32."""
+def summed(job: Job, passes: jax.Array, like: Any, first: Any, further: Callable) -> Any:
+    """Returns first + part(1) + ... + part(passes - 1), part = further(), in the dtypes of `like`. The first stands outside the
+    loop: most steps need no other, and then nothing of it is in memory in float32."""
 
     def narrow(total: Any) -> Any:
         return jax.tree.map(lambda a, b: a.astype(b.dtype), total, like)
 
-    def more(state: Any) -> Any:
-        i, total = state
-        return i + 1, add(total, part(i))
-
     def loop(first: Any) -> Any:
+        part = further()
+
+        def more(state: Any) -> Any:
+            i, total = state
+            return i + 1, add(total, part(i))
+
         start = jnp.int32(1), jax.tree.map(wide, first)
         return narrow(lax.while_loop(lambda state: state[0] < passes, more, start)[1])
 
@@ -134,7 +144,7 @@ def count(experts: jax.Array, num_experts: int) -> jax.Array:
     return zeros.at[experts.reshape(-1)].add(1, mode="drop")
 
 
-def _inverse(order: jax.Array) -> jax.Array:
+def inverse(order: jax.Array) -> jax.Array:
     return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
 
 
@@ -143,13 +153,18 @@ def before(sizes: jax.Array, dim: int) -> jax.Array:
     return jnp.cumsum(sizes, axis=dim) - sizes
 
 
+def order_of(experts: jax.Array) -> jax.Array:
+    """Returns the pairs in the order of their experts, stable. (`jnp.argsort` of jax 0.11 loses that it varies over a mesh.)"""
+    keys = experts.reshape(-1).astype(jnp.uint32)  # without a sign: what GPUs sort fastest
+    return lax.sort((keys, vary_alike(jnp.arange(keys.size, dtype=jnp.int32), keys)), num_keys=1, is_stable=True)[1]
+
+
 def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan:
     """Returns where the pairs of experts [M, k] stand; all ranks of the axis learn of each other's numbers."""
-    # Keys without a sign are what GPUs sort fastest.
-    order = jnp.argsort(experts.reshape(-1).astype(jnp.uint32), stable=True).astype(jnp.int32)
+    order = order_of(experts)
     sizes = count(experts, num_experts)[None]
     sizes = lax.all_gather(sizes, axis, axis=0, tiled=True) if axis else sizes
-    return Plan(order, _inverse(order).reshape(experts.shape), experts, sizes)
+    return Plan(order, inverse(order).reshape(experts.shape), experts, sizes)
 
 
 def within(sizes: jax.Array, low: Any, high: Any) -> jax.Array:
@@ -250,30 +265,43 @@ class Rows(Scheme):
 
         chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
         first = functools.reduce(add, [out for out, _ in chunks])
-        out = summed(job, passes, x, first, self._over_chunks(job, lambda q: visit(q)[0]))
+        out = summed(job, passes, x, first, lambda: self._over_chunks(job, lambda q: visit(q)[0]))
         return out, [made for _, made in chunks] if keep else None
 
     def backward(
-        self, job: Job, passes: jax.Array, plan: Plan, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
+        self,
+        job: Job,
+        passes: jax.Array,
+        plan: Plan,
+        kept: Any,
+        x: Callable,
+        weights: Any,
+        params: Any,
+        d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
         top_k, own = weights.shape[1], _Params.of(params)
 
-        def visit(q: jax.Array, made: _Made | None = None) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        def visit(q: jax.Array, made: Callable) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
             w = self.window(job, plan, q)
             weight = jnp.where(w.pair >= 0, weights.reshape(-1)[jnp.maximum(w.pair, 0)], 0)
             d, weight = (self._rows(job, w, a) for a in (taken(d_out, w.pair, top_k), weight))
-            if made is None:
-                made = _Made.of(job, own, self._rows(job, w, taken(x, w.pair, top_k)), w.sizes, True)
-            d_own, d_rows = made.pull(own, (wide(d) * weight[:, None]).astype(made.y.dtype))
-            d_weight = jnp.sum(wide(made.y) * wide(d), axis=1)
+            by = made(w)
+            d_own, d_rows = by.pull(own, (wide(d) * weight[:, None]).astype(by.y.dtype))
+            d_weight = jnp.sum(wide(by.y) * wide(d), axis=1)
             d_rows, d_weight = (self._home(job, w, a) for a in (d_rows, d_weight))
             d_weight = jnp.where(w.slot >= 0, d_weight[jnp.maximum(w.slot, 0)], 0)
             return combined(d_rows, w.slot), d_weight, [wide(a) for a in d_own]
 
-        mades = [None] * job.chunks if kept is None else kept
-        first = functools.reduce(add, [visit(jnp.int32(i), made) for i, made in enumerate(mades)])
-        like = x, weights, own.own
-        d_x, d_weights, d_own = summed(job, passes, like, first, self._over_chunks(job, visit))
+        def further() -> Callable:
+            tokens = x()
+
+            def again(w: Window) -> _Made:
+                return _Made.of(job, own, self._rows(job, w, taken(tokens, w.pair, top_k)), w.sizes, True)
+
+            return self._over_chunks(job, lambda q: visit(q, again))
+
+        first = functools.reduce(add, [visit(jnp.int32(i), lambda _, i=i: kept[i]) for i in range(job.chunks)])
+        d_x, d_weights, d_own = summed(job, passes, (d_out, weights, own.own), first, further)
         return d_x, d_weights, own.tree_of(d_own)
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,15 +179,26 @@ class AllGather(Scheme):
         return jnp.concatenate(out), kept if keep else None
 
     def backward(
-        self, job: Job, passes: jax.Array, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: jax.Array
+        self,
+        job: Job,
+        passes: jax.Array,
+        plan: Any,
+        kept: Any,
+        x: Callable,
+        weights: Any,
+        params: Any,
+        d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
         inner = self._inner(job)
         d_x, d_weights, d_params = [], [], []
-        parts = (self._chunks(job, a) for a in (x, weights, d_out))
+        parts = (self._chunks(job, a) for a in (weights, d_out))
         for i, (part, *own) in enumerate(zip(plan, *parts, strict=True)):
-            made = None if kept is None else kept[i]
-            every, w, d = (self._gather(job, a) for a in own)  # what is not used is not gathered
-            found = inner.scheme.backward(inner, passes, part, made, every, w, params, d)
+            w, d = (self._gather(job, a) for a in own)
+
+            def every(i: int = i) -> jax.Array:
+                return self._gather(job, self._chunks(job, x())[i])
+
+            found = inner.scheme.backward(inner, passes, part, kept[i], every, w, params, d)
             d_x.append(self._scatter(job, found[0]))
             d_weights.append(self._scatter(job, found[1]))
             d_params.append(jax.tree.map(wide, found[2]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import jax
 import jax_triton
 from jax_triton import triton_lib
 
@@ -15,7 +17,7 @@ from kernels._core.interpret import interpreting
 from kernels._core.triton_interpreter import language_lock, run_interpreted
 from kernels._core.work import Work
 
-__all__ = ["compile_for", "triton_launch"]
+__all__ = ["compile_for", "tensor_descriptor", "triton_launch"]
 
 CUSTOM_CALL_TARGET = triton_lib.CUSTOM_CALL_TARGET_NAME
 
@@ -68,6 +70,19 @@ def triton_launch(
             cost_estimate=cost or None,
             **named,
         )
+
+
+def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[int, ...]) -> Any:
+    """Returns what a kernel's tensor descriptor is made from: an array, seen in a shape of as many entries, that TMA copies in
+    blocks. None where there is no TMA, and where kernels are interpreted: the kernel makes its own then.
+
+    On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that allocates
+    can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
+    """
+    if interpreting() or triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch < 90:
+        return None
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return triton_lib.TensorDescriptor(x, shape, strides, block_shape)
 
 
 @contextlib.contextmanager

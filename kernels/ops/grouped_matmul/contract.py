@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +16,37 @@ from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile of a product that a program of a kernel makes at a time; None leaves a choice to the configuration chain.
+
+    Attributes:
+      block_m, block_n, block_k: rows and columns of the result, and entries of the contracted dim in one step.
+      num_warps, num_stages, programs: of Triton: warps of a program, depth of its pipeline, and how many programs take turns.
+      band: of Triton: so many rows of tiles go over the columns together, and find what they read of a matrix in the L2 cache.
+      flatten: of Triton: the loops over tiles and over steps are one, so that a tile's first loads come before the last's end.
+    """
+
+    block_m: int | None = None
+    block_n: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    programs: int | None = None
+    band: int | None = None
+    flatten: bool | None = None
+
+
+@dataclass(frozen=True)
+class GroupedMatmulConfig:
+    """Tiles of the three products: rows by matrices, the gradient of the rows, and that of the matrices."""
+
+    forward: Tile | None = None
+    d_lhs: Tile | None = None
+    d_rhs: Tile | None = None
+
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -96,6 +128,8 @@ def grouped_matmul_quantized(
 ) -> Float[Array, "M F"]:
     """Returns `grouped_matmul` of the matrices rhs * rhs_scale, rounded to lhs's dtype; rhs is of integers or narrow floats.
 
+    Neither rhs nor rhs_scale has a gradient. A backend may apply the scales of columns after the sums, and round once less.
+
     Args:
       rhs_scale: [E, blocks, F], or [E, blocks, 2, F]: each is of D / blocks entries of D, one after the other. Also where it is
         `rhs_transposed` that is given.
@@ -145,6 +179,12 @@ def _even(rng: np.random.Generator, dims: Any) -> jax.Array:
     return jnp.asarray(rng.multinomial(dims["M"], shares), jnp.int32)
 
 
+def _zipf(rng: np.random.Generator, dims: Any) -> jax.Array:
+    """Sizes by Zipf's law, as of a router without balance, the large ones anywhere."""
+    shares = rng.permutation(1 / np.arange(1, dims["G"] + 1))
+    return jnp.asarray(rng.multinomial(dims["M"], shares / shares.sum()), jnp.int32)
+
+
 def _codes(*names: str | int) -> Callable:
     """Returns a maker of int8 weights of those dims; a number is a size."""
 
@@ -167,6 +207,8 @@ def _case(name, sizes, *tags, arrays=(), make=None, shapes=None, activation=None
 
 
 _LAYER = {"D": 2048, "E": 128, "G": 128, "F": 768}  # Qwen3-30B-A3B
+_LITE = {"D": 2048, "E": 64, "G": 64, "F": 1408}  # DeepSeek-V2-Lite
+_MIXTRAL = {"D": 4096, "E": 8, "G": 8, "F": 14336}  # Mixtral 8x7B
 
 op = Op(
     grouped_matmul,
@@ -176,8 +218,9 @@ op = Op(
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_bias"),
     same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
+    config=GroupedMatmulConfig,
     cases=(
-        _case("small", (5, 0, 2, 4), "smoke", M=11, D=8, E=4, G=4, F=6),
+        _case("small", (5, 0, 2, 4), "smoke", "code", M=11, D=8, E=4, G=4, F=6),
         _case(
             "offset_gated", (3, 9, 0, 7, 4), arrays=("rhs_bias",), activation="silu", make={"group_offset": _offset(1)},
             shapes={"rhs": (3, 5, 2, 7), "rhs_bias": (3, 2, 7)}, M=29, D=5, E=3, G=5, F=7,
@@ -188,8 +231,16 @@ op = Op(
             M=50, D=12, E=3, G=3, F=9,
         ),
         _case("long_groups", (150, 1, 0, 49), "slow", M=200, D=16, E=4, G=4, F=8),
-        _case("qwen3_gate_up", _even, "bench", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER),
-        _case("qwen3_down", _even, "bench", M=65536, D=768, E=128, G=128, F=2048),
+        _case(
+            "qwen3_gate_up", _even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, M=65536, **_LAYER,
+        ),
+        _case("qwen3_down", _even, "bench", "code", M=65536, D=768, E=128, G=128, F=2048),
+        _case("qwen3_up", _even, "bench", M=131072, **_LAYER),
+        _case("qwen3_up_zipf", _zipf, "bench", M=131072, **_LAYER),
+        _case("deepseek_lite_up", _even, "bench", M=65536, **_LITE),
+        _case("deepseek_lite_up_zipf", _zipf, "bench", M=65536, **_LITE),
+        _case("mixtral_up", _even, "bench", M=32768, **_MIXTRAL),
+        _case("mixtral_up_zipf", _zipf, "bench", M=32768, **_MIXTRAL),
     ),
     work=work,
 )  # fmt: skip
@@ -203,6 +254,7 @@ quantized_op = Op(
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_scale", "rhs_bias"),
     same_dtype=("lhs", "rhs_bias"),
+    config=GroupedMatmulConfig,
     cases=(
         _case(
             "int8", (5, 0, 2, 4), "smoke", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (4, 2, 6)},
@@ -210,11 +262,15 @@ quantized_op = Op(
         ),
         _case(
             "gated_transposed", (3, 9, 0, 7), arrays=("rhs_bias",), activation="relu",
-            make={"rhs": _none, "rhs_transposed": _codes("E", 2, "F", "D"), "group_offset": _offset(1)},
-            shapes={"rhs_scale": (3, 1, 2, 7), "rhs_bias": (3, 2, 7)}, M=23, D=5, E=3, G=4, F=7,
+            make={
+                "rhs": _none, "rhs_transposed": _codes("E", 2, "F", "D"), "group_offset": _offset(1),
+                # as quantisation makes them, or products of a gate and an up projection are too large for float16
+                "rhs_scale": lambda rng, dims: jnp.asarray(rng.uniform(0.5, 2, (3, 1, 2, 7)) / 127, jnp.float32),
+            },
+            shapes={"rhs_bias": (3, 2, 7)}, M=23, D=5, E=3, G=4, F=7,
         ),
         _case(
-            "qwen3_int8", _even, "bench", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (128, 1, 768)},
+            "qwen3_int8", _even, "bench", "code", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (128, 1, 768)},
             M=65536, **_LAYER,
         ),
     ),

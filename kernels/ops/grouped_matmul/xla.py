@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels.ops.grouped_matmul.contract import activated, op, quantized_op
+from kernels.ops.grouped_matmul.groups import bounds
 
 # Rows of a tile, largest first. Few sizes, so that a group costs few products, and a small last one, so that little is wasted.
 TILES = (128, 32, 8)
@@ -29,10 +30,7 @@ class _Groups(NamedTuple):
 
 
 def _groups(group_sizes: jax.Array, group_offset: jax.Array | None, experts: int, rows: Any) -> _Groups:
-    edges = jnp.minimum(jnp.pad(jnp.cumsum(group_sizes.astype(jnp.int32)), (1, 0)), rows)
-    first = 0 if group_offset is None else group_offset.astype(jnp.int32)
-    edges = edges[(first + jnp.arange(experts + 1)).clip(0, group_sizes.shape[0])]
-    begin, end = edges[:-1], edges[1:]
+    begin, end = bounds(group_sizes, group_offset, experts, rows)
     return _Groups(begin, end, jnp.argsort(begin == end, stable=True), jnp.sum(begin < end))
 
 

@@ -1,0 +1,52 @@
+"""Which rows are of which matrix, how the weights of a call are read, and what kernels refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Weights that a kernel widens after it has read them.
+WIDENED = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def bounds(
+    group_sizes: jax.Array, group_offset: jax.Array | None, experts: int, rows: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns int32 [E] twice: the first row of each matrix's group, and one past its last."""
+    edges = jnp.minimum(jnp.pad(jnp.cumsum(group_sizes.astype(jnp.int32)), (1, 0)), rows)
+    first = 0 if group_offset is None else group_offset.astype(jnp.int32)
+    edges = edges[(first + jnp.arange(experts + 1)).clip(0, group_sizes.shape[0])]
+    return edges[:-1], edges[1:]
+
+
+def matrices(rhs: Any, rhs_transposed: Any) -> tuple[jax.Array, bool, bool]:
+    """Returns (matrices [E, D, width], or [E, width, D]; whether transposed; whether of a gate and an up projection)."""
+    if rhs is None:
+        E, D = rhs_transposed.shape[0], rhs_transposed.shape[-1]
+        return rhs_transposed.reshape(E, -1, D), True, rhs_transposed.ndim == 4
+    return rhs.reshape(*rhs.shape[:2], -1), False, rhs.ndim == 4
+
+
+def scales(what: str, scale: jax.Array | None) -> tuple[str, jax.Array] | None:
+    """Returns what a product is told of scales: whether they are of a matrix's "columns" or, transposed, of its "rows"."""
+    return None if scale is None else (what, scale)
+
+
+def rejects(call: Any) -> str | None:
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    if weights is None:
+        return "it needs one of rhs and rhs_transposed"
+    if 0 in (*call.lhs.shape, *weights.shape, *call.group_sizes.shape):
+        return "an array has no elements"
+    return None
+
+
+def rejects_quantized(call: Any) -> str | None:
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    if weights is not None and str(weights.dtype) not in WIDENED:
+        return f"it widens weights of {', '.join(WIDENED)}, and these are of {weights.dtype}"
+    if call.rhs_scale.shape[1] != 1:
+        return f"it takes one scale for each column, and these have {call.rhs_scale.shape[1]}"
+    return rejects(call)

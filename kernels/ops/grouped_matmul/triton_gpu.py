@@ -1,0 +1,359 @@
+"""Grouped matmul for NVIDIA GPUs in Triton: how its kernels are launched, and with which tiles.
+
+The map of tiles is made on the device by a kernel of its own: nothing asks the host for a size. Where an activation hides the
+products they are computed again, and the same kernel turns the cotangent of the result into that of the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+from jax import lax
+
+from kernels._core.triton import tensor_descriptor, triton_launch
+from kernels._core.work import Work, nbytes
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, op, quantized_op
+from kernels.ops.grouped_matmul.groups import matrices, rejects, rejects_quantized, scales
+from kernels.ops.grouped_matmul.triton_kernels import (
+    group_sum_kernel,
+    grouped_matmul_kernel,
+    ragged_contraction_kernel,
+    tile_map_kernel,
+)
+
+# Multiprocessors of an H100 or H200: programs that stay, each of which takes every 132nd tile.
+MULTIPROCESSORS = 132
+
+
+class _Map(NamedTuple):
+    """The tiles of `block_m` rows, `bound` at most, the bounds and the order of the groups, and a counter at zero."""
+
+    tiles: jax.Array
+    bounds: jax.Array
+    turn: jax.Array
+    bound: int
+    block_m: int
+
+
+def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int, block_m: int) -> _Map:
+    bound = rows // block_m + experts + 2
+    block_e = triton.next_power_of_2(experts + 2)
+    block_t = max(16, min(64, 8192 // block_e))
+    tiles, bounds, turn = triton_launch(
+        tile_map_kernel,
+        group_sizes.astype(jnp.int32),
+        None if group_offset is None else group_offset.astype(jnp.int32).reshape(1),
+        out_shape=(
+            jax.ShapeDtypeStruct((3, bound), jnp.int32),
+            jax.ShapeDtypeStruct((3 * experts + 2,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
+        grid=(triton.cdiv(bound, block_t),),
+        ROWS=rows,
+        G=group_sizes.shape[0],
+        E=experts,
+        BOUND=bound,
+        BLOCK_M=block_m,
+        BLOCK_G=triton.next_power_of_2(group_sizes.shape[0]),
+        BLOCK_E=block_e,
+        BLOCK_T=block_t,
+    )
+    return _Map(tiles, bounds, turn, bound, block_m)
+
+
+def _whole(x: jax.Array, width: int) -> bool:
+    """Returns whether the engine that copies tiles (TMA) is to read x: rows of so many entries begin every 16 bytes.
+
+    Not float32, which is multiplied from registers."""
+    return x.dtype.itemsize <= 2 and width * x.dtype.itemsize % 16 == 0
+
+
+def _work(flops: int, *arrays: Any) -> Work:
+    return Work(flops, nbytes(*arrays))
+
+
+def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activation=None, d_out=None, scale=None):
+    """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
+
+    `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, width] or [E, K])."""
+    (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
+    N = width // 2 if gated else width
+    tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
+    out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
+    code = str(b.dtype) if b.dtype.itemsize == 1 else None
+    of, factors = scale or (None, None)
+    parts = 2 if d_out is not None and tile.block_n >= 32 else 1
+    b = b if code in (None, "int8") else lax.bitcast_convert_type(b, jnp.uint8)
+    a_desc = b_desc = None
+    if tma:
+        a_desc = tensor_descriptor(a, (M, K), (where.block_m, tile.block_k))
+        matrix = (experts * width, K) if transposed else (experts * K, width)
+        block = tile.block_k, tile.block_n
+        b_desc = tensor_descriptor(b, matrix, block[::-1] if transposed else block)
+    (result,) = triton_launch(
+        grouped_matmul_kernel,
+        a,
+        b,
+        factors,
+        bias,
+        d_out,
+        a_desc,
+        b_desc,
+        where.tiles,
+        where.bounds,
+        out_shape=(out,),
+        grid=(min(tile.programs, where.bound * triton.cdiv(N, tile.block_n)),),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        work=_work(2 * M * K * width, a, b, out),
+        M=M,
+        K=K,
+        N=N,
+        E=experts,
+        BOUND=where.bound,
+        GATED=gated,
+        TRANSPOSED=transposed,
+        ACTIVATION=activation,
+        CODE=code,
+        SCALES=of,
+        TMA=tma,
+        FLATTEN=tile.flatten,
+        PARTS=parts,
+        BAND=tile.band,
+        BLOCK_M=where.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+    )
+    return result
+
+
+def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
+    """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
+    (M, P), Q = a.shape, b.shape[1]
+    out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
+    tma, a_desc, b_desc = _whole(a, P) and _whole(b, Q), None, None
+    if tma:
+        a_desc = tensor_descriptor(a, (M, P), (tile.block_k, tile.block_m))
+        b_desc = tensor_descriptor(b, (M, Q), (tile.block_k, tile.block_n))
+    result, _ = triton_launch(
+        ragged_contraction_kernel,
+        a,
+        b,
+        where.bounds,
+        where.turn,
+        a_desc,
+        b_desc,
+        out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)),
+        input_output_aliases={3: 1},
+        grid=(min(tile.programs, experts * triton.cdiv(P, tile.block_m) * triton.cdiv(Q, tile.block_n)),),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        work=_work(2 * M * P * Q, a, b, out),
+        M=M,
+        P=P,
+        Q=Q,
+        E=experts,
+        TMA=tma,
+        STAGES=tile.num_stages,
+        BAND=tile.band,
+        BLOCK_P=tile.block_m,
+        BLOCK_Q=tile.block_n,
+        BLOCK_K=tile.block_k,
+    )
+    return result
+
+
+def _group_sums(x, experts: int, dtype: Any, where: _Map):
+    N = x.shape[1]
+    block_n = max(16, min(128, triton.next_power_of_2(N)))
+    (result,) = triton_launch(
+        group_sum_kernel,
+        x,
+        where.bounds,
+        out_shape=(jax.ShapeDtypeStruct((experts, N), dtype),),
+        grid=(experts, triton.cdiv(N, block_n)),
+        N=N,
+        E=experts,
+        BLOCK_M=4096 // block_n,
+        BLOCK_N=block_n,
+    )
+    return result
+
+
+# -- the operation ----------------------------------------------------------------------------------------------------
+
+
+def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+    b, transposed, gated = weights
+    where = _tile_map(group_sizes, group_offset, lhs.shape[0], b.shape[0], cfg.forward.block_m)
+    return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation, scale=scales("columns", scale))
+
+
+def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+    """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, the map of tiles)."""
+    b, transposed, gated = weights
+    experts, d = b.shape[0], saved.d_out.astype(lhs.dtype)
+
+    def tile_map(block_m):
+        return _tile_map(group_sizes, group_offset, lhs.shape[0], experts, block_m)
+
+    where = tile_map(cfg.d_lhs.block_m)
+    if activation is not None:
+        again = where if cfg.forward.block_m == where.block_m else tile_map(cfg.forward.block_m)
+        columns = scales("columns", scale)
+        d = _product(lhs, b, transposed, gated, cfg.forward, again, rhs_bias, activation, d, scale=columns)
+    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, where, scale=scales("rows", scale))}
+    if rhs_bias is not None:
+        found["rhs_bias"] = _group_sums(d, experts, rhs_bias.dtype, where).reshape(rhs_bias.shape)
+    return found, d, where
+
+
+def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
+
+
+def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    found, d, where = _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
+    name, given, left, right = (
+        ("rhs", rhs, lhs, d) if rhs_transposed is None else ("rhs_transposed", rhs_transposed, d, lhs)
+    )
+    d_rhs = _contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, where)
+    return found | {name: d_rhs.reshape(given.shape)}
+
+
+def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
+    weights = matrices(rhs, rhs_transposed)
+    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)
+
+
+def quantized_backward(
+    saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg
+):
+    weights = matrices(rhs, rhs_transposed)
+    return _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)[0]
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def _power(n: int, most: int) -> int:
+    return max(16, min(most, triton.next_power_of_2(n)))
+
+
+def _sizes(call) -> tuple[int, int, int, int, int]:
+    """Returns M, E, D, the columns of a matrix, and those of the result."""
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    M, E, D, F = (call.dims[n] for n in "MEDF")
+    return M, E, D, F * (2 if weights.ndim == 4 else 1), F
+
+
+class _Shape(NamedTuple):
+    """A tile that fits the registers and the shared memory of a multiprocessor in 16-bit types, and how it is made.
+
+    `speed` is what it does where nothing is left over, against the first, as an H200 has been seen to run them."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    programs: int  # a multiprocessor
+    speed: float
+    band: int = 8
+
+
+PRODUCTS = (
+    _Shape(128, 128, 4, 3, 2, 1.0),
+    _Shape(128, 256, 8, 3, 1, 0.94),
+    _Shape(256, 128, 8, 3, 1, 0.9),
+    _Shape(64, 256, 4, 4, 1, 0.83),
+    _Shape(64, 128, 4, 3, 2, 0.77),
+)
+CONTRACTIONS = (
+    _Shape(128, 128, 4, 3, 2, 1.0),
+    _Shape(128, 256, 8, 3, 1, 0.94),
+    _Shape(64, 256, 4, 4, 1, 0.82),
+    _Shape(64, 128, 4, 3, 2, 0.76),
+)
+# So many entries, or rows of a group, to go over make up for what a tile alone on its multiprocessor waits for at its ends.
+LONG_PRODUCT, LONG_CONTRACTION = 4096, 2048
+LARGE = _Shape(128, 256, 8, 3, 1, 1.06)
+# What the tuner tries beside them.
+WIDER_BANDS = tuple(shape._replace(band=16) for shape in (PRODUCTS[0], PRODUCTS[1]))
+DEEPER = _Shape(128, 256, 8, 4, 1, 1.0)
+
+
+def _tile(
+    rows: float,
+    columns: int,
+    depth: int,
+    itemsize: int,
+    shapes: Sequence[_Shape],
+    *,
+    halves: int = 1,
+    ragged_rows: bool = True,
+    widened: bool = False,
+) -> Tile:
+    """Returns the tile for groups of so many rows: of the least work among the shapes, what is left over included."""
+    if itemsize == 4:  # multiplied outside of the matrix units, in true float32
+        deep = 16 if widened else 32  # what widens weights holds them in registers twice
+        m, n, k = _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, deep)
+        return Tile(m, n, k, 4, 2, 2 * MULTIPROCESSORS, 8, False)
+
+    def cost(shape):
+        m, n = shape.rows, shape.columns
+        # A group ends somewhere in its last tile.
+        height = rows + m / 2 if ragged_rows else triton.cdiv(int(rows), m) * m
+        return height * triton.cdiv(columns, n // halves) * n / shape.speed
+
+    shape = min(shapes, key=cost)
+    m = min(shape.rows, _power(max(1, int(1.25 * rows)), shape.rows))
+    n, deep = _power(columns, shape.columns // halves), _power(depth, 64)
+    warps = shape.warps if m * n * halves >= 64 * 128 else 4
+    return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, ragged_rows)
+
+
+def _config(call, shape: _Shape | None = None) -> GroupedMatmulConfig:
+    M, E, D, width, F = _sizes(call)
+    itemsize, rows, transposed = call.lhs.dtype.itemsize, M / max(1, E), call.rhs is None
+    first, second = (width, D) if transposed else (D, width)
+    widened = "rhs_scale" in call.arguments
+
+    def product(columns, depth, turned, halves=1):
+        large = () if turned or depth < LONG_PRODUCT else (LARGE,)
+        return _tile(
+            rows, columns, depth, itemsize, (shape,) if shape else PRODUCTS + large, halves=halves, widened=widened
+        )
+
+    large = () if rows < LONG_CONTRACTION else (LARGE,)
+    contraction = (shape,) if shape else CONTRACTIONS + large
+    return GroupedMatmulConfig(
+        product(F, D, transposed, halves=width // F),
+        product(D, width, not transposed),
+        _tile(first, second, int(max(1, rows)), itemsize, contraction, ragged_rows=False),
+    )
+
+
+def heuristic(call, platform):
+    return _config(call)
+
+
+def candidates(call):
+    if call.lhs.dtype.itemsize == 4:
+        return [_config(call)]
+    return list(dict.fromkeys([_config(call), *(_config(call, s) for s in (*PRODUCTS, *WIDER_BANDS, DEEPER))]))
+
+
+_WHERE = {
+    "platforms": {"cuda"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "heuristic": heuristic,
+    "candidates": candidates,
+}
+op.register(forward, backward, rejects=rejects, **_WHERE)
+quantized_op.register(quantized_forward, quantized_backward, rejects=rejects_quantized, **_WHERE)

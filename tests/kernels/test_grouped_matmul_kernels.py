@@ -1,0 +1,215 @@
+"""grouped_matmul's Triton and Pallas kernels, interpreted: several tiles of each dim, ragged ends, and the map of tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import FLOOR, error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels._core.interpret import interpret
+from kernels.ops.grouped_matmul import op, quantized_op
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
+
+TRITON = Tile(32, 32, 16, 4, 2, 3, 2, True)
+PALLAS = Tile(16, 128, 128)
+CONFIGS = {
+    "triton": GroupedMatmulConfig(TRITON, TRITON, TRITON),
+    "pallas": GroupedMatmulConfig(PALLAS, PALLAS, Tile(128, 128, 16)),
+}
+# Of 5 groups, of which the matrices are those of 4, the last or the first; 6 rows more are of none.
+SIZES = (37, 0, 1, 50, 6)
+
+
+def arguments(dtype, D, F, *, sizes=SIZES, offset=None, gated=False, transposed=False, bias=False, experts=5, rows=100):
+    rng = np.random.default_rng(0)
+    shape = (experts, D, 2, F) if gated else (experts, D, F)
+    rhs = rng.standard_normal(shape) / np.sqrt(D)
+    made = {"lhs": rng.standard_normal((rows, D)), "rhs": np.moveaxis(rhs, 1, -1) if transposed else rhs}
+    made |= {"rhs_bias": rng.standard_normal((experts, *shape[2:]))} if bias else {}
+    floats = {n: jnp.asarray(x, dtype) for n, x in made.items()}
+    others = {"group_sizes": jnp.asarray(sizes, jnp.int32)}
+    return floats, others if offset is None else {**others, "group_offset": jnp.int32(offset)}
+
+
+def run(platform, floats, others, transposed=False, cfg=None, **options):
+    """Returns the result and the gradients by name for a cotangent of cosines."""
+
+    @jax.jit
+    def both(floats, others):
+        def forward(floats):
+            rest = {n: x for n, x in floats.items() if n != "rhs"}
+            rhs = (None, floats["rhs"]) if transposed else (floats["rhs"], None)
+            return op(rhs=rhs[0], rhs_transposed=rhs[1], platform=platform, cfg=cfg, **rest, **others, **options)
+
+        out, pull = jax.vjp(forward, floats)
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype))[0]
+
+    with interpret():
+        out, grads = both(floats, others)
+    return {"out": out, **grads}
+
+
+def check(platform, dtype, D, F, *, activation=None, transposed=False, empty_rows=None, **how):
+    floats, others = arguments(dtype, D, F, transposed=transposed, **how)
+    wide = {n: x.astype(jnp.float32) for n, x in floats.items()}
+    want = run("xla", wide, others, transposed, activation=activation)
+    if empty_rows is not None:  # what is in a row of no group is nobody's business
+        floats["lhs"] = floats["lhs"].at[empty_rows].set(jnp.nan)
+    got = run(platform, floats, others, transposed, CONFIGS[platform], activation=activation)
+    for name in want:
+        assert error(got[name], want[name]) < FLOOR[dtype], name
+    return got
+
+
+CALLS = {
+    "plain": {"D": 48, "F": 80, "empty_rows": slice(94, None)},
+    "gated, offset": {"D": 32, "F": 40, "gated": True, "bias": True, "activation": "silu", "offset": 1, "experts": 4},
+    "transposed": {"D": 48, "F": 72, "transposed": True, "activation": "gelu_tanh", "offset": 0, "experts": 3},
+    "gated, transposed": {"D": 48, "F": 32, "gated": True, "transposed": True, "activation": "relu"},
+    "odd": {"D": 35, "F": 41, "bias": True, "activation": "relu"},
+}
+QUICK = {("triton", "plain"), ("triton", "gated, offset"), ("pallas", "plain"), ("pallas", "gated, offset")}
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [pytest.param(p, n, marks=() if (p, n) in QUICK else pytest.mark.slow) for p in CONFIGS for n in CALLS],
+)
+def test_several_tiles(platform, name):
+    """bfloat16, so that tiles of whole 16 bytes go the way of TMA."""
+    check(platform, "bfloat16", **CALLS[name])
+
+
+@pytest.mark.parametrize("platform", ["triton", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_a_wide_matrix_in_float32(platform):
+    """Several blocks of the contracted dim, the last of them part of one."""
+    check(platform, "float32", 140, 150, sizes=(3, 0, 20), experts=3, rows=24)
+
+
+@pytest.mark.parametrize("platform", ["triton", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_no_rows_in_any_group(platform):
+    got = check(platform, "bfloat16", 16, 16, sizes=(0, 0), experts=2, rows=20, empty_rows=slice(None))
+    assert not any(np.asarray(x, np.float32).any() for x in got.values())
+
+
+# -- 8-bit weights -----------------------------------------------------------------------------------------------------
+
+
+def quantised(platform, codes, scale, floats, others, transposed, **options):
+    """Returns the result, and the gradients by name for a cotangent of cosines."""
+
+    @jax.jit
+    def both(floats, codes, scale, others):
+        def forward(floats):
+            rhs = {"rhs": None, "rhs_transposed": codes} if transposed else {"rhs": codes, "rhs_transposed": None}
+            return quantized_op(**floats, **rhs, rhs_scale=scale, platform=platform, **others, **options)
+
+        out, pull = jax.vjp(forward, floats)
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype))[0]
+
+    with interpret():
+        out, grads = both(floats, codes, scale, others)
+    return {"out": out, **grads}
+
+
+EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize(
+    ("platform", "code", "how"),
+    [
+        pytest.param(platform, code, how, marks=() if (code, how) == ("int8", "gated") else pytest.mark.slow)
+        for platform in ("triton", "pallas")
+        for code in EIGHT_BITS
+        for how in ("gated", "transposed", "odd")
+    ],
+)
+def test_eight_bit_weights(platform, code, how):
+    """Against the weights times their scales in float32, which the other backend multiplies."""
+    made = {
+        "gated": {"D": 64, "F": 48, "gated": True, "bias": True},
+        "transposed": {"D": 48, "F": 64, "transposed": True},
+        "odd": {"D": 19, "F": 21, "bias": True},
+    }[how]
+    activation, transposed = ("silu" if how == "gated" else None), how == "transposed"
+    floats, others = arguments("float32", **made)
+    rhs = np.asarray(floats.pop("rhs"))
+    D_at = -1 if transposed else 1
+    scale = np.abs(rhs).max(D_at, keepdims=True) / (127 if code == "int8" else 4)
+    codes = jnp.asarray(np.round(rhs / scale) if code == "int8" else rhs / scale).astype(code)
+    scale = jnp.asarray(np.moveaxis(scale, D_at, 1))
+    floats = {n: x.astype(jnp.bfloat16) for n, x in floats.items()}
+    wide = {n: x.astype(jnp.float32) for n, x in floats.items()}
+    want = quantised("xla", codes, scale, wide, others, transposed, activation=activation)
+    tiles = {"cfg": CONFIGS[platform], "activation": activation}
+    got = quantised(platform, codes, scale, floats, others, transposed, **tiles)
+    for name in want:
+        assert error(got[name], want[name]) < FLOOR["bfloat16"], name
+
+
+@pytest.mark.parametrize("code", [pytest.param(c, marks=() if "e4" in c else pytest.mark.slow) for c in EIGHT_BITS])
+def test_every_code_of_eight_bits(code):
+    codes = np.arange(256, dtype=np.uint8).view(code).reshape(1, 16, 16)
+    finite = np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros_like(codes))
+    others, scale = {"group_sizes": jnp.int32([16])}, jnp.ones((1, 1, 16))
+    for dtype in ("float32", "bfloat16"):
+        floats = {"lhs": jnp.eye(16, dtype=dtype)}
+        got = quantised("triton", jnp.asarray(finite), scale, floats, others, False, cfg=CONFIGS["triton"])["out"]
+        np.testing.assert_array_equal(np.asarray(got, np.float32), finite[0].astype(np.float32))
+    got = quantised("triton", jnp.asarray(codes), scale, floats, others, False, cfg=CONFIGS["triton"])["out"]
+    np.testing.assert_array_equal(
+        np.isfinite(np.asarray(got, np.float32)).all(0), np.isfinite(codes[0].astype(np.float32)).all(0)
+    )
+
+
+# -- the map of tiles --------------------------------------------------------------------------------------------------
+
+
+def _maps(sizes, offset, experts, rows, block_m):
+    """Every row is in one tile, with the matrix of its group; a tile has rows of one group; the rest are zero rows."""
+    from kernels.ops.grouped_matmul.triton_gpu import _tile_map
+
+    with interpret():
+        where = _tile_map(jnp.asarray(sizes, jnp.int32), jnp.int32(offset), rows, experts, block_m)
+    tiles, limits = np.asarray(where.tiles), np.asarray(where.bounds)
+    group = np.repeat(np.arange(len(sizes)), sizes)[:rows] - offset
+    group = np.r_[group, np.full(rows - len(group), -1)]
+    group[(group < 0) | (group >= experts)] = -1
+    found = np.full(rows, -2)
+    begin, end, (products, count), order = np.split(limits, [experts, 2 * experts, 2 * experts + 2])
+    assert count <= where.bound
+    assert ((tiles[0] >= 0)[:count] == (np.arange(count) < products)).all(), "zeros come last"
+    assert sorted(order) == list(range(experts)) and (np.diff((end - begin)[order]) <= 0).all(), (
+        "the longest come first"
+    )
+    for expert, row, stop in tiles[:, :count].T:
+        assert row < stop, "a tile without rows"
+        mine = slice(row, min(row + block_m, stop))
+        assert (found[mine] == -2).all(), "a row in two tiles"
+        found[mine] = expert
+    np.testing.assert_array_equal(found, group)
+    for e in range(experts):
+        np.testing.assert_array_equal(np.flatnonzero(group == e), np.arange(begin[e], end[e]))
+
+
+@st.composite
+def maps(draw):
+    sizes = draw(st.lists(st.integers(0, 70), min_size=1, max_size=9))
+    experts = draw(st.integers(1, len(sizes)))
+    rows = max(1, sum(sizes) + draw(st.integers(0, 40)))
+    return sizes, draw(st.integers(0, len(sizes) - experts)), experts, rows, draw(st.sampled_from([16, 32]))
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(maps())
+def test_the_map_of_tiles(arguments):
+    _maps(*arguments)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(maps())
+def test_many_maps_of_tiles(arguments):
+    _maps(*arguments)
