@@ -1,5 +1,6 @@
 """`python -m benchmarks.experts [tokens=32768] [experts=128] [top_k=8] [width=2048] [hidden=768] [dtype=bfloat16] [chunks=1,2]
-[buffer=1.25] [schemes=all_gather,all_to_all] [rounds=7] [out=FILE]`: a layer of experts over all devices, forward and backward, by way of dispatch.
+[buffer=1.25] [schemes=all_gather,all_to_all] [rounds=7] [out=FILE]`: a layer of experts over all devices, forward and
+backward, by way of dispatch.
 
 Tokens are of a device. Beside every dispatch stands the same local work without a byte that travels: as many tokens, each with
 as many choices, among the experts that a device has. Its time over that of a dispatch is the share that is reported, once for

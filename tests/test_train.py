@@ -267,11 +267,11 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monk
         found = restore(self, *args, **kwargs)
         if "state" in found.keys():
             state = found["state"]
-            table = state.params["embedding"]
+            table = state["params"]["embedding"]
             bits = jax.lax.bitcast_convert_type(table, "uint32")
             bits = bits.at[3, 5].set(bits[3, 5] ^ 1)
-            params = state.params | {"embedding": jax.lax.bitcast_convert_type(bits, "float32")}
-            return {"state": state._replace(params=params)}
+            params = state["params"] | {"embedding": jax.lax.bitcast_convert_type(bits, "float32")}
+            return {"state": state | {"params": params}}
         return found
 
     directory = stopped_run

@@ -9,14 +9,14 @@ TESTS, CALLS = "tests/test_experts.py", "tests/test_experts_calls.py"
 FAULTS = (
     Fault(
         "experts: a weight of another choice of the token",
-        LAYER,
+        "ejdist/experts/local.py",
         "weights[..., None] * rows.astype",
         "weights[..., ::-1, None] * rows.astype",
         f"{TESTS} -k mixtral",
     ),
     Fault(
         "experts: rows come back by the order that they went in",
-        LAYER,
+        "ejdist/experts/local.py",
         "_permuted(rows, inverse, order)",
         "_permuted(rows, order, inverse)",
         f"{TESTS} -k mixtral",
@@ -164,9 +164,9 @@ FAULTS = (
     Fault(
         "experts: any part of the experts is a rank's",
         LAYER,
-        "not (apart and E and router.shape[1] % E == 0)",
-        "not apart",
-        f"{CALLS} -k illegal",
+        "if ranks * E != router.shape[1]:",
+        "if E > router.shape[1]:",
+        "tests/test_experts_calls.py -k refused",
     ),
     Fault(
         "experts: the tokens of all devices are gathered to be chosen for",
