@@ -10,6 +10,7 @@ import jax
 
 import kernels
 from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
+from ejdist.embedding import embedding
 from ejdist.experts import FUNCTIONS as EXPERTS
 from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.experts import moe
@@ -78,6 +79,7 @@ def bind_ops(
     where = {"mesh": mesh, "platform": platform}
     functions = {name: functools.partial(f.with_stored_weights, **where) for name, f in SHARDED.items()}
     functions["attention"] = functools.partial(ring_attention, order=order, scheme=scheme, **where)
+    functions["embedding"] = functools.partial(embedding, mesh=mesh)
     given = dict(experts or {})
     on = {
         "axis": given.get("axes"),

@@ -90,8 +90,7 @@ def _forward(
         step=context.step,
         microbatch=context.microbatch,
     )
-    table = ops.gather(params["embedding"], "V D")
-    x = ops.constrain(jnp.take(table, batch["tokens"], axis=0).astype(c.compute_dtype), "B T D")
+    x = ops.constrain(ops.embedding(params["embedding"], batch["tokens"]).astype(c.compute_dtype), "B T D")
     x, metrics = run_layers(x, params["layers"], buffers, c, at)
     return ops.rms_norm(x, params["final_norm"], eps=c.norm_eps), metrics
 

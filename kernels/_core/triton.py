@@ -76,8 +76,8 @@ def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[i
     """Returns what a kernel's tensor descriptor is made from: an array, seen in a shape of as many entries, that TMA copies in
     blocks. None where there is no TMA, and where kernels are interpreted: the kernel makes its own then.
 
-    On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that allocates
-    can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
+    On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that
+    allocates can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
     """
     if interpreting() or triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch < 90:
         return None

@@ -35,6 +35,7 @@ def scales(what: str, scale: jax.Array | None) -> tuple[str, jax.Array] | None:
 
 
 def rejects(call: Any) -> str | None:
+    """Returns why a kernel cannot do a call; None where it can."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
     if weights is None:
         return "it needs one of rhs and rhs_transposed"
@@ -44,6 +45,7 @@ def rejects(call: Any) -> str | None:
 
 
 def rejects_quantized(call: Any) -> str | None:
+    """Returns the same for 8-bit weights, which the kernels widen after they are read."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
     if weights is not None and str(weights.dtype) not in WIDENED:
         return f"it widens weights of {', '.join(WIDENED)}, and these are of {weights.dtype}"
