@@ -59,7 +59,7 @@ STYLES = {
     "mixed": style(
         {"shared_dim": 7, "shared_gate": True, "score": "sqrtsoftplus", "normalize": False, "balance": "global",
          "bias_rate": 0.25},
-        num_layers=4, first_layers=("experts",), layer_pattern=("full", "latent_experts"),
+        num_layers=4, first_layers=("experts",), layer_pattern=("full", "latent_experts"), qk_norm=True,
         latent=dataclasses.replace(LATENT, query_rank=0),
     ),
 }  # fmt: skip
@@ -92,9 +92,8 @@ def state_of(c):
 KEPT = optax.GradientTransformation(lambda p: p, lambda g, _, p: (jax.tree.map(jnp.zeros_like, p), g))
 QUICK = [
     ("mixtral", "none", 2),
-    ("qwen3", "full", 1),
     ("deepseek", "attention", 1),
-    ("gpt_oss", "attention", 2),
+    ("gpt_oss", "attention", 1),
     ("mixed", "full", 2),
 ]
 OTHERS = [case for case in itertools.product(STYLES, ("none", "attention", "full"), (1, 2)) if case not in QUICK]
