@@ -151,7 +151,7 @@ def test_a_checkpoint_of_other_experts_is_refused(first):
 def test_wrong_recipes_name_the_key_before_anything_runs(more, message):
     recipe = compose([*MOE, *more])
     with pytest.raises(ValueError, match=message):
-        program_of(recipe).step.lower
+        program_of(recipe)
 
 
 def program_of(recipe):

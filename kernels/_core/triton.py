@@ -79,7 +79,7 @@ def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[i
     On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that
     allocates can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
     """
-    if interpreting() or triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch < 90:
+    if interpreting() or int(triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch) < 90:
         return None
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return triton_lib.TensorDescriptor(x, shape, strides, block_shape)
