@@ -33,7 +33,7 @@ class Fit:
     peak: int
     collectives: dict[str, int]
     compile_seconds: float
-    notes: list[str]  # what was chosen, and why
+    notes: Sequence[str] = ()  # what was chosen, and why
 
     def text(self) -> str:
         gib = 2**30

@@ -356,5 +356,5 @@ def test_a_model_places_its_activations_by_logical_dims_only():
     ops = OPS.replace()
     ops.constrain = ops.gather = note
     mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)
-    assert {"B T D", "B T N H", "B T K H", "V D", "D N H"} <= {d for d, _ in seen}
+    assert {"B T D", "B T N H", "B T K H", "D N H"} <= {d for d, _ in seen}
     assert all(len(d.split()) == n for d, n in seen)

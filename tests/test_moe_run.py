@@ -81,7 +81,11 @@ def test_what_a_run_says_and_writes(first):
     [
         (2, ["mesh.ep=2", "experts.dispatch=all_to_all"]),
         (1, ["mesh.ep=1"]),
-        pytest.param(8, ["mesh.ep=2", "mesh.sp=2", "mesh.fsdp=2", "experts.axes=[fsdp,ep]"], marks=pytest.mark.slow),
+        pytest.param(
+            8,
+            ["mesh.ep=2", "mesh.sp=2", "mesh.fsdp=2", "experts.axes=[fsdp,ep]", "experts.dispatch=all_gather"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_goes_on_where_experts_lie_otherwise(first, corpus, tmp_path, devices, where):
@@ -92,6 +96,7 @@ def test_it_goes_on_where_experts_lie_otherwise(first, corpus, tmp_path, devices
     (copy / "checkpoints" / "4").symlink_to(directory / "checkpoints" / "4")
     _, said = run(copy, corpus, *more, *where, devices=devices)
     assert any("going on from step 4" in line for line in said)
+    assert not any("(chosen)" in line for line in said)  # named, or of one rank
     np.testing.assert_allclose(losses(copy), losses(directory)[4:], rtol=2e-5)
 
 

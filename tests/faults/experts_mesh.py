@@ -1,0 +1,79 @@
+"""Of the layer of experts over a mesh, its run, and the table of embeddings."""
+
+from faults import Fault
+
+PLACED, LAYER = "ejdist/experts/placed.py", "ejdist/experts/layer.py"
+MESH, RUN, TABLE = "tests/test_experts_mesh.py", "tests/test_moe_run.py", "tests/test_embedding.py"
+
+FAULTS = (
+    Fault(
+        "experts on a mesh: every part of F adds the bias",
+        PLACED,
+        'jnp.where(jax.lax.axis_index(axes["F"]) == 0, params["down_bias"], 0)',
+        'params["down_bias"] + 0 * jax.lax.axis_index(axes["F"])',
+        f"{MESH} -k 'test_places and all'",
+    ),
+    Fault(
+        "experts on a mesh: what one rank dropped is told for all",
+        PLACED,
+        "traffic._replace(dropped=jax.lax.psum(traffic.dropped, split) if split else traffic.dropped)",
+        "traffic._replace(dropped=jax.lax.pmax(traffic.dropped, split) if split else traffic.dropped)",
+        f"{MESH} -k room",
+    ),
+    Fault(
+        "experts on a mesh: ranks are told each other's counts",
+        LAYER,
+        "stats.counts.reshape(place.ranks, E // place.ranks).sum(-1)",
+        "stats.counts.reshape(place.ranks, E // place.ranks).sum(-1)[::-1]",
+        f"{RUN} -k says",
+    ),
+    Fault(
+        "experts on a mesh: a scheme asked for by name is chosen again",
+        PLACED,
+        'if how.scheme != "auto" or place.ranks == 1:',
+        "if place.ranks == 1:",
+        f"{RUN} -k 'otherwise and where0'",
+    ),
+    Fault(
+        "experts on a mesh: where experts lie is not asked",
+        PLACED,
+        'axes["E"] = tuple(a for a in named if mesh.shape[a] > 1) if named else axes["E"]',
+        "",
+        f"{MESH} -k 'test_places and two_level'",
+    ),
+    Fault(
+        "experts on a mesh: a capacity may change in a run",
+        "ejdist/training/resume.py",
+        '| {"experts.capacity": sections.experts.capacity}',
+        "",
+        f"{RUN} -k refused",
+    ),
+    Fault(
+        "experts on a mesh: the load is in every row",
+        "ejdist/training/metrics.py",
+        "if not self._tables_every or (step % self._tables_every and step not in (1, self._total)):",
+        "if not self._tables_every:",
+        "tests/test_layers.py -k tables",
+    ),
+    Fault(
+        "experts on a mesh: the largest load is of a microbatch",
+        "ejdist/models/feedforward.py",
+        '"experts/max_violation": max_violation(counts)',
+        '"experts/max_violation": max_violation(counts) * 0.5',
+        f"{RUN} -k says",
+    ),
+    Fault(
+        "embedding: tokens of another part of the vocabulary count here",
+        "ejdist/embedding.py",
+        "here = (own >= 0) & (own < table.shape[0])",
+        "here = own < table.shape[0]",
+        TABLE,
+    ),
+    Fault(
+        "embedding: the width of another device",
+        "ejdist/embedding.py",
+        "jax.lax.all_gather(table, width, axis=1, tiled=True)",
+        "jax.lax.all_gather(table, width, axis=1, tiled=True)[:, ::-1]",
+        TABLE,
+    ),
+)
