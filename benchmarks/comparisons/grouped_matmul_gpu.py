@@ -61,7 +61,9 @@ def ours(lhs, rhs, d, sizes, quick):
                 return gpu._product(lhs, rhs, False, False, tile, where)
 
             name = "x".join(map(str, (tile.block_m, tile.block_n, tile.block_k)))
-            name += f" w{tile.num_warps} s{tile.num_stages} p{tile.programs}" + " flat" * bool(tile.flatten)
+            name += f" w{tile.num_warps} s{tile.num_stages} p{tile.programs} b{tile.band}" + " flat" * bool(
+                tile.flatten
+            )
             yield direction, "ours " + name + " (heuristic)" * (i == 0), run
 
 
