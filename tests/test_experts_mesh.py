@@ -156,6 +156,17 @@ def test_what_has_no_room_is_counted():
         np.testing.assert_allclose(out, found, atol=1e-5)
 
 
+def test_a_batch_of_one_counts_once_what_has_no_room():
+    """It is whole on the axes of the batch, so those are no more tokens."""
+    arrays = {n: a[:1] if n == "x" else a for n, a in slanted(inputs(), K).items()}
+    mesh = ejdist.make_mesh(dp=2, sp=2, devices=jax.devices()[:4])
+    for where in ({}, {"mesh": mesh, "axis": "sp", "dispatch": "all_to_all"}):
+        out, stats = jax.jit(lambda arrays, where=where: moe(**arrays, top_k=K, capacity=1.0, **where))(arrays)
+        found = (out, stats.dropped) if not where else found
+        np.testing.assert_allclose(out, found[0], atol=1e-5)
+        assert stats.dropped == found[1] > 0
+
+
 def test_inside_a_shard_map_of_the_caller():
     """The arrays are a rank's own, and the axis is named."""
     mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])

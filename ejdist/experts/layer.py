@@ -183,7 +183,9 @@ def moe(
       platform: of the matmuls: None for the fastest backend of what this is compiled for, or a name, which never falls back.
       routing: every option of `ejdist.route`: score, normalize, bias, router_bias, groups, jitter and so on.
 
-    All float arrays have gradients but `bias`. `stats` holds the losses, which are not added to anything.
+    All float arrays have gradients but `bias`. `stats` holds the losses, which are not added to anything. On a mesh it is of
+    the tokens of all devices; inside a `shard_map` of the rank's own, but for `extra_passes` and `high_water`, which all
+    ranks share.
 
     Raises:
       ValueError: naming the argument. Unsupported: the platform asked for cannot do it.

@@ -16,7 +16,7 @@ from ejdist.experts.dispatch import check_buffer, exchange
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
 from ejdist.experts.schemes import SCHEMES
-from ejdist.layout import Axes, axes_of_specs, check_specs, current_layout, on_mesh, spec
+from ejdist.layout import Axes, axes_in, axes_of_specs, check_specs, current_layout, on_mesh, spec
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
@@ -219,7 +219,8 @@ def through_experts(
         how = _chosen(how, place, x.shape[0] * x.shape[1], weights.shape[-1], x, told)
         return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
     mesh, axes = place.mesh, place.axes
-    tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for d in "BT" for a in axes[d])
+    split = [a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes[d]]
+    tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for a in split)
     how = _chosen(how, place, tokens, weights.shape[-1], x, told)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
@@ -260,7 +261,8 @@ def _compiled(p: _Program) -> Callable:
     """Returns the jitted function of global arrays. Kept, so that a second eager call compiles nothing."""
     shapes = dict(p.shapes[1])
     axes, mesh = p.axes, p.mesh
-    tokens = {a for d in "BT" for a in axes[d]}
+    rows = spec(("B", "T", "_"), axes, shape=p.shapes[0], mesh=mesh, what="moe: argument 'x'")
+    tokens = {*axes_in(rows)}  # not all of B's and T's: a batch of one is whole
     # Gathered inside over axes that split the tokens, so that the gradient is scattered as it is summed; over the others the
     # compiler gathers, outside.
     inside = tuple(a for a in axes["W"] if a in tokens)
@@ -271,7 +273,6 @@ def _compiled(p: _Program) -> Callable:
 
     lies = {**axes, "W": inside}
     specs = {n: spec(dims(n), lies, shape=s, mesh=mesh, what=f"moe: argument {n!r}") for n, s in shapes.items()}
-    rows = spec(("B", "T", "_"), axes, shape=p.shapes[0], mesh=mesh, what="moe: argument 'x'")
     split = tuple(sorted(tokens))
 
     def body(x: Any, experts: Any, weights: Any, params: dict) -> Any:
