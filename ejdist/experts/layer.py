@@ -46,7 +46,8 @@ def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> N
         raise _refuse("gate", f"must be a float array {wanted}, got {got}" + ("; give 'up'" if fused else ""))
     E, D, F = gate.shape[0], x.shape[2], gate.shape[-1]
     if ranks * E != router.shape[1]:
-        more = "" if ranks == 1 else f"; of {ranks} ranks of 'axis' each has an equal part"
+        own = "; where it is a rank's own, name the mesh axes of the experts in 'axis'"
+        more = own if ranks == 1 else f"; of {ranks} ranks of 'axis' each has an equal part"
         raise _refuse("gate", f"has E = {E} experts, and 'router' has {router.shape[1]}" + more)
     middle, named = ((2, F), "2, F") if fused else ((F,), "F")
     shapes = {
