@@ -55,7 +55,7 @@ def _bounds(positions: Any, segments: Any, block: int, xp: Any) -> _Bounds:
 
 
 def _met(mask: MaskInfo, q: _Bounds, k: _Bounds) -> tuple[Any, Any]:
-    """Returns (some pair attends, every pair attends) of blocks whose bounds broadcast; the first may be True where none does."""
+    """Returns (some pair attends, every pair attends) of blocks whose bounds broadcast. Where the first is True none may."""
     some = (q.low <= q.high) & (k.low <= k.high)
     every = some & q.whole & k.whole
     if mask.causal:

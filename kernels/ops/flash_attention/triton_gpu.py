@@ -1,0 +1,264 @@
+"""Flash attention for NVIDIA GPUs in Triton: how its kernels are launched, and with which blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from kernels._core.blocks import spans
+from kernels._core.config import BwdParams, FwdParams
+from kernels._core.config import KernelConfig as FlashAttentionConfig
+from kernels._core.execute import Saved
+from kernels._core.masks import MaskInfo
+from kernels._core.triton import triton_launch
+from kernels._core.work import Work, nbytes
+from kernels.ops.flash_attention.contract import op
+from kernels.ops.flash_attention.triton_kernels import (
+    Options,
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
+from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
+
+WIDEST = 256
+
+
+class _Call(NamedTuple):
+    """A call as its kernels take it: arrays that are given, by the names of kernels' parameters, and what is compiled in."""
+
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+    mask: MaskInfo
+
+    def spans(self, q_block: int, k_block: int) -> tuple[jax.Array, jax.Array]:
+        by_query, by_key = spans(self.mask, self.options["T"], self.options["S"], q_block, k_block)
+        return jnp.asarray(by_query), jnp.asarray(by_key)
+
+    def launch(
+        self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], params: FwdParams, **rest: Any
+    ):
+        """Returns the outputs of a kernel whose parameters are `first`, the spans and the arrays that it names.
+
+        A block that stays in a program and one that passes are of `blocks` queries and keys.
+        """
+        q_block, k_block = blocks
+        options = Options(**self.options, SPAN_BATCH=_stride(spans, 0), BLOCK_Q=q_block, BLOCK_K=k_block)
+        names = [p.name for p in kernel.params if not p.is_constexpr]
+        arrays = {name: value for name, value in self.arrays.items() if name in names}
+        return triton_launch(
+            kernel, *first, spans, num_warps=params.num_warps, num_stages=params.num_stages, O=options, **arrays, **rest
+        )
+
+
+def _stride(x: Any, dim: int) -> int:
+    """Returns entries from one index of a dim to the next, 0 where there is only one, or no array."""
+    return 0 if x is None or x.shape[dim] == 1 else math.prod(x.shape[dim + 1 :])
+
+
+def _prepare(
+    query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
+) -> _Call:
+    (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
+    mask = MaskInfo() if mask is None else mask.resolved()
+    seed = dropout_seed if dropout_prob > 0 else None
+    dense = None if mask.attention_mask is None else mask.attention_mask.astype(jnp.int8)
+    left, right = mask.window or (None, None)
+    arrays = {
+        "q_at_ptr": mask.q_positions,
+        "k_at_ptr": mask.kv_positions,
+        "q_segment_ptr": mask.q_segment_ids,
+        "k_segment_ptr": mask.kv_segment_ids,
+        "prefix_ptr": mask.prefix_lengths if mask.causal else None,
+    }
+    arrays = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
+    batch = {name.removesuffix("_ptr").upper() + "_BATCH": _stride(x, 0) for name, x in arrays.items()}
+    arrays |= {"dense_ptr": dense, "bias_ptr": bias, "slope_ptr": alibi_slopes, "seed_ptr": seed}
+    strides = {
+        f"{name}_{part}": _stride(x, dim)
+        for name, x in (("DENSE", dense), ("BIAS", bias))
+        for dim, part in enumerate(("BATCH", "HEAD", "ROW", "COLUMN"))
+    }
+    options = dict(
+        T=T,
+        S=S,
+        N=N,
+        K=K,
+        H=H,
+        HV=HV,
+        SCALE=1 / math.sqrt(H) if softmax_scale is None else float(softmax_scale),
+        CAP=logits_soft_cap,
+        CAUSAL=mask.causal,
+        LEFT=left,
+        RIGHT=right,
+        CHUNK=mask.chunk_size,
+        PREFIX=arrays["prefix_ptr"] is not None,
+        SEGMENTS=mask.q_segment_ids is not None,
+        THRESHOLD=min(round(dropout_prob * 2**32), 2**32 - 1),
+        FACTOR=1 / (1 - dropout_prob),
+        SLOPE_BATCH=_stride(alibi_slopes, 0),
+        SEED_BATCH=_stride(seed, 0),
+        SEED_HEAD=_stride(seed, 1),
+        BIAS_WHOLE=bias is not None and bias.shape == (B, N, T, S),
+        BLOCK_H=max(16, triton.next_power_of_2(H)),
+        BLOCK_V=max(16, triton.next_power_of_2(HV)),
+        **batch,
+        **strides,
+    )
+    return _Call(arrays, options, mask)
+
+
+def _work(query, key, value, mask, matmuls: tuple[int, int]) -> Work:
+    """Returns the work of so many products over the width of keys, and of values: of all pairs, or of half of them."""
+    (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
+    pairs = B * N * T * S // (2 if mask.causal else 1)
+    return Work(2 * pairs * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
+
+
+def forward(
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    softmax_aux,
+    alibi_slopes,
+    dropout_seed,
+    softmax_scale,
+    logits_soft_cap,
+    dropout_prob,
+    cfg,
+):
+    call = _prepare(
+        query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
+    )
+    (B, T, N, _), params = query.shape, cfg.fwd_params
+    blocks = params.q_blocksize, params.kv_blocksize
+    sink = None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1)
+    return call.launch(
+        forward_kernel,
+        (query, key, value),
+        call.spans(*blocks)[0],
+        blocks,
+        params,
+        sink_ptr=sink,
+        out_shape=(
+            jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype),
+            jax.ShapeDtypeStruct((B, T, N), jnp.float32),
+        ),
+        grid=(triton.cdiv(T, blocks[0]) * N * B,),
+        work=_work(query, key, value, call.mask, (1, 1)),
+    )
+
+
+def backward(
+    saved: Saved,
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    softmax_aux,
+    alibi_slopes,
+    dropout_seed,
+    softmax_scale,
+    logits_soft_cap,
+    dropout_prob,
+    cfg,
+):
+    call = _prepare(
+        query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
+    )
+    (B, T, N, _), S, K, params = query.shape, key.shape[1], key.shape[2], cfg.bwd_params
+    # What stays in a program is as large in both passes, and so is what passes by: queries in one, keys in the other.
+    moving, staying = params.q_blocksize, params.kv_blocksize
+    first = saved.d_out.astype(query.dtype), saved.lse, saved.delta, query, key, value
+    d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
+    parts = 1 if alibi_slopes is None else triton.cdiv(T, staying)
+    out_shape = [
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((B, N, parts), jnp.float32),
+    ]
+    if d_bias is not None:
+        out_shape.append(jax.ShapeDtypeStruct(bias.shape, jnp.float32))
+    d_query, d_slope, *rest = call.launch(
+        query_gradient_kernel,
+        (d_bias, *first),
+        call.spans(staying, moving)[0],
+        (staying, moving),
+        params,
+        out_shape=tuple(out_shape),
+        input_output_aliases={} if d_bias is None else {0: 2},
+        grid=(triton.cdiv(T, staying) * N * B,),
+        work=_work(query, key, value, call.mask, (2, 1)),
+    )
+    d_key, d_value = call.launch(
+        key_gradient_kernel,
+        first,
+        call.spans(moving, staying)[1],
+        (moving, staying),
+        params,
+        out_shape=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
+        grid=(triton.cdiv(S, staying) * K * B,),
+        work=_work(query, key, value, call.mask, (2, 2)),
+    )
+    gradients = {"query": d_query, "key": d_key, "value": d_value}
+    if bias is not None:
+        gradients["bias"] = rest[0]
+    if alibi_slopes is not None:
+        slopes = d_slope.sum(-1)
+        gradients["alibi_slopes"] = slopes if alibi_slopes.shape[0] == B else slopes.sum(0, keepdims=True)
+    if softmax_aux is not None:
+        gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
+    return gradients
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> FlashAttentionConfig:
+    return FlashAttentionConfig(FwdParams(*forward), BwdParams(*backward))
+
+
+def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
+    width = max(16, triton.next_power_of_2(max(call.dims["H"], call.dims["Hv"])))
+    if call.query.dtype.itemsize == 4:  # multiplied outside of the matrix units, in true float32
+        side = 32 if width <= 128 else 16
+        return _config((side, side, 4, 2), (side, side, 4, 2))
+    if width <= 64:
+        return _config((128, 64, 4, 3), (64, 64, 4, 2))
+    if width <= 128:
+        return _config((64, 64, 4, 3), (64, 64, 4, 2))
+    return _config((128, 32, 8, 2), (32, 64, 8, 2))
+
+
+def _candidates(call: Any) -> list[FlashAttentionConfig]:
+    found = [_heuristic(call, "cuda")]
+    if call.query.dtype.itemsize == 2:
+        forwards = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)]
+        backwards = [(64, 64, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (32, 64, 4, 3)]
+        found += [_config(forwards[i % len(forwards)], backwards[i % len(backwards)]) for i in range(5)]
+    return list(dict.fromkeys(found))
+
+
+def _rejects(call: Any) -> str | None:
+    for name in ("H", "Hv"):
+        if call.dims[name] > WIDEST:
+            return f"{name} = {call.dims[name]} is more than the {WIDEST} that a program holds"
+    return None
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    features=FEATURES,
+    rejects=_rejects,
+    heuristic=_heuristic,
+    candidates=_candidates,
+)
