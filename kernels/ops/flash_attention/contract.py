@@ -187,6 +187,7 @@ _ON_A_MESH: Any = {
 op = Op(
     flash_attention,
     outputs=("out", "lse"),
+    order=("cudnn_gpu", "triton_gpu", "pallas_tpu", "xla"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
     features=FEATURES,

@@ -19,6 +19,7 @@ from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.triton_kernels import (
     Options,
+    bias_gradient_kernel,
     forward_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
@@ -50,9 +51,8 @@ class _Call(NamedTuple):
         options = Options(**self.options, SPAN_BATCH=_stride(spans, 0), BLOCK_Q=q_block, BLOCK_K=k_block)
         names = [p.name for p in kernel.params if not p.is_constexpr]
         arrays = {name: value for name, value in self.arrays.items() if name in names}
-        return triton_launch(
-            kernel, *first, spans, num_warps=params.num_warps, num_stages=params.num_stages, O=options, **arrays, **rest
-        )
+        warps, stages = params.num_warps or 4, params.num_stages or 2
+        return triton_launch(kernel, *first, spans, num_warps=warps, num_stages=stages, O=options, **arrays, **rest)
 
 
 def _stride(x: Any, dim: int) -> int:
@@ -84,6 +84,7 @@ def _prepare(
         for dim, part in enumerate(("BATCH", "HEAD", "ROW", "COLUMN"))
     }
     options = dict(
+        B=B,
         T=T,
         S=S,
         N=N,
@@ -103,7 +104,6 @@ def _prepare(
         SLOPE_BATCH=_stride(alibi_slopes, 0),
         SEED_BATCH=_stride(seed, 0),
         SEED_HEAD=_stride(seed, 1),
-        BIAS_WHOLE=bias is not None and bias.shape == (B, N, T, S),
         BLOCK_H=max(16, triton.next_power_of_2(H)),
         BLOCK_V=max(16, triton.next_power_of_2(HV)),
         **batch,
@@ -177,22 +177,23 @@ def backward(
     # What stays in a program is as large in both passes, and so is what passes by: queries in one, keys in the other.
     moving, staying = params.q_blocksize, params.kv_blocksize
     first = saved.d_out.astype(query.dtype), saved.lse, saved.delta, query, key, value
-    d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
+    whole = bias is not None and bias.shape == (B, N, T, S)
+    d_bias = jnp.zeros(bias.shape, jnp.float32) if whole else None
     parts = 1 if alibi_slopes is None else triton.cdiv(T, staying)
     out_shape = [
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((B, N, parts), jnp.float32),
     ]
-    if d_bias is not None:
+    if whole:
         out_shape.append(jax.ShapeDtypeStruct(bias.shape, jnp.float32))
-    d_query, d_slope, *rest = call.launch(
+    d_query, d_slope, *d_bias = call.launch(
         query_gradient_kernel,
         (d_bias, *first),
         call.spans(staying, moving)[0],
         (staying, moving),
         params,
         out_shape=tuple(out_shape),
-        input_output_aliases={} if d_bias is None else {0: 2},
+        input_output_aliases={0: 2} if whole else {},
         grid=(triton.cdiv(T, staying) * N * B,),
         work=_work(query, key, value, call.mask, (2, 1)),
     )
@@ -208,7 +209,19 @@ def backward(
     )
     gradients = {"query": d_query, "key": d_key, "value": d_value}
     if bias is not None:
-        gradients["bias"] = rest[0]
+        if not whole:
+            blocks = tuple(1 if n == 1 else triton.cdiv(n, staying) for n in bias.shape[2:])
+            d_bias = call.launch(
+                bias_gradient_kernel,
+                first,
+                call.spans(staying, staying)[0],
+                (staying, staying),
+                params,
+                out_shape=(jax.ShapeDtypeStruct(bias.shape, jnp.float32),),
+                grid=(math.prod((*bias.shape[:2], *blocks)),),
+                work=_work(query, key, value, call.mask, (1, 1)),
+            )
+        gradients["bias"] = d_bias[0]
     if alibi_slopes is not None:
         slopes = d_slope.sum(-1)
         gradients["alibi_slopes"] = slopes if alibi_slopes.shape[0] == B else slopes.sum(0, keepdims=True)
@@ -229,19 +242,17 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     if call.query.dtype.itemsize == 4:  # multiplied outside of the matrix units, in true float32
         side = 32 if width <= 128 else 16
         return _config((side, side, 4, 2), (side, side, 4, 2))
-    if width <= 64:
-        return _config((128, 64, 4, 3), (64, 64, 4, 2))
     if width <= 128:
         return _config((64, 64, 4, 3), (64, 64, 4, 2))
-    return _config((128, 32, 8, 2), (32, 64, 8, 2))
+    return _config((128, 64, 8, 2), (64, 64, 8, 2))
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
     found = [_heuristic(call, "cuda")]
     if call.query.dtype.itemsize == 2:
-        forwards = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)]
-        backwards = [(64, 64, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (32, 64, 4, 3)]
-        found += [_config(forwards[i % len(forwards)], backwards[i % len(backwards)]) for i in range(5)]
+        others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
+        backwards = [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)]
+        found += [_config(*pair) for pair in zip(others, backwards, strict=True)]
     return list(dict.fromkeys(found))
 
 

@@ -2,8 +2,8 @@
 interpreter.
 
 A program has a block of queries, or of keys, of one head and row of the batch, and goes over the blocks that meet it: where
-every pair attends without a look at the mask, elsewhere entry by entry (`kernels/_core/blocks.py`). Logits are in units of log 2,
-so that every exponential is one instruction.
+every pair attends without a look at the mask, elsewhere entry by entry (`kernels/_core/blocks.py`). Logits are in units of
+log 2, so that every exponential is one instruction.
 """
 
 # Triton declares tensors where its compiler takes constants and integers too.
@@ -27,6 +27,7 @@ class Options:
     Names are those of the contract; `THRESHOLD` and `FACTOR` are of the bits of dropout and of a weight that is kept.
     """
 
+    B: int
     T: int
     S: int
     N: int
@@ -57,7 +58,6 @@ class Options:
     BIAS_HEAD: int
     BIAS_ROW: int
     BIAS_COLUMN: int
-    BIAS_WHOLE: bool
     SLOPE_BATCH: int
     SEED_BATCH: int
     SEED_HEAD: int
@@ -312,10 +312,7 @@ def _query_blocks(dq, d_slope, begin, end, q, d_out, lse, delta, k_ptr, v_ptr, q
         if d_bias_ptr is not None:
             where = d_bias_ptr + qi.to(tl.int64) * O.BIAS_ROW + kj[None, :] * O.BIAS_COLUMN
             inside = (qi < O.T) & (kj < O.S)[None, :]
-            if O.BIAS_WHOLE:
-                tl.store(where, ds, mask=inside)
-            else:
-                tl.atomic_add(where, ds, mask=inside, sem="relaxed")
+            tl.store(where, ds, mask=inside)
         raw = ds * bend * O.SCALE
         dq = tl.dot(raw.to(k.dtype), k, dq, input_precision="ieee")
     return dq, d_slope
@@ -323,7 +320,7 @@ def _query_blocks(dq, d_slope, begin, end, q, d_out, lse, delta, k_ptr, v_ptr, q
 
 @triton.jit
 def query_gradient_kernel(
-    d_bias_ptr,  # of the shape of the bias, float32, zeros before; or None
+    d_bias_ptr,  # [B, N, T, S] float32, zeros before; or None: there is no bias, or it is broadcast
     d_out_ptr,  # [B, T, N, HV]
     lse_ptr,  # [B, T, N]
     delta_ptr,
@@ -362,6 +359,7 @@ def query_gradient_kernel(
         dense_ptr += wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
     if bias_ptr is not None:
         bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+    if d_bias_ptr is not None:
         d_bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     prefix, slope, seed = None, None, None
     if prefix_ptr is not None:
@@ -494,3 +492,115 @@ def key_gradient_kernel(
             q_segment_ptr, prefix, dense, bias, slope, seed, n, O, True)  # fmt: skip
     _store_rows(dk_ptr + wide * (O.S * O.K * O.H), dk, at, O.K, head, O.H, O.S, O.BLOCK_H)
     _store_rows(dv_ptr + wide * (O.S * O.K * O.HV), dv, at, O.K, head, O.HV, O.S, O.BLOCK_V)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    d_out_ptr,  # as above
+    lse_ptr,
+    delta_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    spans_ptr,  # [B|1, query blocks, 4]
+    q_at_ptr,
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,
+    dense_ptr,
+    bias_ptr,
+    slope_ptr,
+    seed_ptr,
+    d_bias_ptr,  # [B|1, N|1, T|1, S|1] float32
+    O: tl.constexpr,  # `Options`
+):
+    """The gradient of a bias that is broadcast. A program has a block of it and goes over all that it was broadcast to, so that
+    sums are of one order, whatever runs first; logits and the gradients of weights are computed once more for it."""
+    Q_BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    rest = tl.program_id(0)
+    if O.BIAS_COLUMN == 0:
+        k_begin, k_end = 0, K_BLOCKS
+    else:
+        k_begin, k_end = rest % K_BLOCKS, rest % K_BLOCKS + 1
+        rest = rest // K_BLOCKS
+    if O.BIAS_ROW == 0:
+        q_begin, q_end = 0, Q_BLOCKS
+    else:
+        q_begin, q_end = rest % Q_BLOCKS, rest % Q_BLOCKS + 1
+        rest = rest // Q_BLOCKS
+    if O.BIAS_HEAD == 0:
+        n_begin, n_end = 0, O.N
+    else:
+        n_begin, n_end = rest % O.N, rest % O.N + 1
+        rest = rest // O.N
+    if O.BIAS_BATCH == 0:
+        b_begin, b_end = 0, O.B
+    else:
+        b_begin, b_end = rest, rest + 1
+    acc = tl.zeros([O.BLOCK_Q, O.BLOCK_K], tl.float32)
+    for b in range(b_begin, b_end):
+        wide = tl.cast(b, tl.int64)
+        q_at_row, k_at_row, q_segment_row, k_segment_row, prefix = (
+            q_at_ptr,
+            k_at_ptr,
+            q_segment_ptr,
+            k_segment_ptr,
+            None,
+        )
+        if q_at_ptr is not None:
+            q_at_row = q_at_ptr + b * O.Q_AT_BATCH
+            k_at_row = k_at_ptr + b * O.K_AT_BATCH
+        if q_segment_ptr is not None:
+            q_segment_row = q_segment_ptr + b * O.Q_SEGMENT_BATCH
+            k_segment_row = k_segment_ptr + b * O.K_SEGMENT_BATCH
+        if prefix_ptr is not None:
+            prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+        for n in range(n_begin, n_end):
+            head = n // (O.N // O.K)
+            dense, bias = dense_ptr, bias_ptr + wide * O.BIAS_BATCH + n * O.BIAS_HEAD
+            slope, seed = None, None
+            if dense_ptr is not None:
+                dense = dense_ptr + wide * O.DENSE_BATCH + n * O.DENSE_HEAD
+            if slope_ptr is not None:
+                slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
+            if seed_ptr is not None:
+                seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
+            for i in range(q_begin, q_end):
+                span = spans_ptr + b * O.SPAN_BATCH + i * 4
+                begin, end = tl.maximum(tl.load(span), k_begin), tl.minimum(tl.load(span + 3), k_end)
+                at = i * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+                q_at = _positions(q_at_row, at, O.S - O.T, O.T)[:, None]
+                q_segment = _segments(q_segment_row, at, O.T)[:, None]
+                q = _rows(q_ptr + wide * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
+                d_out = _rows(d_out_ptr + wide * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
+                lse, delta = _statistics(lse_ptr + wide * (O.T * O.N), delta_ptr + wide * (O.T * O.N), at, n, O)
+                for j in range(begin, end):
+                    kj = j * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+                    k = _rows(k_ptr + wide * (O.S * O.K * O.H), kj, O.K, head, O.H, O.S, O.BLOCK_H)
+                    v = _rows(v_ptr + wide * (O.S * O.K * O.HV), kj, O.K, head, O.HV, O.S, O.BLOCK_V)
+                    k_at = _positions(k_at_row, kj, 0, O.S)[None, :]
+                    k_segment = _segments(k_segment_row, kj, O.S)[None, :]
+                    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+                    x, _ = _scores(qk, at[:, None], kj[None, :], q_at, k_at, q_segment, k_segment, prefix, dense, bias, slope,
+                                   O, True)  # fmt: skip
+                    dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+                    if seed is not None:
+                        dp *= _kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+                    acc += tl.exp2(x - lse[:, None]) * (dp - delta[:, None])
+    where = d_bias_ptr + b_begin * O.BIAS_BATCH + n_begin * O.BIAS_HEAD
+    rows = q_begin * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+    cols = k_begin * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+    if O.BIAS_ROW == 0:
+        by_column = tl.sum(acc, axis=0)
+        if O.BIAS_COLUMN == 0:
+            tl.store(where, tl.sum(by_column, axis=0))
+        else:
+            tl.store(where + cols, by_column, mask=cols < O.S)
+    else:
+        if O.BIAS_COLUMN == 0:
+            tl.store(where + rows * O.BIAS_ROW, tl.sum(acc, axis=1), mask=rows < O.T)
+        else:
+            inside = (rows < O.T)[:, None] & (cols < O.S)[None, :]
+            tl.store(where + rows.to(tl.int64)[:, None] * O.BIAS_ROW + cols[None, :], acc, mask=inside)
