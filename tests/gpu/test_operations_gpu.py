@@ -1,4 +1,4 @@
-"""Every operation that has a Triton backend, on a CUDA device: numbers, tuning candidates, and the same bits twice.
+"""Every operation that has a backend for GPUs alone, on a CUDA device: numbers, tuning candidates, and the same bits twice.
 
 Run with: pytest -n 0 -m gpu tests/gpu
 """
@@ -24,30 +24,34 @@ def has_cuda():
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda(), reason="JAX sees no CUDA device here")]
 
-OPS = [op for op in kernels.operations().values() if "triton_gpu" in op.backends]
 ROWS = [
-    pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases if "bench" not in case.tags
+    pytest.param(op, name, case, id=f"{op.name}-{case.name}-{name}")
+    for op in kernels.operations().values()
+    for name in op.backends
+    if name.endswith("_gpu")
+    for case in op.cases
+    if "bench" not in case.tags
 ]
-each = pytest.mark.parametrize(("op", "case"), ROWS)
+each = pytest.mark.parametrize(("op", "backend", "case"), ROWS)
 
 
-def inputs(op, case, dtype):
-    """Returns the arguments of a case; skips one that Triton refuses, with its reason."""
+def inputs(op, backend, case, dtype):
+    """Returns the arguments of a case; skips one that the backend refuses, with its reason."""
     arguments = op.case_inputs(case, dtype=dtype)
-    reason = op.backends["triton_gpu"].refuses(op, op.bind(**arguments), differentiable(op))
+    reason = op.backends[backend].refuses(op, op.bind(**arguments), differentiable(op))
     if reason:
-        pytest.skip(f"triton_gpu refuses it: {reason}")
+        pytest.skip(f"{backend} refuses it: {reason}")
     return arguments
 
 
-def off(op, case, dtype, cfg=None):
+def off(op, backend, case, dtype, cfg=None):
     """Returns what is farther from the contract in float32 than twice its own rounding, by name."""
-    arguments = inputs(op, case, dtype)
+    arguments = inputs(op, backend, case, dtype)
     exact = {k: v.astype(jnp.float32) if is_float_array(v) else v for k, v in arguments.items()}
     truth, true_gradients, d = value_and_gradients(op.function, exact, None, op.no_gradient)
     rounded, rounded_gradients, _ = value_and_gradients(op.function, arguments, d, op.no_gradient)
-    triton = functools.partial(op, platform="triton", cfg=cfg)
-    got, gradients, _ = value_and_gradients(lambda **a: triton(**a), arguments, d, op.no_gradient)
+    run = functools.partial(op, platform=backend, cfg=cfg)
+    got, gradients, _ = value_and_gradients(lambda **a: run(**a), arguments, d, op.no_gradient)
     rows = [*zip(op.outputs, got, truth, rounded)]
     rows += [(f"d_{n}", gradients[n], true_gradients[n], rounded_gradients[n]) for n in true_gradients]
     return [(name, cfg) for name, a, w, y in rows if not error(a, w) <= 2 * error(y, w) + FLOOR[dtype]]
@@ -55,22 +59,24 @@ def off(op, case, dtype, cfg=None):
 
 @each
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_numbers(op, case, dtype):
-    assert not off(op, case, dtype)
+def test_numbers(op, backend, case, dtype):
+    assert not off(op, backend, case, dtype)
 
 
 @each
-def test_numbers_of_every_tuning_candidate(op, case):
-    backend = op.backends["triton_gpu"]
-    call = op.bind(**inputs(op, case, "bfloat16"))
-    for cfg in backend.candidates(call) if backend.candidates else ():
-        assert not off(op, case, "bfloat16", cfg)
+def test_numbers_of_every_tuning_candidate(op, backend, case):
+    candidates = op.backends[backend].candidates
+    call = op.bind(**inputs(op, backend, case, "bfloat16"))
+    for cfg in candidates(call) if candidates else ():
+        assert not off(op, backend, case, "bfloat16", cfg)
 
 
 @each
-def test_the_same_call_gives_the_same_bits(op, case):
-    arguments = inputs(op, case, "bfloat16")
-    triton = functools.partial(op, platform="triton")
-    runs = [value_and_gradients(lambda **a: triton(**a), arguments, None, op.no_gradient) for _ in range(2)]
+def test_the_same_call_gives_the_same_bits(op, backend, case):
+    if backend == "cudnn_gpu":
+        pytest.skip("cuDNN's backward adds up the gradient of the queries in any order")
+    arguments = inputs(op, backend, case, "bfloat16")
+    run = functools.partial(op, platform=backend)
+    runs = [value_and_gradients(lambda **a: run(**a), arguments, None, op.no_gradient) for _ in range(2)]
     first, second = ([np.asarray(x).tobytes() for x in jax.tree.leaves(r)] for r in runs)
     assert first == second
