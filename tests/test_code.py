@@ -16,6 +16,10 @@ MOST_CASES = 3
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
 # Bytes that a kernel may spill, and why it is left so. What is not here spills nothing.
 SPILLS = {
+    # The gradient of the keys holds two sums beside its logits. Blocks without a spill were slower on an H200: 369 TFLOP/s as
+    # it is, 320 with half of the queries at once, 287 and 319 with 8 warps.
+    ("flash_attention", "causal_32k_gqa", 90): 468,
+    ("flash_attention", "causal_32k_gqa", 80): 96,
     # 32 KiB of x on 16 warps are the fastest there is on sm_90, with no spill; the assembler for sm_80 is short of a register.
     ("rms_norm", "model_8k", 80): 24,
     # Tiles are those of Hopper, which reads them without registers; here the addresses of two of them are held beside the sums.

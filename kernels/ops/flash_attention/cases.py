@@ -76,6 +76,13 @@ def _prefix(rng, dims):
     return MaskInfo(prefix_lengths=jnp.asarray(rng.integers(1, dims["S"], dims["B"]), jnp.int32), causal=True)
 
 
+def _documents(rng, dims):
+    """Returns a packed axis of documents of 4,096 tokens on average."""
+    cuts = np.sort(rng.choice(np.arange(1, dims["T"]), dims["T"] // 4096 - 1, replace=False))
+    ids = np.searchsorted(cuts, np.arange(dims["T"]), side="right")[None]
+    return MaskInfo.from_segments(jnp.asarray(ids, jnp.int32), causal=True)
+
+
 def _seed(rng, dims):
     return expand_dropout_seed(int(rng.integers(2**31)), dims["B"], dims["N"])
 
@@ -130,7 +137,7 @@ CASES = (
         options={"logits_soft_cap": 2.0, "softmax_scale": 0.4, "dropout_prob": 0.2},
         arrays=("bias", "softmax_aux", "alibi_slopes"),
         make={**_permuted(causal=True, window=(11, 0)), "dropout_seed": _seed},
-        tags=frozenset({"smoke"}),
+        tags=frozenset({"smoke", "code"}),
     ),
     Case(
         "causal_8k",
@@ -141,6 +148,19 @@ CASES = (
     Case(
         "causal_32k_gqa",
         {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
+        make=_mask(causal=True),
+        tags=frozenset({"bench", "code"}),
+    ),
+    Case(
+        "packed_4k_of_32k",
+        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
+        make={"mask": _documents},
+        tags=frozenset({"bench"}),
+    ),
+    Case(
+        "soft_cap_32k",
+        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
+        options={"logits_soft_cap": 30.0},
         make=_mask(causal=True),
         tags=frozenset({"bench"}),
     ),

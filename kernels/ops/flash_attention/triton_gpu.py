@@ -240,8 +240,8 @@ def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, i
 def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     width = max(16, triton.next_power_of_2(max(call.dims["H"], call.dims["Hv"])))
     if call.query.dtype.itemsize == 4:  # multiplied outside of the matrix units, in true float32
-        side = 32 if width <= 128 else 16
-        return _config((side, side, 4, 2), (side, side, 4, 2))
+        forward = (32, 32, 8, 2) if width <= 64 else (32, 16, 4, 2)
+        return _config(forward, (32, 32, 8, 2) if width <= 128 else (16, 16, 4, 2))
     if width <= 128:
         return _config((64, 64, 4, 3), (64, 64, 4, 2))
     return _config((128, 64, 8, 2), (64, 64, 8, 2))
