@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejdist
+import kernels
 from ejdist import moe
 
 B, T, D, E, F, K = 8, 8, 8, 8, 8, 3
@@ -245,3 +246,24 @@ def test_illegal_calls_are_refused_by_name(what):
     arrays = {n: a[:, :experts] if n == "router" else a[:rows] if n == "x" else a[:experts] for n, a in arrays.items()}
     with pytest.raises(ValueError, match=rf"moe: .*{argument}"):
         jax.eval_shape(lambda: moe(**arrays, top_k=2, **given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_export_for_each_platform(scheme):
+    """Of the gradient of the layer over a mesh, on a machine without a GPU; that for the CPU gives the numbers here."""
+    mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])
+    whole = ejdist.layout.sharding(mesh, (), ejdist.layout.ACTIVATIONS)
+    arrays = jax.device_put(inputs(), whole)
+    arrays["x"] = jax.device_put(inputs()["x"], ejdist.layout.sharding(mesh, ("B", "T"), ejdist.layout.ACTIVATIONS))
+    run = jax.jit(functools.partial(both, mesh=mesh, dispatch=scheme))
+    ragged = jax.export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
+    exported = {}
+    for platform, target in {"cpu": None, "cuda": "triton_kernel_call", "tpu": "tpu_custom_call"}.items():
+        with kernels.compile_for(90) as checks:
+            exported[platform] = jax.export.export(run, platforms=[platform], disabled_checks=[*checks, ragged])(arrays)
+        program = exported[platform].mlir_module()
+        assert target is None or target in program
+        assert ("@ragged_all_to_all" in program) == (scheme == "ragged_all_to_all" and platform != "cpu")
+    got = jax.jit(jax.export.deserialize(exported["cpu"].serialize()).call)(arrays)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, run(arrays))
