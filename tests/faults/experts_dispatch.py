@@ -64,7 +64,7 @@ FAULTS = (
         f"{TESTS} -k dropped",
     ),
     Fault("dropped choices are no choices of an expert", DISPATCH, "dropped.astype(jnp.int32), counts)",
-          "dropped.astype(jnp.int32), count(experts, num_experts))", f"{TESTS} -k dropped"),
+          "dropped.astype(jnp.int32), expert_counts(experts, num_experts))", f"{TESTS} -k dropped"),
     Fault("padding has the last expert", DISPATCH, "experts < num_experts), experts, num_experts)",
           "experts < num_experts), experts, num_experts - 1)", EP),
     Fault("gradients of tokens are a part on each device", DISPATCH, "lax.psum(d, parts) if parts else d", "d", TP),
