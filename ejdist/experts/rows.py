@@ -222,12 +222,18 @@ def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
 
 def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Returns, for each token, the sum of its choices' rows, each times its weight. Nothing of [M, k, D] is made."""
-    total: Any = 0
-    for j in range(slot.shape[1]):
-        row = wide(rows[jnp.maximum(slot[:, j], 0)])
-        row = row if weights is None else row * weights[:, j, None].astype(row.dtype)
-        total = total + jnp.where((slot[:, j] >= 0)[:, None], row, 0)
-    return total
+
+    def total(rows: jax.Array, slot: jax.Array, weights: jax.Array | None, after: Callable = lambda x: x) -> jax.Array:
+        total: Any = 0
+        for j in range(slot.shape[1]):
+            row = wide(rows[jnp.maximum(slot[:, j], 0)])
+            row = row if weights is None else row * weights[:, j, None].astype(row.dtype)
+            total, slot = after((total + jnp.where((slot[:, j] >= 0)[:, None], row, 0), slot))
+        return total
+
+    # A TPU fuses no gather with a sum, so all of them would be made first. There each waits for the sum of those before it.
+    one_by_one = functools.partial(total, after=lax.optimization_barrier)
+    return lax.platform_dependent(rows, slot, weights, tpu=one_by_one, default=total)
 
 
 class Rows(Scheme):
