@@ -169,6 +169,41 @@ def test_a_batch_of_one_counts_once_what_has_no_room():
         assert stats.dropped == found[1] > 0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows", "how"),
+    [
+        ({"ep": 4, "tp": 2}, 1, {}),
+        pytest.param({"ep": 8}, 1, {}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "ep": 2}, 3, {"in_specs": (P(),), "axis": "ep"}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "ep": 2}, 1, {"stored_weights": True, "axis": ("fsdp", "ep")}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "ep": 2, "tp": 2}, 1, {"stored_weights": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_all_ranks_have(sizes, rows, how):
+    """A batch of one in decoding: each rank adds what its experts make, and nothing else is sent."""
+    arrays = {**inputs(), "x": inputs()["x"][:rows]}
+    options = {**OPTIONS, "segment_ids": jnp.asarray(ids()[:rows])}
+
+    def call(arrays, **where):
+        def total(arrays):
+            out, stats = moe(**arrays, **options, **where)
+            return jnp.sin(out).sum() + 0.3 * stats.balance_loss + 0.2 * stats.z_loss, (out, stats)
+
+        return jax.value_and_grad(total, has_aux=True)(arrays)
+
+    wide = {n: a.astype(np.float64) for n, a in arrays.items()}
+    wanted, wanted_stats = loop.moe(**wide, **{**options, "segment_ids": ids()[:rows]})
+    program = jax.jit(functools.partial(call, mesh=on(**sizes), **how)).lower(arrays).compile()
+    (_, (out, stats)), gradients = program(arrays)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(stats.counts, wanted_stats.counts)
+    assert stats.extra_passes == stats.dropped == 0 and stats.rank_counts.sum() == stats.counts.sum()
+    # `test_experts` holds the gradients of one device to finite differences of the loop.
+    for name, d in jax.jit(call)(arrays)[1].items():
+        np.testing.assert_allclose(gradients[name], d, atol=2e-5 * max(1.0, float(jnp.abs(d).max())), err_msg=name)
+    assert " all-to-all(" not in program.as_text()
+
+
 def test_inside_a_shard_map_of_the_caller():
     """The arrays are a rank's own, and the axis is named."""
     mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])
@@ -222,8 +257,16 @@ def on(**sizes):
 ILLEGAL = {
     "experts that do not divide": (lambda: {"mesh": on(ep=4), "experts": 6}, "router"),
     "an axis that the mesh lacks": (lambda: {"mesh": on(ep=2), "axis": "expert"}, "axis"),
-    "an axis that splits no tokens": (lambda: {"mesh": on(tp=2), "axis": "tp"}, "axis"),
-    "a batch of one over ep": (lambda: {"mesh": on(ep=2), "rows": 1}, "axis"),
+    "an axis of features": (lambda: {"mesh": on(tp=2), "axis": "tp"}, "mesh"),
+    "an axis that splits tokens and one that does not": (
+        lambda: {"mesh": on(ep=2, sp=2), "axis": ("ep", "sp"), "rows": 1},
+        "axis",
+    ),
+    "a way to other ranks, which have the same tokens": (
+        lambda: {"mesh": on(ep=2), "rows": 1, "dispatch": "all_to_all"},
+        "dispatch",
+    ),
+    "room, where all ranks have the same tokens": (lambda: {"mesh": on(ep=2), "rows": 1, "capacity": 1.0}, "capacity"),
     "rows that do not divide": (lambda: {"mesh": on(ep=4), "rows": 6}, "x"),
     "features that do not divide": (lambda: {"mesh": on(ep=2, tp=3)}, "F"),
     "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "two_level"),

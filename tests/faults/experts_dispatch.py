@@ -83,7 +83,7 @@ FAULTS = (
           'lax.pmax(lax.pmin(rows, tuple(sorted(axes - {"sp"}))), "sp")', f"{TESTS} -k other_tokens"),
     Fault("no slack is no balance", SCHEMES, "pairs / job.ranks, pairs)", "pairs / job.ranks - 1, pairs)",
           f"{TESTS} -k balanced"),
-    Fault("a TPU makes the rows of all choices before it adds them", ROWS, "after=lax.optimization_barrier", "after=lambda x: x",
+    Fault("a TPU makes the rows of all choices, then adds them", ROWS, "after=lax.optimization_barrier", "after=lambda x: x",
           f"{COSTS} -m slow -k 'on_a_tpu and 8-0.25-all_gather'"),
     Fault("auto takes the slowest", CHOICE, "key=lambda name: seconds[name])", "key=lambda name: -seconds[name])",
           "tests/test_experts_choice.py"),
