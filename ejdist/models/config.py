@@ -42,8 +42,8 @@ class ExpertsShape:
     group_top: int = 2  # a group is as good as the sum of so many of its best scores; 1 in DeepSeek-V2
     router_bias: bool = False  # a parameter, added to the logits (GPT-OSS)
     bias_rate: float = 0.0  # of the bias that balances without a loss (DeepSeek-V3); 0: there is none
-    # What the balance loss is of: batch (a microbatch, over all devices), sequence, or global (the global batch, by the counts of
-    # the step before).
+    # What the balance loss is of: batch (a microbatch, over all devices), sequence, or global (the global batch, of which the
+    # counts of the step before are taken).
     balance: str = "batch"
     # The weights of the two losses. Each microbatch's are means over its tokens, and it weighs by the tokens that it counts.
     balance_loss: float = 0.0
