@@ -16,6 +16,7 @@ from kernels._core.public import public_functions
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
 from kernels._core.select import ConfigSelectorChain, config_overlay
+from kernels._core.target import compile_for
 from kernels._core.trees import tree_attention_mask, tree_depths, verify_tree
 from kernels.ops.attention_variants import (
     differential_attention,
@@ -75,7 +76,7 @@ def operations() -> dict[str, Op]:
 
 _FRAMEWORK = (
     "Backend", "BwdParams", "Case", "ChunkConfig", "ConfigCache", "ConfigSelectorChain", "Executor", "FwdParams",
-    "KernelRegistry", "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "config_overlay",
+    "KernelRegistry", "MaskInfo", "Op", "PersistentCache", "Platform", "Unsupported", "compile_for", "config_overlay",
     "create_default_executor", "dequantize", "kernel_registry", "operations", "public_functions", "quantize",
     "tree_attention_mask", "tree_depths", "verify_tree",
 )  # fmt: skip

@@ -95,8 +95,8 @@ def experts(x, w, batch, c, buffers):
     out, stats = experts_loop.moe(
         norm(x, w["experts_norm"], c), w["router"], **others, activation=m.activation or c.activation, top_k=m.top_k,
         score=m.score, normalize=m.normalize, bias=buffers.get("bias", 0.0), router_bias=w.get("router_bias", 0.0),
-        num_groups=m.num_groups, topk_groups=m.topk_groups, routed_scaling_factor=m.scaling_factor,
-        segment_ids=batch["segment_ids"], balance=m.balance, load=buffers.get("load"),
+        num_groups=m.num_groups, topk_groups=m.topk_groups, group_top=m.group_top,
+        routed_scaling_factor=m.scaling_factor, segment_ids=batch["segment_ids"], balance=m.balance, load=buffers.get("load"),
     )  # fmt: skip
     return x + out, stats
 

@@ -3,11 +3,11 @@
 import functools
 from typing import NamedTuple
 
-import expert_loop
+import experts_loop
 import jax
 import jax.numpy as jnp
 import numpy as np
-from expert_loop import Layer
+from experts_loop import Layer
 from jax.sharding import PartitionSpec as P
 
 import kernels
@@ -121,7 +121,7 @@ def check(where, layer, *, tolerance=1e-5, dtype="float32", capacity=None, **opt
     d_x, d_weights, d_params = backward(pull, d_out.astype(dtype))
     grads = {"x": d_x, "weights": d_weights, **d_params}
     limit = None if capacity is None else int(np.ceil(capacity * layer.experts.shape[1] * M / E))
-    want, d_want, dropped = expert_loop.run(layer, d_out, limit)
+    want, d_want, dropped = experts_loop.run(layer, d_out, limit)
     for name, got, true in [("out", out, want), *((n, grads[n], d) for n, d in d_want.items())]:
         assert got.dtype == ("float32" if name == "weights" else dtype)
         error = np.abs(np.asarray(got, np.float64) - true).max()

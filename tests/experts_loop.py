@@ -1,11 +1,14 @@
-"""The router and the layer of experts as a loop over tokens and experts, in NumPy: the oracle of `route` and `moe`."""
+"""Experts as a loop over tokens and choices, in NumPy float64, which knows nothing of the code that it is the oracle of.
+
+`route` and `moe` are the router and the layer, whose gradients are to be had by differences. `run` is the exchange of tokens
+that have chosen, with the gradients written out by hand. Both are the same expert, `_expert`, over the same `_pairs`.
+"""
 
 import math
 from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
-
-from ejdist.experts import Stats
 
 B, T, D, E, F, Fs = 2, 7, 5, 8, 3, 4
 IDS = np.array([[4, 4, 4, 9, 9, -1, 4], [0, -1, 1, 1, 1, -1, -1]])  # a document that goes on, one of one token, padding
@@ -64,6 +67,37 @@ def _choose(choice, top_k, num_groups, topk_groups, group_top):
     return _best(choice, top_k, [e for g in kept for e in members[g]])
 
 
+class Stats(NamedTuple):
+    """What `ejdist.experts.Stats` says, by the same names."""
+
+    tokens: int
+    counts: np.ndarray
+    probabilities: np.ndarray
+    balance_loss: float
+    z_loss: float
+    entropy: float
+    max_violation: float
+    dead_experts: int
+    rank_counts: np.ndarray
+    extra_passes: int = 0
+    high_water: float = 0.0
+    dropped: int = 0
+
+
+def _pairs(experts, num_experts, capacity=None):
+    """Yields (token, choice, expert, whether the expert has room) of what was chosen; it takes the first `capacity`."""
+    taken = np.zeros(num_experts, int)
+    for m, j in np.ndindex(experts.shape):
+        e = experts[m, j]
+        if 0 <= e < num_experts:
+            taken[e] += 1
+            yield m, j, e, capacity is None or taken[e] <= capacity
+
+
+def _expert(row, gate, up, down, inner, gate_bias=0.0, up_bias=0.0, down_bias=0.0):
+    return inner(row @ gate + gate_bias, row @ up + up_bias) @ down + down_bias
+
+
 def _balance(counts, probabilities):
     """Returns E sum_e f_e P_e of a list of tokens' probabilities, times their number."""
     total = sum(counts)
@@ -118,7 +152,7 @@ def route(
 
 def moe(
     x, router, gate, up=None, down=None, *, activation="silu", alpha=1.702, limit=7.0, gate_bias=None, up_bias=None,
-    down_bias=None, shared_gate=None, shared_up=None, shared_down=None, shared_expert_gate=None, **routing,
+    down_bias=None, shared_gate=None, shared_up=None, shared_down=None, shared_expert_gate=None, capacity=None, **routing,
 ):  # fmt: skip
     def inner(g, u):
         if activation != "clamped_swiglu":
@@ -126,22 +160,65 @@ def moe(
         g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
         return g * _sigmoid(alpha * g) * (u + 1)
 
-    def of(array, e):
-        return 0.0 if array is None else array[e]
-
     if up is None:
         gate, up = gate[:, :, 0], gate[:, :, 1]
         gate_bias, up_bias = (None, None) if gate_bias is None else (gate_bias[:, 0], gate_bias[:, 1])
+    biases = [np.zeros(len(gate)) if b is None else b for b in (gate_bias, up_bias, down_bias)]
     experts, weights, stats = route(x, router, **routing)
-    out = np.zeros_like(x)
-    for b, t in np.ndindex(x.shape[:2]):
-        if experts[b, t, 0] < 0:
+    rows, k, E = x.reshape(-1, x.shape[2]), experts.shape[2], router.shape[1]
+    room = None if capacity is None else math.ceil(capacity * k * len(rows) / E)
+    out, dropped = np.zeros_like(rows), 0
+    for m, j, e, fits in _pairs(experts.reshape(-1, k), E, room):
+        dropped += not fits
+        if fits:
+            y = _expert(rows[m], gate[e], up[e], down[e], inner, *(b[e] for b in biases))
+            out[m] += weights.reshape(-1, k)[m, j] * y
+    for m in np.flatnonzero(experts[..., 0].reshape(-1) >= 0) if shared_gate is not None else ():
+        always = _expert(rows[m], shared_gate, shared_up, shared_down, inner)
+        out[m] += always if shared_expert_gate is None else _sigmoid(rows[m] @ shared_expert_gate) * always
+    return out.reshape(x.shape), stats._replace(dropped=dropped)
+
+
+class Layer(NamedTuple):
+    """Tokens, what they chose, and gated experts: silu(x gate) * (x up), times down."""
+
+    x: np.ndarray  # [M, D]
+    experts: np.ndarray  # [M, k]
+    weights: np.ndarray  # [M, k]
+    gate: np.ndarray  # [E, D, F]
+    up: np.ndarray  # [E, D, F]
+    down: np.ndarray  # [E, F, D]
+
+    def random(rng, tokens, top_k, num_experts, width=6, hidden=4, experts=None):
+        """Returns a layer; choices of a token differ, and about one in eight is none (-1)."""
+        if experts is None:
+            experts = np.stack([rng.permutation(max(num_experts, top_k))[:top_k] for _ in range(tokens)]) % num_experts
+            experts = np.where(rng.random(experts.shape) < 0.12, -1, experts)
+        shapes = (tokens, width), experts.shape, *[(num_experts, width, hidden)] * 2, (num_experts, hidden, width)
+        x, w, gate, up, down = (rng.standard_normal(s).astype(np.float32) for s in shapes)
+        return Layer(x, experts.astype(np.int32), w, gate, up, down)
+
+
+def run(layer, d_out, capacity=None):
+    """Returns (out, {name: gradient}, dropped), where an expert takes the first `capacity` of its tokens."""
+    x, experts, weights, gate, up, down = (np.asarray(a, np.float64 if i != 1 else None) for i, a in enumerate(layer))
+    out, d_out = np.zeros((len(x), down.shape[2])), np.asarray(d_out, np.float64)
+    d = {n: np.zeros(getattr(layer, n).shape) for n in ("x", "weights", "gate", "up", "down")}
+    dropped = 0
+    for m, j, e, fits in _pairs(experts, len(gate), capacity):
+        dropped += not fits
+        if not fits:
             continue
-        row = x[b, t]
-        for e, w in zip(experts[b, t], weights[b, t], strict=True):
-            hidden = inner(row @ gate[e] + of(gate_bias, e), row @ up[e] + of(up_bias, e))
-            out[b, t] += w * (hidden @ down[e] + of(down_bias, e))
-        if shared_gate is not None:
-            always = inner(row @ shared_gate, row @ shared_up) @ shared_down
-            out[b, t] += always if shared_expert_gate is None else _sigmoid(row @ shared_expert_gate) * always
-    return out, stats
+        y = _expert(x[m], gate[e], up[e], down[e], lambda g, u: ACTIVATIONS["silu"](g) * u)
+        out[m] += weights[m, j] * y
+        d["weights"][m, j] = d_out[m] @ y
+        dy = weights[m, j] * d_out[m]
+        a, b = x[m] @ gate[e], x[m] @ up[e]
+        s = _sigmoid(a)
+        d["down"][e] += np.outer(a * s * b, dy)
+        dh = down[e] @ dy
+        da, db = dh * b * (s + a * s * (1 - s)), dh * a * s
+        d["gate"][e] += np.outer(x[m], da)
+        d["up"][e] += np.outer(x[m], db)
+        d["x"][m] += gate[e] @ da + up[e] @ db
+    return out, d, dropped

@@ -87,6 +87,21 @@ def test_the_layer_is_the_loop(name):
     assert np.all(np.asarray(gradients["x"])[IDS < 0] == 0) and np.all(np.asarray(out)[IDS < 0] == 0)
 
 
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_the_gradients_of_the_loop_are_differences_of_its_results(capacity):
+    """Those of the exchange, written out by hand: along a direction of each array, and all in one."""
+    rng = np.random.default_rng(5)
+    layer = loop.Layer.random(rng, 9, 3, 4)
+    d_out = rng.standard_normal(layer.x.shape)
+    _, gradients, dropped = loop.run(layer, d_out, capacity)
+    assert (dropped > 0) == (capacity is not None)
+    for n, gradient in gradients.items():
+        direction = rng.standard_normal(gradient.shape)
+        moved = [layer._replace(**{n: getattr(layer, n) + s * direction}) for s in (1e-6, -1e-6)]
+        up, down = ((loop.run(m, d_out, capacity)[0] * d_out).sum() for m in moved)
+        np.testing.assert_allclose((gradient * direction).sum(), (up - down) / 2e-6, rtol=1e-6, atol=1e-6, err_msg=n)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_entry_of_the_gradients(name):

@@ -2,7 +2,7 @@
 
 import functools
 
-import expert_loop
+import experts_loop
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ from expert_calls import (
     rows_only,
     shapes,
 )
-from expert_loop import Layer
+from experts_loop import Layer
 from jax.sharding import PartitionSpec as P
 
 from ejdist import make_mesh
@@ -79,7 +79,7 @@ def test_what_local_keeps_is_a_ranks_own():
         lambda x, params: jax.vjp(lambda *a: function(a[0], layer.experts, layer.weights, a[1]), x, params)[1]
     )
     d_x, d_params = backward(pull(layer.x, params), d_out)
-    true = expert_loop.run(layer, d_out)[1]
+    true = experts_loop.run(layer, d_out)[1]
     for name, got in {"x": d_x, **d_params}.items():
         np.testing.assert_allclose(got, true[name], atol=1e-5 * np.abs(true[name]).max(), rtol=0, err_msg=name)
 
@@ -133,7 +133,7 @@ def test_inside_of_other_transformations(how, scheme):
         x, weights, params
     )
     d_x, d_weights, d_params = jax.jit(pull)(d_out)
-    want = [expert_loop.run(b, d)[:2] for b, d in zip(batches, d_out, strict=True)]
+    want = [experts_loop.run(b, d)[:2] for b, d in zip(batches, d_out, strict=True)]
     true = {n: np.stack([d[n] for _, d in want]) for n in ("x", "weights")}
     true |= {"out": np.stack([o for o, _ in want])} | {n: want[0][1][n] + want[1][1][n] for n in params}
     for name, got in {"out": out, "x": d_x, "weights": d_weights, **d_params}.items():

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejdist
+import kernels
 from ejdist import moe
 
 B, T, D, E, F, K = 8, 8, 8, 8, 8, 3
@@ -142,18 +143,19 @@ def test_chunks(scheme, chunks):
 
 
 def test_what_has_no_room_is_counted():
-    """Of tokens that all want the same experts; on one device as on a mesh."""
+    """Of tokens that all want the same experts, the first of them have room; on one device as on a mesh."""
     arrays = slanted(inputs(), K)
+    wide = {n: a.astype(np.float64) for n, a in arrays.items()}
+    wanted, wanted_stats = loop.moe(**wide, **OPTIONS, segment_ids=ids(), capacity=1.0)
     tokens = int((ids() >= 0).sum())
-    room = math.ceil(1.0 * K * B * T / E)
+    assert wanted_stats.dropped == K * tokens - K * math.ceil(1.0 * K * B * T / E)
     for where in ({}, {"mesh": ejdist.make_mesh(ep=2, devices=jax.devices()[:2])}):
         call = functools.partial(moe, **OPTIONS, segment_ids=jnp.asarray(ids()), capacity=1.0, **where)
         out, stats = jax.jit(lambda arrays, call=call: call(**arrays))(arrays)
-        assert stats.dropped == K * tokens - K * room and stats.counts.sum() == K * tokens
+        assert stats.dropped == wanted_stats.dropped and stats.counts.sum() == K * tokens
         share = ejdist.experts.summary(stats)["dropped_fraction"]
-        np.testing.assert_allclose(share, 1 - room / tokens, rtol=1e-6)
-        found = out if not where else found
-        np.testing.assert_allclose(out, found, atol=1e-5)
+        np.testing.assert_allclose(share, wanted_stats.dropped / (K * tokens), rtol=1e-6)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_a_batch_of_one_counts_once_what_has_no_room():
@@ -165,6 +167,41 @@ def test_a_batch_of_one_counts_once_what_has_no_room():
         found = (out, stats.dropped) if not where else found
         np.testing.assert_allclose(out, found[0], atol=1e-5)
         assert stats.dropped == found[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "how"),
+    [
+        ({"ep": 4, "tp": 2}, 1, {}),
+        pytest.param({"ep": 8}, 1, {}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "ep": 2}, 3, {"in_specs": (P(),), "axis": "ep"}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "ep": 2}, 1, {"stored_weights": True, "axis": ("fsdp", "ep")}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "ep": 2, "tp": 2}, 1, {"stored_weights": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_all_ranks_have(sizes, rows, how):
+    """A batch of one in decoding: each rank adds what its experts make, and nothing else is sent."""
+    arrays = {**inputs(), "x": inputs()["x"][:rows]}
+    options = {**OPTIONS, "segment_ids": jnp.asarray(ids()[:rows])}
+
+    def call(arrays, **where):
+        def total(arrays):
+            out, stats = moe(**arrays, **options, **where)
+            return jnp.sin(out).sum() + 0.3 * stats.balance_loss + 0.2 * stats.z_loss, (out, stats)
+
+        return jax.value_and_grad(total, has_aux=True)(arrays)
+
+    wide = {n: a.astype(np.float64) for n, a in arrays.items()}
+    wanted, wanted_stats = loop.moe(**wide, **{**options, "segment_ids": ids()[:rows]})
+    program = jax.jit(functools.partial(call, mesh=on(**sizes), **how)).lower(arrays).compile()
+    (_, (out, stats)), gradients = program(arrays)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(stats.counts, wanted_stats.counts)
+    assert stats.extra_passes == stats.dropped == 0 and stats.rank_counts.sum() == stats.counts.sum()
+    # `test_experts` holds the gradients of one device to finite differences of the loop.
+    for name, d in jax.jit(call)(arrays)[1].items():
+        np.testing.assert_allclose(gradients[name], d, atol=2e-5 * max(1.0, float(jnp.abs(d).max())), err_msg=name)
+    assert " all-to-all(" not in program.as_text()
 
 
 def test_inside_a_shard_map_of_the_caller():
@@ -220,8 +257,16 @@ def on(**sizes):
 ILLEGAL = {
     "experts that do not divide": (lambda: {"mesh": on(ep=4), "experts": 6}, "router"),
     "an axis that the mesh lacks": (lambda: {"mesh": on(ep=2), "axis": "expert"}, "axis"),
-    "an axis that splits no tokens": (lambda: {"mesh": on(tp=2), "axis": "tp"}, "axis"),
-    "a batch of one over ep": (lambda: {"mesh": on(ep=2), "rows": 1}, "axis"),
+    "an axis of features": (lambda: {"mesh": on(tp=2), "axis": "tp"}, "mesh"),
+    "an axis that splits tokens and one that does not": (
+        lambda: {"mesh": on(ep=2, sp=2), "axis": ("ep", "sp"), "rows": 1},
+        "axis",
+    ),
+    "a way to other ranks, which have the same tokens": (
+        lambda: {"mesh": on(ep=2), "rows": 1, "dispatch": "all_to_all"},
+        "dispatch",
+    ),
+    "room, where all ranks have the same tokens": (lambda: {"mesh": on(ep=2), "rows": 1, "capacity": 1.0}, "capacity"),
     "rows that do not divide": (lambda: {"mesh": on(ep=4), "rows": 6}, "x"),
     "features that do not divide": (lambda: {"mesh": on(ep=2, tp=3)}, "F"),
     "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "two_level"),
@@ -245,3 +290,24 @@ def test_illegal_calls_are_refused_by_name(what):
     arrays = {n: a[:, :experts] if n == "router" else a[:rows] if n == "x" else a[:experts] for n, a in arrays.items()}
     with pytest.raises(ValueError, match=rf"moe: .*{argument}"):
         jax.eval_shape(lambda: moe(**arrays, top_k=2, **given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_export_for_each_platform(scheme):
+    """Of the gradient of the layer over a mesh, on a machine without a GPU; that for the CPU gives the numbers here."""
+    mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])
+    whole = ejdist.layout.sharding(mesh, (), ejdist.layout.ACTIVATIONS)
+    arrays = jax.device_put(inputs(), whole)
+    arrays["x"] = jax.device_put(inputs()["x"], ejdist.layout.sharding(mesh, ("B", "T"), ejdist.layout.ACTIVATIONS))
+    run = jax.jit(functools.partial(both, mesh=mesh, dispatch=scheme))
+    ragged = jax.export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
+    exported = {}
+    for platform, target in {"cpu": None, "cuda": "triton_kernel_call", "tpu": "tpu_custom_call"}.items():
+        with kernels.compile_for(90) as checks:
+            exported[platform] = jax.export.export(run, platforms=[platform], disabled_checks=[*checks, ragged])(arrays)
+        program = exported[platform].mlir_module()
+        assert target is None or target in program
+        assert ("@ragged_all_to_all" in program) == (scheme == "ragged_all_to_all" and platform != "cpu")
+    got = jax.jit(jax.export.deserialize(exported["cpu"].serialize()).call)(arrays)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, run(arrays))

@@ -5,6 +5,7 @@ A gradient is checked by differences of the loss of `decoder_loop`, along a rand
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+import ejdist
 from ejdist.experts import Stats
 from ejdist.mesh import make_mesh
 from ejdist.models.config import ExpertsShape, LatentShape
@@ -24,7 +26,7 @@ from ejdist.models.parameters import Param, initialise, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.training.program import make_program
 from ejdist.training.step import init_state, make_train_step
-from recipes.schema import compose
+from recipes.schema import compose, keys_of
 
 OPS = bind_ops(None)
 B, T, E = 4, 12, 4
@@ -55,10 +57,11 @@ STYLES = {
         num_layers=2, layer_pattern=("window_experts", "experts"), sliding_window=4, attention_bias=True,
         attention_output_bias=True, attention_sinks=True, rope_truncate=False, **YARN,
     ),
-    # What the others leave out: layers of experts among dense ones, a shared expert with a gate, both buffers.
+    # What the others leave out: layers of experts among dense ones, a shared expert with a gate, both buffers,
+    # groups as good as the best of them.
     "mixed": style(
         {"shared_dim": 7, "shared_gate": True, "score": "sqrtsoftplus", "normalize": False, "balance": "global",
-         "bias_rate": 0.25},
+         "bias_rate": 0.25, "num_groups": 2, "topk_groups": 1, "group_top": 1},
         num_layers=4, first_layers=("experts",), layer_pattern=("full", "latent_experts"), qk_norm=True,
         latent=dataclasses.replace(LATENT, query_rank=0),
     ),
@@ -256,6 +259,48 @@ def test_flops_of_a_token_and_of_a_pair():
     assert gated.token == 2 * (16 * 4 + 2 * 3 * 16 * 10 + 3 * 16 * 7 + 16)
 
 
+# What `route` takes that a step makes, and no recipe says; what a recipe says by another name, or makes an array for.
+OF_THE_STEP = {"segment_ids", "key", "load"}
+KEYS = {"routed_scaling_factor": "scaling_factor", "bias": "bias_rate"}
+# name -> a value that is not the default, and is of a recipe.
+SAID = {
+    "top_k": 3, "score": "sigmoid", "normalize": False, "bias_rate": 0.5, "router_bias": True, "num_groups": 2,
+    "topk_groups": 1, "group_top": 1, "scaling_factor": 3.0, "balance": "sequence", "jitter": 0.25, "forced_balance": True,
+}  # fmt: skip
+
+
+def test_every_option_of_the_router_is_a_key_of_a_recipe_and_reaches_it():
+    options = {
+        n: p for n, p in inspect.signature(ejdist.route).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    keys = {n: KEYS.get(n, n) for n in options if n not in OF_THE_STEP}
+    assert set(keys.values()) == set(SAID)
+    assert {f"model.experts.{key}" for key in SAID} <= set(keys_of())
+    for key, value in SAID.items():
+        shape = {"num": 8, "ffn_dim": 10, "top_k": 2, "num_groups": 4, "topk_groups": 2} | {key: value}
+        given = given_to_moe(dataclasses.replace(BASE, experts=ExpertsShape(**shape)))
+        assert set(given) >= set(options)
+        (option,) = (n for n, k in keys.items() if k == key)
+        if key in ("bias_rate", "router_bias"):  # there is such an array
+            assert given[option].shape == (8,)
+        else:
+            assert given[option] == value, key
+
+
+def given_to_moe(c):
+    """Returns what a layer of experts says to `ejdist.moe`, by name."""
+    given = {}
+
+    def moe(x, *weights, **more):
+        given.update(more)
+        return x, Stats(*(jnp.zeros(c.experts.num if n == "counts" else ()) for n in Stats._fields))
+
+    ops = OPS.replace(moe=moe)
+    params, buffers = (initialise(d, jax.random.key(0)) for d in (c.build().declared, c.build().buffers))
+    jax.eval_shape(lambda p, b: loss(p, batch_of(c), c, ops, context=StepContext(0, 0, b)), params, buffers)
+    return given
+
+
 @pytest.mark.parametrize(
     ("name", "experts", "options", "words"),
     [
@@ -271,8 +316,10 @@ def test_flops_of_a_token_and_of_a_pair():
         ("mixtral", {"jitter": 1.0}, {}, r"model.experts.jitter must be in \[0, 1\)"),
         ("mixtral", {"shared_gate": True}, {}, "no model.experts.shared_gate"),
         ("mixtral", {"num_groups": 3}, {}, "model.experts.num_groups = 3 must divide model.experts.num = 4"),
-        ("mixtral", {"num_groups": 4}, {}, "num_groups = 4 must divide .* into groups of two or more"),
-        ("mixtral", {"topk_groups": 2}, {}, "model.experts.topk_groups = 2: give num_groups"),
+        ("deepseek", {"num_groups": 8, "topk_groups": 3}, {}, "model.experts.group_top = 2 must be at least 1 and at most 1"),
+        ("deepseek", {"group_top": 0}, {}, "model.experts.group_top = 0 must be at least 1"),
+        ("mixtral", {"group_top": 1}, {}, "model.experts.group_top = 1: give model.experts.num_groups"),
+        ("mixtral", {"topk_groups": 2}, {}, "model.experts.topk_groups = 2: give model.experts.num_groups"),
         ("deepseek", {"topk_groups": None}, {}, "topk_groups = None must be at least 1 and at most num_groups = 4"),
         ("deepseek", {"topk_groups": 5}, {}, "topk_groups = 5 must be at least 1"),
         ("deepseek", {"topk_groups": 1}, {}, "top_k = 3 is more than the 2 experts of model.experts.topk_groups = 1"),

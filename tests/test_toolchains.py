@@ -1,5 +1,6 @@
 """The toolchains with no accelerator: Triton's and Pallas' interpreters, export for CUDA, the real TPU compiler."""
 
+import doctest
 import os
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import triton
 import triton.language as tl
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax_triton import triton_lib
 
 import kernels._core
 from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret, interpreting
 from kernels._core.pallas import pallas_launch
-from kernels._core.triton import CUSTOM_CALL_TARGET, triton_launch
+from kernels._core.target import custom_call_target
+from kernels._core.triton import tensor_descriptor, triton_launch
 from kernels.ops.rms_norm import RMSNormConfig, rms_norm
 from kernels.ops.rms_norm import op as rms_norm_op
 
@@ -218,9 +221,33 @@ def test_each_export_has_code_for_its_own_target(target):
     for compute_capability in (*checks.CUDA_TARGETS, target):
         report = checks.export_cuda(function, arguments, compute_capability=compute_capability)
         assert [k.name for k in report.kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
-        assert CUSTOM_CALL_TARGET in report.exported.mlir_module()
+        assert custom_call_target() in report.exported.mlir_module()
         for kernel in report.kernels:
             assert f".target sm_{compute_capability}" in kernel.ptx
+
+
+@pytest.mark.parametrize("kernel", ["launched", "descriptor"])
+def test_a_machine_without_a_gpu_is_to_be_told_of_one(kernel, monkeypatch):
+    def none_here(device):
+        raise RuntimeError("no CUDA device")
+
+    monkeypatch.setattr(triton_lib.triton_kernel_call_lib, "get_compute_capability", none_here)
+    run = copy if kernel == "launched" else lambda x: tensor_descriptor(x, (16, 16), (16, 16)) or x
+    with pytest.raises(RuntimeError, match=r"no GPU here .* `with kernels\.compile_for\(90\):`"):
+        jax.export.export(jax.jit(run), platforms=["cuda"])(normal(16, 16))
+    with kernels.compile_for(80):  # where there are no descriptors
+        assert tensor_descriptor(normal(16, 16), (16, 16), (16, 16)) is None
+
+
+@pytest.mark.parametrize("wrong", [9.0, "sm_90", True, 9, None])
+def test_what_is_no_compute_capability_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"'compute_capability' = {wrong!r}"), kernels.compile_for(wrong):
+        pass
+
+
+def test_the_example_of_compile_for_runs():
+    example = doctest.DocTestParser().get_doctest(kernels.compile_for.__doc__, {}, "compile_for", None, None)
+    assert example.examples and doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_resources_come_from_the_assembler():

@@ -197,14 +197,8 @@ def test_one_export_for_every_platform_gives_the_numbers_here(op):
     floats, others, rest = parts(op)
     loss = scalar(op, None, others, rest)
     loss = jax.value_and_grad(loss) if differentiable(op) else loss
-    checks, target = [], None
-    if "triton_gpu" in op.backends:
-        from kernels._core import triton
-
-        checks = [jax.export.DisabledSafetyCheck.custom_call(triton.CUSTOM_CALL_TARGET)]
-        target = triton.compile_for(90)
     platforms = [p for p in PLATFORMS if p != "rocm"]
-    with target or on_this_machine(op.backends["xla"]):
+    with kernels.compile_for(90) as checks, on_this_machine(op.backends["xla"]):
         exported = jax.export.export(jax.jit(loss), platforms=platforms, disabled_checks=checks)(floats)
     assert exported.platforms == tuple(platforms)
     want = plain(op, None) if differentiable(op) else jax.jit(loss)

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from ejdist.experts.choice import choose
-from ejdist.experts.rows import Job, Scheme, count, inverse, order_of
+from ejdist.experts.metrics import expert_counts
+from ejdist.experts.rows import Job, Scheme, inverse, order_of
 from ejdist.experts.schemes import SCHEMES, Local, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
 from kernels._core.binding import is_float_array
@@ -98,7 +99,7 @@ def exchange(
     job = Job(apply, axis, fitting, num_experts, float(buffer), int(chunks))
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
-    counts, dropped = count(experts, num_experts), vary_alike(jnp.int32(0), experts)
+    counts, dropped = expert_counts(experts, num_experts), vary_alike(jnp.int32(0), experts)
     if capacity is not None:
         kept = _within(job, experts, counts, math.ceil(capacity * experts.size * ranks / num_experts))
         experts, dropped = jnp.where(kept, experts, num_experts), jnp.sum((experts < num_experts) & ~kept)

@@ -172,7 +172,8 @@ def moe(
       segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and nothing counts it.
       axis: mesh axes that the experts are split over, the major one first: ep, or such as split the tokens anyway (sp, fsdp).
         Default: on a mesh where the layout has E; else none. Inside a `shard_map` over them the arrays are a rank's own,
-        `gate` and the others an equal part of E; there they have to be named.
+        `gate` and the others an equal part of E; there they have to be named. Where all of them have the same tokens, as of a
+        batch of one, nothing travels but each rank's part of the sums.
       dispatch, buffer, chunks, capacity: how tokens travel, see `ejdist.experts.exchange`. "auto" takes the scheme that is
         expected to be the fastest. Without `capacity` nothing is dropped.
       mesh: default: the mesh in force; with none, one device.

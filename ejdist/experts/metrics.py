@@ -76,7 +76,7 @@ REDUCTIONS = {
 
 
 def expert_counts(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Returns int32 [E], how often each expert is among `experts`, of any shape; -1 is none."""
+    """Returns int32 [E], how often each expert is among `experts`, of any shape; -1, and E or more, is none."""
     # Compared and added up where they lie: on a mesh a scatter gathers them first.
     return jnp.sum(experts[..., None] == jnp.arange(num_experts), axis=tuple(range(experts.ndim)), dtype=jnp.int32)
 

@@ -44,12 +44,14 @@ class Place:
     """Where the arrays of a layer lie.
 
     mesh: None for one device, or a rank of the caller's `shard_map`, whose arrays are its own. axes: dim -> mesh axes, of B, T,
-    F and E, and W, where weights are stored. axis: what the experts are split over.
+    F and E, and W, where weights are stored. axis: what the experts are split over. alike: it splits no tokens, so that
+    all ranks of the experts have the same ones, as where a batch of one is decoded.
     """
 
     mesh: Any
     axes: Axes
     axis: tuple[str, ...]
+    alike: bool = False
 
     @property
     def ranks(self) -> int:
@@ -117,13 +119,13 @@ def place_of(
     axes = _axes(x, gate, whole, named, in_specs, stored)
     split = {a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes.get(d, ())}
     loose = [a for a in axes["E"] if a not in split]
-    if loose:
+    if loose and len(loose) < len(axes["E"]):
         raise _refuse(
             "axis",
-            f": experts are split over {loose[0]!r}, which does not split the tokens of 'x' of shape {x.shape}, so every rank "
-            "would send the same ones; use axes that split the batch or the sequence",
+            f": experts are split over {axes['E']}, of which {loose[0]!r} does not split the tokens of 'x' of shape {x.shape} "
+            "and others do; use axes that all split the batch or the sequence, or none that does",
         )
-    place = Place(whole, axes, axes["E"])
+    place = Place(whole, axes, axes["E"], alike=bool(loose))
     if num_experts % place.ranks:
         over = " x ".join(f"{a}={whole.shape[a]}" for a in place.axis)
         raise _refuse(
@@ -180,6 +182,7 @@ class _Program:
     """What one compiled call depends on."""
 
     place_key: tuple
+    alike: bool
     apply: Any
     num_experts: int
     how: Travel
@@ -188,8 +191,15 @@ class _Program:
     axes: Any = field(compare=False)
 
 
-def _check(how: Travel, top_k: int) -> None:
+def _check(how: Travel, top_k: int, alike: bool) -> None:
     """Raises ValueError for what `exchange` would refuse, on one device too, where nothing travels."""
+    same = "all ranks of the experts have the same tokens"
+    if alike and how.scheme not in ("auto", "local"):
+        raise _refuse(
+            "dispatch", f"= {how.scheme!r} takes tokens to other ranks, and here {same}; use 'auto' or 'local'"
+        )
+    if alike and how.capacity is not None:
+        raise _refuse("capacity", f"= {how.capacity} has no form where {same}; leave it out")
     if isinstance(how.scheme, str) and how.scheme not in ("auto", *SCHEMES):
         raise _refuse("dispatch", f"= {how.scheme!r} is unknown; use 'auto', one of {', '.join(SCHEMES)}, or a Scheme")
     check_buffer(how.buffer, how.chunks, how.capacity, top_k)
@@ -214,17 +224,19 @@ def through_experts(
       apply: the same object for the same function, see `exchange`.
       told: takes a line that says which scheme was chosen and why.
     """
-    _check(how, weights.shape[-1])
+    _check(how, weights.shape[-1], place.alike)
     if place.mesh is None:
         how = _chosen(how, place, x.shape[0] * x.shape[1], weights.shape[-1], x, told)
         return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
     mesh, axes = place.mesh, place.axes
     split = [a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes[d]]
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for a in split)
+    if place.alike:
+        how = replace(how, scheme="local")
     how = _chosen(how, place, tokens, weights.shape[-1], x, told)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
-    program = _compiled(_Program(key, apply, num_experts, how, (x.shape, shapes), mesh, axes))
+    program = _compiled(_Program(key, place.alike, apply, num_experts, how, (x.shape, shapes), mesh, axes))
     return program(x, experts, weights, dict(params))
 
 
@@ -256,6 +268,15 @@ def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) ->
     return out.reshape(B, T, out.shape[1]), Traffic(s.extra_passes, s.high_water, s.dropped)
 
 
+def _of_own_experts(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
+    """Returns the same of tokens that all ranks have: each makes its experts' part of every sum, and the parts are added up."""
+    own = num_experts // math.prod(jax.lax.axis_size(a) for a in axis)
+    experts = experts - jax.lax.axis_index(axis) * own
+    experts = jnp.where((experts >= 0) & (experts < own), experts, -1)
+    out, traffic = _flat(x, experts, weights, params, apply, own, (), how)
+    return jax.lax.psum(out, axis), traffic
+
+
 @functools.lru_cache(maxsize=256)
 def _compiled(p: _Program) -> Callable:
     """Returns the jitted function of global arrays. Kept, so that a second eager call compiles nothing."""
@@ -273,6 +294,7 @@ def _compiled(p: _Program) -> Callable:
 
     lies = {**axes, "W": inside}
     specs = {n: spec(dims(n), lies, shape=s, mesh=mesh, what=f"moe: argument {n!r}") for n, s in shapes.items()}
+    through = _of_own_experts if p.alike else _flat
     split = tuple(sorted(tokens))
 
     def body(x: Any, experts: Any, weights: Any, params: dict) -> Any:
@@ -281,7 +303,7 @@ def _compiled(p: _Program) -> Callable:
                 params[name] = jax.lax.all_gather(w, inside, axis=dims(name).index("W"), tiled=True)
         if "down_bias" in params and axes["F"]:  # once, not on every device that has a part of F
             params["down_bias"] = jnp.where(jax.lax.axis_index(axes["F"]) == 0, params["down_bias"], 0)
-        out, traffic = _flat(x, experts, weights, params, p.apply, p.num_experts, axes["E"], p.how)
+        out, traffic = through(x, experts, weights, params, p.apply, p.num_experts, axes["E"], p.how)
         out = jax.lax.psum(out, axes["F"]) if axes["F"] else out
         return out, traffic._replace(dropped=jax.lax.psum(traffic.dropped, split) if split else traffic.dropped)
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejdist.experts.metrics import expert_counts
 from kernels._core.binding import is_float_array
 from kernels._core.dispatch import vary_alike
 
@@ -138,12 +139,6 @@ class Plan(NamedTuple):
     sizes: jax.Array
 
 
-def count(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Returns [E]: how many pairs an expert has."""
-    zeros = vary_alike(jnp.zeros(num_experts, jnp.int32), experts)
-    return zeros.at[experts.reshape(-1)].add(1, mode="drop")
-
-
 def inverse(order: jax.Array) -> jax.Array:
     return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
 
@@ -162,7 +157,7 @@ def order_of(experts: jax.Array) -> jax.Array:
 def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan:
     """Returns where the pairs of experts [M, k] stand; all ranks of the axis learn of each other's numbers."""
     order = order_of(experts)
-    sizes = count(experts, num_experts)[None]
+    sizes = expert_counts(experts, num_experts)[None]
     sizes = lax.all_gather(sizes, axis, axis=0, tiled=True) if axis else sizes
     return Plan(order, inverse(order).reshape(experts.shape), experts, sizes)
 
@@ -227,12 +222,18 @@ def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
 
 def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Returns, for each token, the sum of its choices' rows, each times its weight. Nothing of [M, k, D] is made."""
-    total: Any = 0
-    for j in range(slot.shape[1]):
-        row = wide(rows[jnp.maximum(slot[:, j], 0)])
-        row = row if weights is None else row * weights[:, j, None].astype(row.dtype)
-        total = total + jnp.where((slot[:, j] >= 0)[:, None], row, 0)
-    return total
+
+    def total(rows: jax.Array, slot: jax.Array, weights: jax.Array | None, after: Callable = lambda x: x) -> jax.Array:
+        total: Any = 0
+        for j in range(slot.shape[1]):
+            row = wide(rows[jnp.maximum(slot[:, j], 0)])
+            row = row if weights is None else row * weights[:, j, None].astype(row.dtype)
+            total, slot = after((total + jnp.where((slot[:, j] >= 0)[:, None], row, 0), slot))
+        return total
+
+    # A TPU fuses no gather with a sum, so all of them would be made first. There each waits for the sum of those before it.
+    one_by_one = functools.partial(total, after=lax.optimization_barrier)
+    return lax.platform_dependent(rows, slot, weights, tpu=one_by_one, default=total)
 
 
 class Rows(Scheme):

@@ -39,11 +39,15 @@ class ExpertsShape:
     scaling_factor: float = 1.0  # of the weights
     num_groups: int = 1
     topk_groups: int | None = None
+    group_top: int = 2  # a group is as good as the sum of so many of its best scores; 1 in DeepSeek-V2
     router_bias: bool = False  # a parameter, added to the logits (GPT-OSS)
     bias_rate: float = 0.0  # of the bias that balances without a loss (DeepSeek-V3); 0: there is none
-    balance: str = "batch"  # what the balance loss is of: batch (a microbatch, over all devices), sequence, global
-    balance_loss: float = 0.0  # its weight in the loss
-    z_loss: float = 0.0  # weight of the squared log-sum-exp of the router's logits
+    # What the balance loss is of: batch (a microbatch, over all devices), sequence, or global (the global batch, of which the
+    # counts of the step before are taken).
+    balance: str = "batch"
+    # The weights of the two losses. Each microbatch's are means over its tokens, and it weighs by the tokens that it counts.
+    balance_loss: float = 0.0
+    z_loss: float = 0.0  # of the squared log-sum-exp of the router's logits
     jitter: float = 0.0  # noise of what the router sees
     forced_balance: bool = False  # experts in turn: for benchmarks alone
 
@@ -85,14 +89,16 @@ class ExpertsShape:
 
     def _validate_groups(self) -> None:
         size, rest = divmod(self.num, max(self.num_groups, 1))
-        if self.num_groups < 1 or rest or (self.num_groups > 1 and size < 2):
+        if self.num_groups < 1 or rest:
             raise ValueError(
-                f"model.experts.num_groups = {self.num_groups} must divide model.experts.num = {self.num} into groups of two "
-                "or more, whose two best say how good a group is; 1 for none"
+                f"model.experts.num_groups = {self.num_groups} must divide model.experts.num = {self.num}; 1 for no groups"
             )
         if self.num_groups == 1:
-            if self.topk_groups is not None:
-                raise ValueError(f"model.experts.topk_groups = {self.topk_groups}: give num_groups, or leave it out")
+            for name, default in (("topk_groups", None), ("group_top", 2)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"model.experts.{name} = {getattr(self, name)}: give model.experts.num_groups, or leave it out"
+                    )
         elif self.topk_groups is None or not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(
                 f"model.experts.topk_groups = {self.topk_groups} must be at least 1 and at most num_groups = {self.num_groups}"
@@ -101,6 +107,10 @@ class ExpertsShape:
             raise ValueError(
                 f"model.experts.top_k = {self.top_k} is more than the {self.topk_groups * size} experts of "
                 f"model.experts.topk_groups = {self.topk_groups} groups"
+            )
+        elif not 1 <= self.group_top <= size:
+            raise ValueError(
+                f"model.experts.group_top = {self.group_top} must be at least 1 and at most {size}, the experts of a group"
             )
 
 

@@ -115,6 +115,7 @@ class Experts(Part):
             router_bias=whole.get("router_bias"),
             num_groups=m.num_groups,
             topk_groups=m.topk_groups,
+            group_top=m.group_top,
             routed_scaling_factor=m.scaling_factor,
             balance=m.balance,
             load=at.buffers.get("load"),

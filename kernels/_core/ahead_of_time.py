@@ -29,6 +29,7 @@ import numpy as np
 
 from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
 from kernels._core.interpret import interpret, interpreting
+from kernels._core.target import compile_for, custom_call_target
 
 if TYPE_CHECKING:
     from kernels._core.backend import Case
@@ -156,25 +157,20 @@ def export_cuda(fn: Callable, *args: Any, compute_capability: int = 90) -> CudaR
     Raises:
       RuntimeError: the CUDA plugin, Triton or jax-triton is not installed.
     """
-    try:
-        from kernels._core import triton as launcher
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"compiling for CUDA needs {error.name}: pip install 'ejdist[test]'") from None
     shapes = jax.tree.map(_shape, args)
-    check = jax.export.DisabledSafetyCheck.custom_call(launcher.CUSTOM_CALL_TARGET)
-    with launcher.compile_for(compute_capability):
-        # A function of its own for each export: JAX keeps lowered programs, and they hold the last target's code.
-        exported = jax.export.export(jax.jit(lambda *a: fn(*a)), platforms=["cuda"], disabled_checks=[check])(*shapes)
-    return CudaReport(exported, tuple(_triton_kernels(exported, launcher.CUSTOM_CALL_TARGET)))
+    with compile_for(compute_capability) as checks:
+        exported = jax.export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=checks)(*shapes)
+    return CudaReport(exported, tuple(_triton_kernels(exported)))
 
 
-def _triton_kernels(exported: Any, target: str) -> Iterator[CudaKernel]:
+def _triton_kernels(exported: Any) -> Iterator[CudaKernel]:
     """Yields the kernels of a module. They are in the attribute `opaque` of each call: zlib over a protobuf
     (jaxlib/gpu/triton.proto), of which a kernel is field 1 of the call: name 1, warps 2, shared memory 3, PTX 4."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
     found: list[bytes] = []
+    target = custom_call_target()
 
     def visit(operation: Any) -> Any:
         attributes = operation.attributes

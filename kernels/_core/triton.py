@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import jax
 import jax_triton
 from jax_triton import triton_lib
 
 from kernels._core.interpret import interpreting
-from kernels._core.triton_interpreter import language_lock, run_interpreted
+from kernels._core.target import asked_compute_capability
+from kernels._core.triton_interpreter import run_interpreted
 from kernels._core.work import Work
 
-__all__ = ["compile_for", "tensor_descriptor", "triton_launch"]
-
-CUSTOM_CALL_TARGET = triton_lib.CUSTOM_CALL_TARGET_NAME
+__all__ = ["tensor_descriptor", "triton_launch"]
 
 
 def triton_launch(
@@ -64,6 +61,7 @@ def triton_launch(
             name=kernel.fn.__name__,
             num_warps=num_warps,
             num_stages=num_stages,
+            compute_capability=_compute_capability(),
             # Said outright because Triton is about to change its default.
             backend_options={"enable_fp_fusion": True},
             input_output_aliases=dict(input_output_aliases or {}),
@@ -79,17 +77,25 @@ def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[i
     On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that
     allocates can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
     """
-    if interpreting() or int(triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch) < 90:
+    if interpreting() or _compute_capability() < 90:
         return None
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return triton_lib.TensorDescriptor(x, shape, strides, block_shape)
 
 
-@contextlib.contextmanager
-def compile_for(compute_capability: int) -> Iterator[None]:
-    """Kernels lowered inside are compiled for this compute capability (80, 90), whatever device there is, if any."""
-    library = triton_lib.triton_kernel_call_lib
-    if library is None:
-        raise RuntimeError("compiling for CUDA needs the CUDA plugin of JAX: pip install 'ejdist[test]'")
-    with language_lock, mock.patch.object(library, "get_compute_capability", lambda device: compute_capability):
-        yield
+def _compute_capability() -> int:
+    """Returns what is compiled for: the GPU of the surrounding `compile_for`, or else that of this machine.
+
+    Raises:
+      RuntimeError: there is neither.
+    """
+    asked = asked_compute_capability()
+    if asked is not None:
+        return asked
+    try:
+        return int(triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch)
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise RuntimeError(
+            "a Triton kernel is lowered for CUDA, and JAX finds no GPU here to compile it for: lower the program inside "
+            "`with kernels.compile_for(90):` (90 is an H100 or H200, 80 an A100), or on a machine with the GPU"
+        ) from error

@@ -45,7 +45,7 @@ _POINTER_TYPES = {
 }
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-# The interpreter and the target of a compilation are settings of whole modules, so one thread uses them at a time.
+# The interpreter changes Triton's own modules, so one thread interprets or compiles at a time.
 language_lock = threading.RLock()
 
 

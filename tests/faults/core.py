@@ -52,4 +52,19 @@ FAULTS = (
         "if value is None and False and (p.default",
         "tests/test_illegal_calls.py -k 'of_an_operation and (rms_norm or recurrent)'",
     ),
+    Fault(
+        "target: a machine without a GPU speaks in another's words",
+        "kernels/_core/triton.py",
+        "except (RuntimeError, ValueError, AttributeError)",
+        "except RuntimeError",
+        "tests/test_toolchains.py -k to_be_told",
+    ),
+    Fault(
+        "target: the program for one GPU is taken for another's",
+        "kernels/_core/target.py",
+        "_asked = jax.make_user_context(default_value=None)",
+        "class _Asked:\n    value = None\n"
+        "    def __call__(self, cc):\n        self.value = cc\n        return contextlib.nullcontext()\n_asked = _Asked()",
+        "tests/test_toolchains.py -k its_own_target",
+    ),
 )

@@ -64,7 +64,7 @@ FAULTS = (
         f"{TESTS} -k dropped",
     ),
     Fault("dropped choices are no choices of an expert", DISPATCH, "dropped.astype(jnp.int32), counts)",
-          "dropped.astype(jnp.int32), count(experts, num_experts))", f"{TESTS} -k dropped"),
+          "dropped.astype(jnp.int32), expert_counts(experts, num_experts))", f"{TESTS} -k dropped"),
     Fault("padding has the last expert", DISPATCH, "experts < num_experts), experts, num_experts)",
           "experts < num_experts), experts, num_experts - 1)", EP),
     Fault("gradients of tokens are a part on each device", DISPATCH, "lax.psum(d, parts) if parts else d", "d", TP),
@@ -83,6 +83,8 @@ FAULTS = (
           'lax.pmax(lax.pmin(rows, tuple(sorted(axes - {"sp"}))), "sp")', f"{TESTS} -k other_tokens"),
     Fault("no slack is no balance", SCHEMES, "pairs / job.ranks, pairs)", "pairs / job.ranks - 1, pairs)",
           f"{TESTS} -k balanced"),
+    Fault("a TPU makes the rows of all choices, then adds them", ROWS, "after=lax.optimization_barrier", "after=lambda x: x",
+          f"{COSTS} -m slow -k 'on_a_tpu and 8-0.25-all_gather'"),
     Fault("auto takes the slowest", CHOICE, "key=lambda name: seconds[name])", "key=lambda name: -seconds[name])",
           "tests/test_experts_choice.py"),
 )  # fmt: skip

@@ -7,6 +7,20 @@ MESH, RUN, TABLE = "tests/test_experts_mesh.py", "tests/test_moe_run.py", "tests
 
 FAULTS = (
     Fault(
+        "experts on a mesh: of tokens that all ranks have, the experts of the first rank alone",
+        PLACED,
+        "experts = experts - jax.lax.axis_index(axis) * own",
+        "experts = experts + 0 * jax.lax.axis_index(axis)",
+        f"{MESH} -k all_ranks_have",
+    ),
+    Fault(
+        "experts on a mesh: tokens that all ranks have are sent by every one",
+        PLACED,
+        "through = _of_own_experts if p.alike else _flat",
+        "through = _flat",
+        f"{MESH} -k all_ranks_have",
+    ),
+    Fault(
         "experts on a mesh: every part of F adds the bias",
         PLACED,
         'jnp.where(jax.lax.axis_index(axes["F"]) == 0, params["down_bias"], 0)',

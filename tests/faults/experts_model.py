@@ -144,4 +144,11 @@ FAULTS = (
         "",
         "tests/test_moe_model.py -k split_by_fsdp",
     ),
+    Fault(
+        "how groups are scored does not reach the router",
+        EXPERTS,
+        "group_top=m.group_top,",
+        "group_top=2,",
+        "tests/test_moe_model.py -k every_option_of_the_router",
+    ),
 )

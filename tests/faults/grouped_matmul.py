@@ -118,4 +118,11 @@ FAULTS = (
         "_kept(ref[...], 0, first, 0, end[v])",
         f"{KERNELS} -k 'several and pallas'",
     ),
+    Fault(
+        "grouped matmul: the gradient of matrices that are transposed is that of others",
+        "kernels/ops/grouped_matmul/groups.py",
+        '"rhs_transposed", rhs_transposed, d, lhs',
+        '"rhs_transposed", rhs_transposed, lhs, d',
+        "tests/test_ops.py -k 'numbers and grouped_matmul-transposed'",
+    ),
 )

@@ -1,11 +1,14 @@
-"""Which rows are of which matrix, how the weights of a call are read, and what kernels refuse."""
+"""Which rows are of which matrix, how the weights of a call are read, and how kernels are registered for both operations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from kernels.ops.grouped_matmul.contract import op, quantized_op
 
 # Weights that a kernel widens after it has read them.
 WIDENED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -52,3 +55,51 @@ def rejects_quantized(call: Any) -> str | None:
     if call.rhs_scale.shape[1] != 1:
         return f"it takes one scale for each column, and these have {call.rhs_scale.shape[1]}"
     return rejects(call)
+
+
+def register(
+    forward: Callable,
+    backward: Callable,
+    contraction: Callable,
+    *,
+    refuses: Callable[[Any], str | None] = lambda call: None,
+    **facts: Any,
+) -> None:
+    """Adds a backend of both operations, which has the name of the file of its functions.
+
+    Args:
+      forward: (lhs, the weights as `matrices` gives them, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale or
+        None) -> result.
+      backward: the same after `saved` -> (gradients of lhs and of the bias by name, the cotangent of the products, `where`).
+      contraction: (a [M, P], b [M, Q], E, dtype, tile, `where`) -> [E, P, Q], a transposed times b for the rows of each group.
+      refuses: what else than `rejects` says why a call cannot be done.
+      facts: of `Op.register`.
+    """
+
+    def run(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+        return forward(lhs, matrices(rhs, rhs_transposed), group_sizes, group_offset, rhs_bias, activation, cfg, None)
+
+    def run_backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+        weights = matrices(rhs, rhs_transposed)
+        found, d, where = backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, None)
+        if rhs_transposed is None:
+            name, given, left, right = "rhs", rhs, lhs, d
+        else:
+            name, given, left, right = "rhs_transposed", rhs_transposed, d, lhs
+        d_rhs = contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, where)
+        return found | {name: d_rhs.reshape(given.shape)}
+
+    def quantized(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
+        weights = matrices(rhs, rhs_transposed)
+        return forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)
+
+    def quantized_backward(
+        saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg
+    ):
+        weights = matrices(rhs, rhs_transposed)
+        return backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)[0]
+
+    name = forward.__module__.rpartition(".")[2]
+    op.register(run, run_backward, rejects=lambda call: refuses(call) or rejects(call), name=name, **facts)
+    also = {"rejects": lambda call: refuses(call) or rejects_quantized(call), "name": name}
+    quantized_op.register(quantized, quantized_backward, **also, **facts)

@@ -18,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels._core.pallas import pallas_launch
 from kernels._core.work import Work, nbytes
-from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, activated, op, quantized_op
-from kernels.ops.grouped_matmul.groups import bounds, matrices, rejects, rejects_quantized, scales
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, activated
+from kernels.ops.grouped_matmul.groups import bounds, register, scales
 
 LANES = 128
 
@@ -266,7 +266,7 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, visits: _Visits):
 # -- the operation ----------------------------------------------------------------------------------------------------
 
 
-def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
     b, transposed, gated = weights
     M = lhs.shape[0]
     visits = _visits(group_sizes, group_offset, M, b.shape[0], min(M, cfg.forward.block_m), False)
@@ -275,7 +275,7 @@ def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg,
     )
 
 
-def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
     """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, visits of every group)."""
     b, transposed, gated = weights
     M, experts, d = lhs.shape[0], b.shape[0], saved.d_out.astype(lhs.dtype)
@@ -293,33 +293,6 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
         sums = _contraction(jnp.ones((M, 8), d.dtype), d, experts, rhs_bias.dtype, cfg.d_rhs, of)
         found["rhs_bias"] = sums[:, 0].reshape(rhs_bias.shape)
     return found, d, of
-
-
-def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    weights = matrices(rhs, rhs_transposed)
-    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
-
-
-def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    weights = matrices(rhs, rhs_transposed)
-    found, d, of = _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
-    name, given, left, right = (
-        ("rhs", rhs, lhs, d) if rhs_transposed is None else ("rhs_transposed", rhs_transposed, d, lhs)
-    )
-    d_rhs = _contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, of)
-    return found | {name: d_rhs.reshape(given.shape)}
-
-
-def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
-    weights = matrices(rhs, rhs_transposed)
-    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)
-
-
-def quantized_backward(
-    saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg
-):
-    weights = matrices(rhs, rhs_transposed)
-    return _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)[0]
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -354,14 +327,19 @@ def candidates(call):
     return list(dict.fromkeys([heuristic(call, "tpu"), *found]))
 
 
-def refuses(call, also):
+def refuses(call):
     if call.activation == "gelu":
         return "activation = 'gelu' needs the error function, which Mosaic has not; 'gelu_tanh' it can do"
-    return also(call)
+    return None
 
 
-_WHERE = {"platforms": {"tpu"}, "dtypes": {"float32", "bfloat16"}, "heuristic": heuristic, "candidates": candidates}
-op.register(forward, backward, rejects=functools.partial(refuses, also=rejects), **_WHERE)
-quantized_op.register(
-    quantized_forward, quantized_backward, rejects=functools.partial(refuses, also=rejects_quantized), **_WHERE
+register(
+    _forward,
+    _backward,
+    _contraction,
+    refuses=refuses,
+    platforms={"tpu"},
+    dtypes={"float32", "bfloat16"},
+    heuristic=heuristic,
+    candidates=candidates,
 )

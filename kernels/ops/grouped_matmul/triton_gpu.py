@@ -16,8 +16,8 @@ from jax import lax
 
 from kernels._core.triton import tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
-from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, op, quantized_op
-from kernels.ops.grouped_matmul.groups import matrices, rejects, rejects_quantized, scales
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
+from kernels.ops.grouped_matmul.groups import register, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
     grouped_matmul_kernel,
@@ -187,13 +187,13 @@ def _group_sums(x, experts: int, dtype: Any, where: _Map):
 # -- the operation ----------------------------------------------------------------------------------------------------
 
 
-def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
     b, transposed, gated = weights
     where = _tile_map(group_sizes, group_offset, lhs.shape[0], b.shape[0], cfg.forward.block_m)
     return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation, scale=scales("columns", scale))
 
 
-def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale=None):
+def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
     """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, the map of tiles)."""
     b, transposed, gated = weights
     experts, d = b.shape[0], saved.d_out.astype(lhs.dtype)
@@ -210,33 +210,6 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     if rhs_bias is not None:
         found["rhs_bias"] = _group_sums(d, experts, rhs_bias.dtype, where).reshape(rhs_bias.shape)
     return found, d, where
-
-
-def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    weights = matrices(rhs, rhs_transposed)
-    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
-
-
-def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
-    weights = matrices(rhs, rhs_transposed)
-    found, d, where = _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
-    name, given, left, right = (
-        ("rhs", rhs, lhs, d) if rhs_transposed is None else ("rhs_transposed", rhs_transposed, d, lhs)
-    )
-    d_rhs = _contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, where)
-    return found | {name: d_rhs.reshape(given.shape)}
-
-
-def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
-    weights = matrices(rhs, rhs_transposed)
-    return _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)
-
-
-def quantized_backward(
-    saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg
-):
-    weights = matrices(rhs, rhs_transposed)
-    return _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)[0]
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -350,11 +323,12 @@ def candidates(call):
     return list(dict.fromkeys([_config(call), *(_config(call, s) for s in (*PRODUCTS, *OTHER_BANDS, DEEPER))]))
 
 
-_WHERE = {
-    "platforms": {"cuda"},
-    "dtypes": {"float32", "bfloat16", "float16"},
-    "heuristic": heuristic,
-    "candidates": candidates,
-}
-op.register(forward, backward, rejects=rejects, **_WHERE)
-quantized_op.register(quantized_forward, quantized_backward, rejects=rejects_quantized, **_WHERE)
+register(
+    _forward,
+    _backward,
+    _contraction,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    heuristic=heuristic,
+    candidates=candidates,
+)
