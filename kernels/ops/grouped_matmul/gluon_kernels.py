@@ -85,28 +85,41 @@ def _parts(x, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _write(acc, buffer, out_ptr, row, end, column, COLUMNS: gl.constexpr):
-    DIRECT: gl.constexpr = buffer.shape[0] < acc.shape[0]
-    """Writes the rows before `end` of a tile whose first is `row` to a matrix of so many columns, by way of shared memory."""
-    ROWS: gl.constexpr = acc.shape[0]
-    WIDTH: gl.constexpr = buffer.shape[1]
-    PARTS: gl.constexpr = acc.shape[1] // WIDTH
-    LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+def _hand_over(acc, buffers, filled, drained, handed, WHICH: gl.constexpr):
+    """Gives sums to the warp that writes them, 64 columns at a time through shared memory; returns how many it has had."""
+    BUFFERS: gl.constexpr = buffers.shape[0] // 2
+    PARTS: gl.constexpr = acc.shape[1] // 64
     parts = _parts(acc, PARTS)
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    out = out_ptr + rows.to(gl.int64)[:, None] * COLUMNS + columns[None, :]
-    if DIRECT:
-        own: gl.constexpr = acc.type.layout
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, own))
-        columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, own))
-        mask = (rows < end)[:, None] & (columns < COLUMNS)[None, :]
-        gl.store(out_ptr + rows.to(gl.int64)[:, None] * COLUMNS + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
-    for i in gl.static_range(0 if DIRECT else PARTS):
-        buffer.store(parts[i].to(out_ptr.dtype.element_ty))
-        mask = (rows < end)[:, None] & (columns + i * WIDTH < COLUMNS)[None, :]
-        gl.store(out + i * WIDTH, buffer.load(layout), mask=mask)
+    for i in gl.static_range(PARTS):
+        at = WHICH * BUFFERS + handed % BUFFERS
+        mbarrier.wait(drained.index(at), (handed // BUFFERS & 1) ^ 1)
+        buffers.index(at).store(parts[i].to(buffers.dtype))
+        mbarrier.arrive(filled.index(at))
+        handed += 1
+    return handed
+
+
+@gluon.jit
+def _write(buffers, filled, drained, handed, out_ptr, row, end, column, columns, N: gl.constexpr, WHICH: gl.constexpr):
+    """Writes the rows before `end` of a tile of so many columns, whose first row is `row`, to a matrix of N columns."""
+    BUFFERS: gl.constexpr = buffers.shape[0] // 2
+    ROWS: gl.constexpr = buffers.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    inside = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    lanes = rows[:, None] * N + inside[None, :]
+    for first in range(column, column + columns, 64):
+        at = WHICH * BUFFERS + handed % BUFFERS
+        mbarrier.wait(filled.index(at), handed // BUFFERS & 1)
+        # 16 rows are what a warp has in its registers at a time.
+        buffer = buffers.index(at).reinterpret(shape=[ROWS // 16, 16, 64], layout=SWIZZLED)
+        for i in range(ROWS // 16):
+            top = row + 16 * i
+            mask = (rows < end - top)[:, None] & (inside < N - first)[None, :]
+            gl.store(out_ptr + (top.to(gl.int64) * N + first) + lanes, buffer.index(i).load(layout), mask=mask)
+        mbarrier.arrive(drained.index(at))
+        handed += 1
+    return handed
 
 
 @gluon.jit
@@ -123,7 +136,7 @@ def _take(turn_ptr, slots, told, read, turn):
 def _hear(slots, told, read, turn):
     """Returns that tile, for those that multiply."""
     mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
-    tile = gl.max(slots.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    tile = gl.max(slots.index(turn % 2).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
     mbarrier.arrive(read.index(turn % 2))
     return tile
 
@@ -174,20 +187,19 @@ def _load_products(a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, a_tiles, b_t
 
 
 @gluon.jit
-def _make_products(out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffer,
+def _make_products(out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained,
                    K: gl.constexpr, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr,
                    QUEUE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
                    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     # The last tile of a row may have half of the columns.
-    HALF: gl.constexpr = 0 < N % BLOCK_N and N % BLOCK_N <= BLOCK_N // 2 and BLOCK_N // 2 >= buffer.shape[1]
+    HALF: gl.constexpr = 0 < N % BLOCK_N and N % BLOCK_N <= BLOCK_N // 2
     STEPS: gl.constexpr = K // BLOCK_K
     tiles_m = gl.load(bounds_ptr + 2 * E)
-    tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
+    tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
     while tile < tiles_m * TILES_N:
         expert, row, end, column = _tile_of(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
-        row += WHICH * ROWS
-        if row >= end:  # all of the rows are the other one's
+        if row + WHICH * ROWS >= end:  # all of the rows are the other one's
             for _ in range(STEPS):
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(free.index(stage))
@@ -195,11 +207,11 @@ def _make_products(out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free,
         elif HALF and N - column <= BLOCK_N // 2:
             left, stage, phase = _multiply(_sums(ROWS, BLOCK_N // 2), a_tiles, b_tiles, full, free, stage, phase, STEPS,
                                            WHICH, BLOCK_N // 2, False, TRANSPOSED, STAGES)  # fmt: skip
-            _write(left, buffer, out_ptr, row, end, column, N)
+            handed = _hand_over(left, buffers, filled, drained, handed, WHICH)
         else:
             acc, stage, phase = _multiply(_sums(ROWS, BLOCK_N), a_tiles, b_tiles, full, free, stage, phase, STEPS,
                                           WHICH, BLOCK_N, False, TRANSPOSED, STAGES)  # fmt: skip
-            _write(acc, buffer, out_ptr, row, end, column, N)
+            handed = _hand_over(acc, buffers, filled, drained, handed, WHICH)
         if QUEUE:
             tile = _hear(slots, told, read, turn)
             turn += 1
@@ -218,8 +230,29 @@ def _make_products(out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free,
 
 
 @gluon.jit
+def _write_products(out_ptr, tiles_ptr, bounds_ptr, slots, told, read, buffers, filled, drained, N: gl.constexpr,
+                    E: gl.constexpr, BOUND: gl.constexpr, QUEUE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                    BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HALF: gl.constexpr = 0 < N % BLOCK_N and N % BLOCK_N <= BLOCK_N // 2
+    tiles_m = gl.load(bounds_ptr + 2 * E)
+    tile, turn, handed = gl.program_id(0), 0, 0
+    while tile < tiles_m * TILES_N:
+        expert, row, end, column = _tile_of(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        row += WHICH * ROWS
+        if row < end:
+            columns = gl.where(HALF and N - column <= BLOCK_N // 2, BLOCK_N // 2, BLOCK_N)
+            handed = _write(buffers, filled, drained, handed, out_ptr, row, end, column, columns, N, WHICH)
+        if QUEUE:
+            tile = _hear(slots, told, read, turn)
+            turn += 1
+        else:
+            tile += gl.num_programs(0)
+
+
+@gluon.jit
 def _ring(STAGES: gl.constexpr, dtype: gl.constexpr, A_SHAPE: gl.constexpr, B_SHAPE: gl.constexpr, ROWS: gl.constexpr,
-          WIDTH: gl.constexpr):  # fmt: skip
+          BUFFERS: gl.constexpr):  # fmt: skip
     """Returns the stages of a (of each, one for either warpgroup) and of b, their barriers, two places for a tile that is told,
     with theirs, and the buffers that results go through."""
     a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, A_SHAPE[0], A_SHAPE[1]], SWIZZLED)
@@ -229,14 +262,19 @@ def _ring(STAGES: gl.constexpr, dtype: gl.constexpr, A_SHAPE: gl.constexpr, B_SH
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    buffers = gl.allocate_shared_memory(dtype, [2, ROWS if WIDTH > 1 else 8, WIDTH if WIDTH > 1 else 64], SWIZZLED)
+    buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS, 64], SWIZZLED)
+    filled = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(told.index(i), count=1)
-        mbarrier.init(read.index(i), count=2)
-    return a_tiles, b_tiles, full, free, slots, told, read, buffers
+        mbarrier.init(read.index(i), count=4)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(drained.index(i), count=1)
+    return a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained
 
 
 @gluon.jit
@@ -258,23 +296,29 @@ def specialised_matmul_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr,  # of either warpgroup
     REGISTERS: gl.constexpr,  # of a thread that multiplies, and of one that loads
 ):
-    a_tiles, b_tiles, full, free, slots, told, read, buffers = _ring(
-        STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape, ROWS, WIDTH
+    a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained = _ring(
+        STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape, ROWS, BUFFERS
     )
     gl.warp_specialize(
         [
             (_make_products, (out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read,
-                              buffers.index(0), K, N, E, BOUND, TRANSPOSED, QUEUE, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                              buffers, filled, drained, K, N, E, BOUND, TRANSPOSED, QUEUE, BAND,
+                              ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
             (_make_products, (out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read,
-                              buffers.index(1), K, N, E, BOUND, TRANSPOSED, QUEUE, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                              buffers, filled, drained, K, N, E, BOUND, TRANSPOSED, QUEUE, BAND,
+                              ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
             (_load_products, (a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, a_tiles, b_tiles, full, free, slots, told,
                               read, K, N, E, BOUND, TRANSPOSED, QUEUE, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, slots, told, read, buffers, filled,
+                               drained, N, E, BOUND, QUEUE, BAND, ROWS, BLOCK_N, 0)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, slots, told, read, buffers, filled,
+                               drained, N, E, BOUND, QUEUE, BAND, ROWS, BLOCK_N, 1)),
         ],
-        [4, 1],
-        [REGISTERS[0], REGISTERS[1]],
+        [4, 1, 1, 1],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
     )  # fmt: skip
 
 
@@ -355,24 +399,37 @@ def _contract(a_tiles, b_tiles, full, free, stage, phase, rows, ROWS: gl.constex
 
 
 @gluon.jit
-def _make_contractions(out_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffer, P: gl.constexpr,
-                       Q: gl.constexpr, E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr,
+def _make_contractions(bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained,
+                       E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, Q: gl.constexpr,
                        BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
                        STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    HALF: gl.constexpr = 0 < Q % BLOCK_Q and Q % BLOCK_Q <= BLOCK_Q // 2 and BLOCK_Q // 2 >= buffer.shape[1]
-    tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
+    HALF: gl.constexpr = 0 < Q % BLOCK_Q and Q % BLOCK_Q <= BLOCK_Q // 2
+    tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
     while tile < E * TILES_P * TILES_Q:
         expert, p, q, begin, end = _matrix_tile_of(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, 2 * ROWS, BLOCK_Q)
-        p += WHICH * ROWS
-        out = out_ptr + expert.to(gl.int64) * (P * Q)
         if HALF and Q - q <= BLOCK_Q // 2:
             left, stage, phase = _contract(a_tiles, b_tiles, full, free, stage, phase, end - begin, ROWS, BLOCK_Q // 2,
                                            BLOCK_K, STAGES, WHICH)  # fmt: skip
-            _write(left, buffer, out, p, P, q, Q)
+            handed = _hand_over(left, buffers, filled, drained, handed, WHICH)
         else:
             acc, stage, phase = _contract(a_tiles, b_tiles, full, free, stage, phase, end - begin, ROWS, BLOCK_Q,
                                           BLOCK_K, STAGES, WHICH)  # fmt: skip
-            _write(acc, buffer, out, p, P, q, Q)
+            handed = _hand_over(acc, buffers, filled, drained, handed, WHICH)
+        tile = _hear(slots, told, read, turn)
+        turn += 1
+
+
+@gluon.jit
+def _write_contractions(out_ptr, bounds_ptr, slots, told, read, buffers, filled, drained, P: gl.constexpr, Q: gl.constexpr,
+                        E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
+                        ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    HALF: gl.constexpr = 0 < Q % BLOCK_Q and Q % BLOCK_Q <= BLOCK_Q // 2
+    tile, turn, handed = gl.program_id(0), 0, 0
+    while tile < E * TILES_P * TILES_Q:
+        expert, p, q, begin, end = _matrix_tile_of(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, 2 * ROWS, BLOCK_Q)
+        out = out_ptr + expert.to(gl.int64) * (P * Q)
+        columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
+        handed = _write(buffers, filled, drained, handed, out, p + WHICH * ROWS, P, q, columns, Q, WHICH)
         tile = _hear(slots, told, read, turn)
         turn += 1
 
@@ -392,23 +449,29 @@ def specialised_contraction_kernel(
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr,  # of either warpgroup
     REGISTERS: gl.constexpr,
 ):
     TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
     TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
-    a_tiles, b_tiles, full, free, slots, told, read, buffers = _ring(
-        STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape, ROWS, WIDTH
+    a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained = _ring(
+        STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape, ROWS, BUFFERS
     )
     gl.warp_specialize(
         [
-            (_make_contractions, (out_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers.index(0),
-                                  P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES, 0)),
-            (_make_contractions, (out_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers.index(1),
-                                  P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES, 1)),
+            (_make_contractions, (bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers,
+                                  filled, drained, E, TILES_P, TILES_Q, Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES,
+                                  0)),
+            (_make_contractions, (bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers,
+                                  filled, drained, E, TILES_P, TILES_Q, Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES,
+                                  1)),
             (_load_contractions, (a_desc, b_desc, bounds_ptr, turn_ptr, a_tiles, b_tiles, full, free, slots, told, read,
                                   E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES)),
+            (_write_contractions, (out_ptr, bounds_ptr, slots, told, read, buffers, filled,
+                                   drained, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 0)),
+            (_write_contractions, (out_ptr, bounds_ptr, slots, told, read, buffers, filled,
+                                   drained, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 1)),
         ],
-        [4, 1],
-        [REGISTERS[0], REGISTERS[1]],
+        [4, 1, 1, 1],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
     )  # fmt: skip
