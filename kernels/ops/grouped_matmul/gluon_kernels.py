@@ -1,178 +1,64 @@
-"""Gluon kernels of grouped_matmul for Hopper: one warp loads, two warpgroups multiply.
+"""Gluon kernels of grouped_matmul for Hopper: warps that load, warps that multiply, and warps that write.
 
-They are the plain products of `triton_kernels.py`, over the same map of tiles. A program has a multiprocessor to itself and takes
-one tile after another. Its warp that loads fills a ring of stages through TMA, and is ahead of the others by as many stages as
-there are, across the ends of tiles. Each warpgroup that multiplies has half of a tile's rows and all of its columns: so one of them
-writes its result while the other one still keeps the matrix units busy.
+They make the plain products of `triton_kernels.py`, over the same map of tiles. A program has a multiprocessor to itself and
+takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the others by as many as there are,
+across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of its columns, and hands its sums
+to a warp of its own that writes them. So the matrix units go on with the next tile while the last one is written, and while
+one warpgroup ends its tile the other one has them to itself. What is passed around is said in `gluon_parts.py`.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
-# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from kernels.ops.grouped_matmul.gluon_parts import (
+    after,
+    hand_over,
+    has_half,
+    hear,
+    make_hands,
+    make_queue,
+    make_ring,
+    multiply,
+    skip,
+    sums,
+    take,
+    write,
 )
-
-# Of a block of 16-bit entries in shared memory, as both TMA and the matrix units read it. Rows are of 64 entries or more.
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-
-
-# -- what both kernels do ----------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
-
-
-@gluon.jit
-def _after(stage, phase, STAGES: gl.constexpr):
-    """Returns the stage after this one, and its phase: how often the ring has been gone round, modulo 2."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """Returns the stage before this one. (A name that holds it would have to be carried by a loop, and one that begins as
-    another name of `stage` is not: the compiler takes it for one value.)"""
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
-def _multiply(acc, a_tiles, b_tiles, full, free, stage, phase, steps, WHICH: gl.constexpr, COLUMNS: gl.constexpr,
-              A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Adds so many steps to a tile's sums; a stage is given back when the product after its own has been begun."""
-    for k in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        a, b = a_tiles.index(2 * stage + WHICH), b_tiles.index(stage)
-        if A_TURNED:
-            a = a.permute((1, 0))
-        if B_TURNED:
-            b = b.slice(0, COLUMNS, 0).permute((1, 0))
-        else:
-            b = b.slice(0, COLUMNS, 1)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
-        mbarrier.arrive(free.index(_before(stage, STAGES)), pred=k > 0)
-        stage, phase = _after(stage, phase, STAGES)
-    acc = warpgroup_mma_wait(0, (acc,))
-    mbarrier.arrive(free.index(_before(stage, STAGES)), pred=steps > 0)
-    return acc, stage, phase
-
-
-@gluon.jit
-def _parts(x, PARTS: gl.constexpr):
-    """Returns the columns of sums in so many parts. A thread has entries of each, so nothing moves."""
-    if PARTS == 1:
-        return (x,)
-    else:
-        ROWS: gl.constexpr = x.shape[0]
-        HALF: gl.constexpr = x.shape[1] // 2
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-        left, right = x.reshape((ROWS, 2, HALF)).permute(0, 2, 1).split()
-        left = gl.convert_layout(left, layout, assert_trivial=True)
-        right = gl.convert_layout(right, layout, assert_trivial=True)
-        return _parts(left, PARTS // 2) + _parts(right, PARTS // 2)
-
-
-@gluon.jit
-def _hand_over(acc, buffers, filled, drained, handed, WHICH: gl.constexpr):
-    """Gives sums to the warp that writes them, 64 columns at a time through shared memory; returns how many it has had."""
-    BUFFERS: gl.constexpr = buffers.shape[0] // 2
-    PARTS: gl.constexpr = acc.shape[1] // 64
-    parts = _parts(acc, PARTS)
-    for i in gl.static_range(PARTS):
-        at = WHICH * BUFFERS + handed % BUFFERS
-        mbarrier.wait(drained.index(at), (handed // BUFFERS & 1) ^ 1)
-        buffers.index(at).store(parts[i].to(buffers.dtype))
-        mbarrier.arrive(filled.index(at))
-        handed += 1
-    return handed
-
-
-@gluon.jit
-def _write(buffers, filled, drained, handed, out_ptr, row, end, column, columns, N: gl.constexpr, WHICH: gl.constexpr):
-    """Writes the rows before `end` of a tile of so many columns, whose first row is `row`, to a matrix of N columns."""
-    BUFFERS: gl.constexpr = buffers.shape[0] // 2
-    ROWS: gl.constexpr = buffers.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))
-    inside = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    lanes = rows[:, None] * N + inside[None, :]
-    for first in range(column, column + columns, 64):
-        at = WHICH * BUFFERS + handed % BUFFERS
-        mbarrier.wait(filled.index(at), handed // BUFFERS & 1)
-        # 16 rows are what a warp has in its registers at a time.
-        buffer = buffers.index(at).reinterpret(shape=[ROWS // 16, 16, 64], layout=SWIZZLED)
-        for i in range(ROWS // 16):
-            top = row + 16 * i
-            mask = (rows < end - top)[:, None] & (inside < N - first)[None, :]
-            gl.store(out_ptr + (top.to(gl.int64) * N + first) + lanes, buffer.index(i).load(layout), mask=mask)
-        mbarrier.arrive(drained.index(at))
-        handed += 1
-    return handed
-
-
-@gluon.jit
-def _take(turn_ptr, slots, told, read, turn):
-    """Returns the next tile from the queue, for the warp that loads, which tells it to the others."""
-    tile = gl.num_programs(0) + gl.atomic_add(turn_ptr, 1, sem="relaxed")
-    mbarrier.wait(read.index(turn % 2), (turn // 2 & 1) ^ 1)
-    slots.index(turn % 2).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
-    mbarrier.arrive(told.index(turn % 2))
-    return tile
-
-
-@gluon.jit
-def _hear(slots, told, read, turn):
-    """Returns that tile, for those that multiply."""
-    mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
-    tile = gl.max(slots.index(turn % 2).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
-    mbarrier.arrive(read.index(turn % 2))
-    return tile
-
 
 # -- rows by the matrix of their group ---------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _tile_of(tile, tiles_m, tiles_ptr, BOUND: gl.constexpr, TILES_N: gl.constexpr, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
+def _product_tile(tile, tiles_m, tiles_ptr, BOUND: gl.constexpr, TILES_N: gl.constexpr, BAND: gl.constexpr,
+                  BLOCK_N: gl.constexpr):  # fmt: skip
     """Returns a tile's matrix, first row, end of its group and first column. Bands of row tiles go over the columns."""
     band = tile // (BAND * TILES_N)
     height = gl.minimum(tiles_m - band * BAND, BAND)
     inside = tile % (BAND * TILES_N)
     which = band * BAND + inside % height
-    column = inside // height * BLOCK_N
     expert = gl.load(tiles_ptr + which)
     row = gl.load(tiles_ptr + BOUND + which)
-    end = gl.load(tiles_ptr + 2 * BOUND + which)
-    return expert, row, end, column
+    return expert, row, gl.load(tiles_ptr + 2 * BOUND + which), inside // height * BLOCK_N
 
 
 @gluon.jit
-def _load_products(a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, a_tiles, b_tiles, full, free, slots, told, read,
-                   K: gl.constexpr, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr,
-                   QUEUE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-                   BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _load_products(a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K: gl.constexpr, N: gl.constexpr,
+                   E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                   BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    a_tiles, b_tiles, full, free = ring
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < tiles_m * TILES_N:
-        expert, row, end, column = _tile_of(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
-        if QUEUE:
-            tile = _take(turn_ptr, slots, told, read, turn)
-            turn += 1
-        else:
-            tile += gl.num_programs(0)
+        expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        tile = take(queue, turn_ptr, turn)
+        turn += 1
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
             arrived = full.index(stage)
@@ -183,40 +69,33 @@ def _load_products(a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, a_tiles, b_t
                 tma.async_load(b_desc, [expert * N + column, k], arrived, b_tiles.index(stage))
             else:
                 tma.async_load(b_desc, [expert * K + k, column], arrived, b_tiles.index(stage))
-            stage, phase = _after(stage, phase, STAGES)
+            stage, phase = after(stage, phase, STAGES)
 
 
 @gluon.jit
-def _make_products(out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained,
-                   K: gl.constexpr, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr,
-                   QUEUE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-                   BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+def _multiply_products(out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K: gl.constexpr, N: gl.constexpr,
+                       E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr,
+                       ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+                       WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    # The last tile of a row may have half of the columns.
-    HALF: gl.constexpr = 0 < N % BLOCK_N and N % BLOCK_N <= BLOCK_N // 2
+    HALF: gl.constexpr = has_half(N, BLOCK_N)
     STEPS: gl.constexpr = K // BLOCK_K
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
     while tile < tiles_m * TILES_N:
-        expert, row, end, column = _tile_of(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
-        if row + WHICH * ROWS >= end:  # all of the rows are the other one's
-            for _ in range(STEPS):
-                mbarrier.wait(full.index(stage), phase)
-                mbarrier.arrive(free.index(stage))
-                stage, phase = _after(stage, phase, STAGES)
+        expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        if row + WHICH * ROWS >= end:
+            stage, phase = skip(ring, stage, phase, STEPS, STAGES)
         elif HALF and N - column <= BLOCK_N // 2:
-            left, stage, phase = _multiply(_sums(ROWS, BLOCK_N // 2), a_tiles, b_tiles, full, free, stage, phase, STEPS,
-                                           WHICH, BLOCK_N // 2, False, TRANSPOSED, STAGES)  # fmt: skip
-            handed = _hand_over(left, buffers, filled, drained, handed, WHICH)
+            half, stage, phase = multiply(sums(ROWS, BLOCK_N // 2), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
+                                           STAGES)  # fmt: skip
+            handed = hand_over(half, hands, handed, WHICH)
         else:
-            acc, stage, phase = _multiply(_sums(ROWS, BLOCK_N), a_tiles, b_tiles, full, free, stage, phase, STEPS,
-                                          WHICH, BLOCK_N, False, TRANSPOSED, STAGES)  # fmt: skip
-            handed = _hand_over(acc, buffers, filled, drained, handed, WHICH)
-        if QUEUE:
-            tile = _hear(slots, told, read, turn)
-            turn += 1
-        else:
-            tile += gl.num_programs(0)
+            acc, stage, phase = multiply(sums(ROWS, BLOCK_N), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
+                                          STAGES)  # fmt: skip
+            handed = hand_over(acc, hands, handed, WHICH)
+        tile = hear(queue, turn)
+        turn += 1
     # Rows of no group.
     empty = gl.load(bounds_ptr + 2 * E + 1) - tiles_m
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -230,58 +109,27 @@ def _make_products(out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free,
 
 
 @gluon.jit
-def _write_products(out_ptr, tiles_ptr, bounds_ptr, slots, told, read, buffers, filled, drained, N: gl.constexpr,
-                    E: gl.constexpr, BOUND: gl.constexpr, QUEUE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
-                    BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr,
+                    BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    HALF: gl.constexpr = 0 < N % BLOCK_N and N % BLOCK_N <= BLOCK_N // 2
+    HALF: gl.constexpr = has_half(N, BLOCK_N)
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, handed = gl.program_id(0), 0, 0
     while tile < tiles_m * TILES_N:
-        expert, row, end, column = _tile_of(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
         row += WHICH * ROWS
         if row < end:
             columns = gl.where(HALF and N - column <= BLOCK_N // 2, BLOCK_N // 2, BLOCK_N)
-            handed = _write(buffers, filled, drained, handed, out_ptr, row, end, column, columns, N, WHICH)
-        if QUEUE:
-            tile = _hear(slots, told, read, turn)
-            turn += 1
-        else:
-            tile += gl.num_programs(0)
-
-
-@gluon.jit
-def _ring(STAGES: gl.constexpr, dtype: gl.constexpr, A_SHAPE: gl.constexpr, B_SHAPE: gl.constexpr, ROWS: gl.constexpr,
-          BUFFERS: gl.constexpr):  # fmt: skip
-    """Returns the stages of a (of each, one for either warpgroup) and of b, their barriers, two places for a tile that is told,
-    with theirs, and the buffers that results go through."""
-    a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, A_SHAPE[0], A_SHAPE[1]], SWIZZLED)
-    b_tiles = gl.allocate_shared_memory(dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], SWIZZLED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS, 64], SWIZZLED)
-    filled = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
-    drained = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(told.index(i), count=1)
-        mbarrier.init(read.index(i), count=4)
-    for i in gl.static_range(2 * BUFFERS):
-        mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(drained.index(i), count=1)
-    return a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained
+            handed = write(hands, handed, out_ptr, row, end, column, columns, N, WHICH)
+        tile = hear(queue, turn)
+        turn += 1
 
 
 @gluon.jit
 def specialised_matmul_kernel(
     a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
     b_desc,  # [E * K, N] in blocks [BLOCK_K, BLOCK_N], or transposed [E * N, K] in blocks [BLOCK_N, BLOCK_K]
-    tiles_ptr,
+    tiles_ptr,  # as of `grouped_matmul_kernel`, of 2 * ROWS rows
     bounds_ptr,
     turn_ptr,
     out_ptr,  # [M, N]
@@ -290,35 +138,30 @@ def specialised_matmul_kernel(
     E: gl.constexpr,
     BOUND: gl.constexpr,
     TRANSPOSED: gl.constexpr,
-    QUEUE: gl.constexpr,
     BAND: gl.constexpr,
     ROWS: gl.constexpr,  # of either warpgroup
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,  # of either warpgroup
-    REGISTERS: gl.constexpr,  # of a thread that multiplies, and of one that loads
+    MULTIPLYING: gl.constexpr,  # registers of a thread that multiplies
+    OTHERS: gl.constexpr,  # and of one that does not
 ):
-    a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained = _ring(
-        STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape, ROWS, BUFFERS
-    )
+    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape)
+    queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
-            (_make_products, (out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read,
-                              buffers, filled, drained, K, N, E, BOUND, TRANSPOSED, QUEUE, BAND,
-                              ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
-            (_make_products, (out_ptr, tiles_ptr, bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read,
-                              buffers, filled, drained, K, N, E, BOUND, TRANSPOSED, QUEUE, BAND,
-                              ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
-            (_load_products, (a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, a_tiles, b_tiles, full, free, slots, told,
-                              read, K, N, E, BOUND, TRANSPOSED, QUEUE, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
-            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, slots, told, read, buffers, filled,
-                               drained, N, E, BOUND, QUEUE, BAND, ROWS, BLOCK_N, 0)),
-            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, slots, told, read, buffers, filled,
-                               drained, N, E, BOUND, QUEUE, BAND, ROWS, BLOCK_N, 1)),
+            (_multiply_products, (out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, TRANSPOSED, BAND, ROWS,
+                                  BLOCK_N, BLOCK_K, STAGES, 0)),
+            (_multiply_products, (out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, TRANSPOSED, BAND, ROWS,
+                                  BLOCK_N, BLOCK_K, STAGES, 1)),
+            (_load_products, (a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K, N, E, BOUND, TRANSPOSED, BAND,
+                              ROWS, BLOCK_N, BLOCK_K, STAGES)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, BAND, ROWS, BLOCK_N, 0)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, BAND, ROWS, BLOCK_N, 1)),
         ],
         [4, 1, 1, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
+        [MULTIPLYING, OTHERS, OTHERS, OTHERS],
     )  # fmt: skip
 
 
@@ -326,27 +169,27 @@ def specialised_matmul_kernel(
 
 
 @gluon.jit
-def _matrix_tile_of(tile, bounds_ptr, E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
-                    BLOCK_P: gl.constexpr, BLOCK_Q: gl.constexpr):  # fmt: skip
-    """Returns a tile's matrix, first row and column in it, and the rows of its group; matrices of the longest groups first."""
+def _contraction_tile(tile, bounds_ptr, E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
+                      ROWS: gl.constexpr, BLOCK_Q: gl.constexpr):  # fmt: skip
+    """Returns a tile's matrix, its first row and column there, and the rows of its group; the longest groups come first."""
     expert = gl.load(bounds_ptr + 2 * E + 2 + tile // (TILES_P * TILES_Q))
     inside = tile % (TILES_P * TILES_Q)
     band = inside // (BAND * TILES_Q)
     height = gl.minimum(TILES_P - band * BAND, BAND)
-    p = (band * BAND + inside % (BAND * TILES_Q) % height) * BLOCK_P
+    p = (band * BAND + inside % (BAND * TILES_Q) % height) * (2 * ROWS)
     q = inside % (BAND * TILES_Q) // height * BLOCK_Q
     return expert, p, q, gl.load(bounds_ptr + expert), gl.load(bounds_ptr + E + expert)
 
 
 @gluon.jit
-def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, a_tiles, b_tiles, full, free, slots, told, read,
-                       E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
-                       ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-                       STAGES: gl.constexpr):  # fmt: skip
+def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E: gl.constexpr, TILES_P: gl.constexpr,
+                       TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr,
+                       BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    a_tiles, b_tiles, full, free = ring
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < E * TILES_P * TILES_Q:
-        expert, p, q, begin, end = _matrix_tile_of(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, 2 * ROWS, BLOCK_Q)
-        tile = _take(turn_ptr, slots, told, read, turn)
+        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
+        tile = take(queue, turn_ptr, turn)
         turn += 1
         for row in range(begin, end, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
@@ -355,82 +198,89 @@ def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, a_tiles, b_tiles, f
             tma.async_load(a_desc, [row, p], arrived, a_tiles.index(2 * stage))
             tma.async_load(a_desc, [row, p + ROWS], arrived, a_tiles.index(2 * stage + 1))
             tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
-            stage, phase = _after(stage, phase, STAGES)
+            stage, phase = after(stage, phase, STAGES)
 
 
 @gluon.jit
-def _keep_rows(rows, count):
-    """Makes the rows of a block in shared memory after the first ones zero."""
-    WIDTH: gl.constexpr = rows.shape[1]
-    LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    inner = gl.arange(0, rows.shape[0], gl.SliceLayout(1, layout)) < count
-    x = rows.load(layout)
-    rows.store(gl.where(inner[:, None], x, gl.zeros_like(x)))
+def _keep_rows(block, count):
+    """Makes the rows of a block in shared memory after the first ones zero, by as few registers as there are left."""
+    ROWS: gl.constexpr = block.shape[0]
+    WIDTH: gl.constexpr = block.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    inner = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < count
+    for at in gl.static_range(0, WIDTH, 64):
+        part = block.slice(at, 64, 1)
+        x = part.load(layout)
+        part.store(gl.where(inner[:, None], x, gl.zeros_like(x)))
 
 
 @gluon.jit
-def _multiply_rows(acc, a, b, count, COLUMNS: gl.constexpr):
+def _multiply_rows(acc, a, b, count):
     """Adds the products of the first rows of a step, which are fewer than all: those that follow are of the next group, or of
-    none, and may hold anything. Either warpgroup does the same to b, which is right whoever is first."""
-    for i in gl.static_range(a.shape[0] // 16):
-        if count > 16 * i:
-            a_rows, b_rows = a.slice(16 * i, 16, 0), b.slice(16 * i, 16, 0)
-            if count < 16 * (i + 1):
-                _keep_rows(a_rows, count - 16 * i)
-                _keep_rows(b_rows, count - 16 * i)
+    none, and may hold anything. Both warpgroups do the same to b, which is right whoever is first."""
+    COLUMNS: gl.constexpr = acc.shape[1]
+    SLICE: gl.constexpr = 32
+    for i in gl.static_range(a.shape[0] // SLICE):
+        if count > SLICE * i:
+            a_rows, b_rows = a.slice(SLICE * i, SLICE, 0), b.slice(SLICE * i, SLICE, 0).slice(0, COLUMNS, 1)
+            if count < SLICE * (i + 1):
+                _keep_rows(a_rows, count - SLICE * i)
+                _keep_rows(b_rows, count - SLICE * i)
                 fence_async_shared()
-            acc = warpgroup_mma(a_rows.permute((1, 0)), b_rows.slice(0, COLUMNS, 1), acc)
+            acc = warpgroup_mma(a_rows.permute((1, 0)), b_rows, acc)
     return acc
 
 
 @gluon.jit
-def _contract(a_tiles, b_tiles, full, free, stage, phase, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    acc, stage, phase = _multiply(_sums(ROWS, COLUMNS), a_tiles, b_tiles, full, free, stage, phase, rows // BLOCK_K,
-                                  WHICH, COLUMNS, True, False, STAGES)  # fmt: skip
+def _contract(acc, ring, stage, phase, rows, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):
+    a_tiles, b_tiles, full, free = ring
+    acc, stage, phase = multiply(acc, ring, stage, phase, rows // BLOCK_K, WHICH, True, False, STAGES)
     if rows % BLOCK_K > 0:
         mbarrier.wait(full.index(stage), phase)
-        acc = _multiply_rows(acc, a_tiles.index(2 * stage + WHICH), b_tiles.index(stage), rows % BLOCK_K, COLUMNS)
+        acc = _multiply_rows(acc, a_tiles.index(2 * stage + WHICH), b_tiles.index(stage), rows % BLOCK_K)
         fence_async_shared()
         mbarrier.arrive(free.index(stage))
-        stage, phase = _after(stage, phase, STAGES)
+        stage, phase = after(stage, phase, STAGES)
     return acc, stage, phase
 
 
 @gluon.jit
-def _make_contractions(bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained,
-                       E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, Q: gl.constexpr,
-                       BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-                       STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    HALF: gl.constexpr = 0 < Q % BLOCK_Q and Q % BLOCK_Q <= BLOCK_Q // 2
+def _multiply_contractions(bounds_ptr, ring, queue, hands, P: gl.constexpr, Q: gl.constexpr, E: gl.constexpr,
+                           TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                           BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+                           WHICH: gl.constexpr):  # fmt: skip
+    HALF: gl.constexpr = has_half(Q, BLOCK_Q)
     tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
     while tile < E * TILES_P * TILES_Q:
-        expert, p, q, begin, end = _matrix_tile_of(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, 2 * ROWS, BLOCK_Q)
-        if HALF and Q - q <= BLOCK_Q // 2:
-            left, stage, phase = _contract(a_tiles, b_tiles, full, free, stage, phase, end - begin, ROWS, BLOCK_Q // 2,
-                                           BLOCK_K, STAGES, WHICH)  # fmt: skip
-            handed = _hand_over(left, buffers, filled, drained, handed, WHICH)
+        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
+        if p + WHICH * ROWS >= P:
+            stage, phase = skip(ring, stage, phase, gl.cdiv(end - begin, BLOCK_K), STAGES)
+        elif HALF and Q - q <= BLOCK_Q // 2:
+            half, stage, phase = _contract(
+                sums(ROWS, BLOCK_Q // 2), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH
+            )
+            handed = hand_over(half, hands, handed, WHICH)
         else:
-            acc, stage, phase = _contract(a_tiles, b_tiles, full, free, stage, phase, end - begin, ROWS, BLOCK_Q,
-                                          BLOCK_K, STAGES, WHICH)  # fmt: skip
-            handed = _hand_over(acc, buffers, filled, drained, handed, WHICH)
-        tile = _hear(slots, told, read, turn)
+            acc, stage, phase = _contract(sums(ROWS, BLOCK_Q), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH)
+            handed = hand_over(acc, hands, handed, WHICH)
+        tile = hear(queue, turn)
         turn += 1
 
 
 @gluon.jit
-def _write_contractions(out_ptr, bounds_ptr, slots, told, read, buffers, filled, drained, P: gl.constexpr, Q: gl.constexpr,
-                        E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
-                        ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    HALF: gl.constexpr = 0 < Q % BLOCK_Q and Q % BLOCK_Q <= BLOCK_Q // 2
+def _write_contractions(out_ptr, bounds_ptr, queue, hands, P: gl.constexpr, Q: gl.constexpr, E: gl.constexpr,
+                        TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                        BLOCK_Q: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    HALF: gl.constexpr = has_half(Q, BLOCK_Q)
     tile, turn, handed = gl.program_id(0), 0, 0
     while tile < E * TILES_P * TILES_Q:
-        expert, p, q, begin, end = _matrix_tile_of(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, 2 * ROWS, BLOCK_Q)
-        out = out_ptr + expert.to(gl.int64) * (P * Q)
-        columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
-        handed = _write(buffers, filled, drained, handed, out, p + WHICH * ROWS, P, q, columns, Q, WHICH)
-        tile = _hear(slots, told, read, turn)
+        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
+        p += WHICH * ROWS
+        if p < P:
+            out = out_ptr + expert.to(gl.int64) * (P * Q)
+            columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
+            handed = write(hands, handed, out, p, P, q, columns, Q, WHICH)
+        tile = hear(queue, turn)
         turn += 1
 
 
@@ -449,29 +299,25 @@ def specialised_contraction_kernel(
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,  # of either warpgroup
-    REGISTERS: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MULTIPLYING: gl.constexpr,
+    OTHERS: gl.constexpr,
 ):
     TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
     TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
-    a_tiles, b_tiles, full, free, slots, told, read, buffers, filled, drained = _ring(
-        STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape, ROWS, BUFFERS
-    )
+    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape)
+    queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
-            (_make_contractions, (bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers,
-                                  filled, drained, E, TILES_P, TILES_Q, Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES,
-                                  0)),
-            (_make_contractions, (bounds_ptr, a_tiles, b_tiles, full, free, slots, told, read, buffers,
-                                  filled, drained, E, TILES_P, TILES_Q, Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES,
-                                  1)),
-            (_load_contractions, (a_desc, b_desc, bounds_ptr, turn_ptr, a_tiles, b_tiles, full, free, slots, told, read,
-                                  E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES)),
-            (_write_contractions, (out_ptr, bounds_ptr, slots, told, read, buffers, filled,
-                                   drained, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 0)),
-            (_write_contractions, (out_ptr, bounds_ptr, slots, told, read, buffers, filled,
-                                   drained, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 1)),
+            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,
+                                      STAGES, 0)),
+            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,
+                                      STAGES, 1)),
+            (_load_contractions, (a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q,
+                                  BLOCK_K, STAGES)),
+            (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 0)),
+            (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 1)),
         ],
         [4, 1, 1, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
+        [MULTIPLYING, OTHERS, OTHERS, OTHERS],
     )  # fmt: skip
