@@ -14,13 +14,16 @@ import triton.language as tl
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax_triton import triton_lib
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 import kernels._core
 from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret, interpreting
 from kernels._core.pallas import pallas_launch
 from kernels._core.target import custom_call_target
-from kernels._core.triton import tensor_descriptor, triton_launch
+from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels.ops.rms_norm import RMSNormConfig, rms_norm
 from kernels.ops.rms_norm import op as rms_norm_op
 
@@ -73,6 +76,33 @@ def scribble_kernel(x_ptr, o_ptr, N: tl.constexpr):
 def histogram_kernel(x_ptr, counts_ptr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.atomic_add(counts_ptr + tl.load(x_ptr + i), 1)
+
+
+@gluon.jit
+def _load_partition(x_desc, tile, loaded):
+    mbarrier.expect(loaded, x_desc.nbytes_per_cta)
+    tma.async_load(x_desc, [0, 0], loaded, tile)
+
+
+@gluon.jit
+def _store_partition(tile, loaded, o_ptr, SIZE: gl.constexpr):
+    mbarrier.wait(loaded, 0)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    x = tile.load(layout)
+    rows = gl.arange(0, SIZE, gl.SliceLayout(1, layout))
+    cols = gl.arange(0, SIZE, gl.SliceLayout(0, layout))
+    gl.store(o_ptr + rows[:, None] * SIZE + cols[None, :], x)
+
+
+@gluon.jit
+def specialised_copy_kernel(x_desc, o_ptr, SIZE: gl.constexpr, TILES: gl.constexpr):
+    """A warp that loads, and four that store."""
+    tile = gl.allocate_shared_memory(x_desc.dtype, [TILES, SIZE, SIZE], x_desc.layout).index(0)
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
+    gl.warp_specialize(
+        [(_store_partition, (tile, loaded, o_ptr, SIZE)), (_load_partition, (x_desc, tile, loaded))], [1], [24]
+    )
 
 
 def like(x):
@@ -218,12 +248,12 @@ def test_an_empty_grid_is_refused():
 def test_each_export_has_code_for_its_own_target(target):
     """One jitted function, exported for one target after the other: no cache hands out the first one's code."""
     function, arguments = checks.call_of(rms_norm_op, CASES["odd"])
-    for compute_capability in (*checks.CUDA_TARGETS, target):
-        report = checks.export_cuda(function, arguments, compute_capability=compute_capability)
+    for each in (*checks.CUDA_TARGETS, target):
+        report = checks.export_cuda(function, arguments, compute_capability=each)
         assert [k.name for k in report.kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
         assert custom_call_target() in report.exported.mlir_module()
         for kernel in report.kernels:
-            assert f".target sm_{compute_capability}" in kernel.ptx
+            assert f".target sm_{each}" in kernel.ptx
 
 
 @pytest.mark.parametrize("kernel", ["launched", "descriptor"])
@@ -255,6 +285,36 @@ def test_resources_come_from_the_assembler():
     assert kernel.num_warps == 4 and kernel.shared_memory_bytes == 0
     assert 0 < kernel.resources["registers"] <= 255
     assert kernel.resources["spill_stores"] == kernel.resources["spill_loads"] == 0
+
+
+def specialised_copy(x, tiles=1):
+    block = tuple(x.shape)
+    desc = tensor_descriptor(x, block, block, gl.NVMMASharedLayout(128, 16, 2))
+    return triton_launch(specialised_copy_kernel, desc, out_shape=like(x), grid=(1,), num_warps=4, SIZE=64, TILES=tiles)
+
+
+def test_a_gluon_kernel_is_launched_with_the_warps_of_all_its_partitions():
+    (kernel,) = checks.export_cuda(specialised_copy, jax.ShapeDtypeStruct((64, 64), "bfloat16")).kernels
+    assert ".reqntid 256" in kernel.ptx, "four warps store, and one, made up to a group of four, loads"
+    assert kernel.num_warps == 8
+    assert "setmaxnreg" in kernel.ptx and kernel.resources["spill_stores"] == 0
+
+
+def test_a_block_that_does_not_fit_shared_memory_is_refused():
+    with pytest.raises(ValueError, match=r"specialised_copy_kernel: .* bytes of shared memory .* than the 232,448"):
+        checks.export_cuda(lambda x: specialised_copy(x, 29), jax.ShapeDtypeStruct((64, 64), "bfloat16"))
+
+
+def test_a_gluon_kernel_is_not_interpreted():
+    with interpret(), pytest.raises(NotImplementedError, match="specialised_copy_kernel is of Gluon"):
+        specialised_copy(jnp.zeros((64, 64), "bfloat16"))
+
+
+@pytest.mark.parametrize("target", checks.CUDA_TARGETS)
+def test_what_traces_a_kernel_is_told_the_target(target):
+    found = []
+    checks.export_cuda(lambda x: found.append(compute_capability()) or x, jnp.zeros(1), compute_capability=target)
+    assert found == [target]
 
 
 def test_a_missing_toolchain_says_what_to_install(monkeypatch):

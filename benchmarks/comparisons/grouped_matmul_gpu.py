@@ -1,10 +1,12 @@
-"""`python -m benchmarks.comparisons.grouped_matmul_gpu [shapes=moe_64,moe_8] [sizes=equal,zipf] [quick=1] [out=FILE]`
+"""`python -m benchmarks.comparisons.grouped_matmul_gpu [shapes=moe_64,moe_8] [sizes=equal,zipf] [tiles=every] [out=FILE]`
 
-On one GPU, each product of grouped_matmul by itself, with every tile that there is for it (`quick`: of the candidates),
+On one GPU, each product of grouped_matmul by itself, with the tile that a call gets and the one without specialised warps
+(`tiles=candidates`: those that the tuner tries; `tiles=every`: with other depths too),
 against torch._grouped_mm, JAX's Mosaic ragged dot and a dense product of as many FLOPs. Numbers first: a contestant that is not
 within 1% of the `xla` backend is not timed.
 
-TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them.
+TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them. `table=FILE` prints what a
+file of results says of the tile that a call gets.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -38,32 +41,35 @@ def group_sizes(kind, rows, groups):
     return jnp.asarray(np.diff(ends, prepend=0))
 
 
-def ours(lhs, rhs, d, sizes, quick):
+def ours(lhs, rhs, d, sizes, tiles):
     """Yields (direction, name, function of lhs, rhs, d, sizes) for every tile."""
     from kernels.ops.grouped_matmul import triton_gpu as gpu
 
     call = op.bind(lhs, rhs, None, sizes)
-    rows, experts = lhs.shape[0], rhs.shape[0]
+    experts = rhs.shape[0]
     for direction in DIRECTIONS:
-        tiles = [getattr(cfg, direction) for cfg in gpu.candidates(call)]
-        if not quick:
-            tiles += [dataclasses.replace(t, num_stages=n) for t in tiles for n in (3, 4)]
-        for i, tile in enumerate(dict.fromkeys(tiles)):
+        found = [getattr(cfg, direction) for cfg in gpu.candidates(call)]
+        if tiles == "chosen":
+            found = [found[0], dataclasses.replace(found[0], specialised="none")]
+        elif tiles == "every":
+            plain = [t for t in found if t.specialised == "none"]
+            found += [dataclasses.replace(t, num_stages=n) for t in plain for n in (3, 4)]
+        for i, tile in enumerate(dict.fromkeys(found)):
 
             @jax.jit
             def run(lhs, rhs, d, sizes, tile=tile, direction=direction):
+                maps = gpu._Maps(sizes, None, lhs.shape[0], experts)
                 if direction == "d_rhs":
-                    where = gpu._tile_map(sizes, None, rows, experts, 128)
-                    return gpu._contraction(lhs, d, experts, rhs.dtype, tile, where)
-                where = gpu._tile_map(sizes, None, rows, experts, tile.block_m)
+                    return gpu._contraction(lhs, d, experts, rhs.dtype, tile, maps.of(128))
                 if direction == "d_lhs":
-                    return gpu._product(d, rhs, True, False, tile, where)
-                return gpu._product(lhs, rhs, False, False, tile, where)
+                    return gpu._product(d, rhs, True, False, tile, maps)
+                return gpu._product(lhs, rhs, False, False, tile, maps)
 
             name = "x".join(map(str, (tile.block_m, tile.block_n, tile.block_k)))
             name += f" w{tile.num_warps} s{tile.num_stages} p{tile.programs} b{tile.band}" + " flat" * bool(
                 tile.flatten
             )
+            name = name if tile.specialised == "none" else tile.specialised
             yield direction, "ours " + name + " (heuristic)" * (i == 0), run
 
 
@@ -87,10 +93,12 @@ def torch_grouped(lhs, rhs, d, sizes):
     yield "d_rhs", "torch._grouped_mm", with_ends(lambda ends: torch._grouped_mm(a.t(), g, offs=ends))
 
 
-def mosaic(lhs, rhs, d, sizes, quick):
+def mosaic(lhs, rhs, d, sizes, tiles):
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    for m, n, k, steps, band in ((128, 128, 64, 4, 8), (64, 256, 64, 4, 8), (128, 256, 64, 4, 8))[: 1 if quick else 3]:
+    for m, n, k, steps, band in ((128, 128, 64, 4, 8), (64, 256, 64, 4, 8), (128, 256, 64, 4, 8))[
+        : 3 if tiles == "every" else 1
+    ]:
 
         @jax.jit
         def run(lhs, rhs, d, sizes, blocks=(m, n, k, steps, band)):
@@ -144,13 +152,13 @@ def race(contestants, flops, rounds=7, seconds=0.03):
     return {name: flops / statistics.median(t) / 1e12 for name, t in times.items()}
 
 
-def contestants(arrays, quick):
+def contestants(arrays, tiles):
     """Returns (direction, name, function) of all that can be made; what cannot is said."""
     found = []
     for name, source in {
-        "ours": lambda *a: ours(*a, quick),
+        "ours": lambda *a: ours(*a, tiles),
         "torch": torch_grouped,
-        "mosaic": lambda *a: mosaic(*a, quick),
+        "mosaic": lambda *a: mosaic(*a, tiles),
         "dense": dense,
     }.items():
         try:
@@ -182,7 +190,26 @@ def truth(lhs, rhs, d, sizes):
     return dict(zip(DIRECTIONS, (y, *pull(d))))
 
 
-def main(shapes="moe_64,moe_8,moe_128", sizes="equal,zipf", quick="", out=""):
+def as_table(rows):
+    """Returns TFLOP/s of the tile that a call gets and, in brackets, of a dense product, of torch, and of plain tiles."""
+    speeds = {(r["shape"], r["sizes"], r["direction"], r["name"]): r["TFLOP_s"] for r in rows}
+    lines = ["| | " + " | ".join(DIRECTIONS) + " |", "|---|" + "---|" * len(DIRECTIONS)]
+    for shape, sizes in dict.fromkeys((r["shape"], r["sizes"]) for r in rows):
+        T, E, K, N = SHAPES[shape]
+        cells = [f"{T:,} rows, {E} groups, {K} x {N}, {sizes}"]
+        for direction in DIRECTIONS:
+            of = {name: x for (*where, name), x in speeds.items() if where == [shape, sizes, direction]}
+            (mine,) = (x for name, x in of.items() if "(heuristic)" in name)
+            plain = max(x for name, x in of.items() if name.startswith("ours ") and "x64 " in name)
+            shares = [mine / of["dense"], mine / of["torch._grouped_mm"], mine / plain]
+            cells.append(f"{mine:.0f} ({', '.join(f'{x:.2f}' for x in shares)})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(shapes="moe_64,moe_8,moe_128", sizes="equal,zipf", tiles="chosen", out="", table=""):
+    if table:
+        return print(as_table(json.loads(Path(table).read_text())["rows"]))
     found, start = [], time.perf_counter()
     for shape in shapes.split(","):
         rows, experts, K, N = SHAPES[shape]
@@ -191,7 +218,7 @@ def main(shapes="moe_64,moe_8,moe_128", sizes="equal,zipf", quick="", out=""):
             jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, ((rows, K), (experts, K, N), (rows, N)))
         )
         kinds = {kind: group_sizes(kind, rows, experts) for kind in sizes.split(",")}
-        made = contestants((lhs, rhs, d, next(iter(kinds.values()))), bool(quick))
+        made = contestants((lhs, rhs, d, next(iter(kinds.values()))), tiles)
         for kind, counts in kinds.items():
             arrays = lhs, rhs, d, counts
             ready = right(made, arrays, truth(*arrays), f"{shape} {kind}")
@@ -203,8 +230,8 @@ def main(shapes="moe_64,moe_8,moe_128", sizes="equal,zipf", quick="", out=""):
                     row = {"shape": shape, "sizes": kind, "direction": direction, "name": name, "TFLOP_s": speed}
                     found.append(row)
             if out:
-                with open(out, "w") as f:
-                    json.dump(found, f, indent=1)
+                about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "command": " ".join(sys.argv)}
+                Path(out).write_text(json.dumps({**about, "rows": found}, indent=1))
             print(f"\n{time.perf_counter() - start:.0f} s", flush=True)
 
 

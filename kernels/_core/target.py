@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import jax
 import jax.export
 
+# The custom calls of cuDNN's attention, as XLA names them.
+CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 # JAX keeps what it traced and lowered by the value of this too, so no program for one GPU is taken for another's.
 _asked = jax.make_user_context(default_value=None)
 
@@ -49,7 +51,7 @@ def compile_for(compute_capability: int) -> Iterator[list[jax.export.DisabledSaf
     from kernels._core.triton_interpreter import language_lock
 
     with language_lock, _asked(compute_capability):  # an interpreter in another thread changes what Triton compiles
-        yield [jax.export.DisabledSafetyCheck.custom_call(target)]
+        yield [jax.export.DisabledSafetyCheck.custom_call(name) for name in (target, *CUDNN)]
 
 
 def custom_call_target() -> str:

@@ -77,6 +77,27 @@ FAULTS = (
         f"{KERNELS} -k 'eight and triton or every_code'",
     ),
     Fault(
+        "grouped matmul in Gluon: a bias is left out by warps that know none",
+        "kernels/ops/grouped_matmul/triton_gpu.py",
+        "    plain = bias is None and activation is None",
+        "    plain = activation is None",
+        f"{KERNELS} -k which_products",
+    ),
+    Fault(
+        "grouped matmul in Gluon: steps that a contracted dim has no entries for",
+        "kernels/ops/grouped_matmul/triton_gpu.py",
+        "and K % SPECIALISED[tile.specialised].block_k == 0:",
+        "and K % 8 == 0:",
+        f"{KERNELS} -k which_products",
+    ),
+    Fault(
+        "grouped matmul in Gluon: instructions of Hopper on what is not one",
+        "kernels/ops/grouped_matmul/triton_gpu.py",
+        "and compute_capability() == 90",
+        "and compute_capability() >= 90",
+        f"{KERNELS} -k which_products",
+    ),
+    Fault(
         "grouped matmul in Pallas: scales of the columns left out",
         "kernels/ops/grouped_matmul/pallas_tpu.py",
         "z = [x * scale[0].astype(jnp.float32) for x, scale in zip(z, scale_refs)]",

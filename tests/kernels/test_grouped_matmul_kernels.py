@@ -1,5 +1,8 @@
 """grouped_matmul's Triton and Pallas kernels, interpreted: several tiles of each dim, ragged ends, and the map of tiles."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from grid import FLOOR, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret
 from kernels.ops.grouped_matmul import op, quantized_op
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
@@ -92,6 +96,99 @@ def test_a_wide_matrix_in_float32(platform):
 def test_no_rows_in_any_group(platform):
     got = check(platform, "bfloat16", 16, 16, sizes=(0, 0), experts=2, rows=20, empty_rows=slice(None))
     assert not any(np.asarray(x, np.float32).any() for x in got.values())
+
+
+# -- warps that load, multiply and write -------------------------------------------------------------------------------
+
+
+def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bfloat16", specialised=None, **how):
+    """Returns the names of the kernels of products that a forward and a backward launch."""
+    from kernels._core.target import compile_for
+    from kernels.ops.grouped_matmul import triton_gpu as gpu
+
+    names, launch = [], gpu.triton_launch
+
+    def recorded(kernel, *args, **named):
+        names.append(kernel.fn.__name__)
+        return launch(kernel, *args, **named)
+
+    gated, transposed, bias = (how.get(n, False) for n in ("gated", "transposed", "bias"))
+    shape = (E, D, 2, F) if gated else (E, D, F)
+    shape = (E, *shape[2:], D) if transposed else shape
+    weights, out = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((M, F), dtype)
+    given = {"lhs": jax.ShapeDtypeStruct((M, D), dtype), "rhs": weights, "rhs_transposed": None}
+    given |= {"rhs": None, "rhs_transposed": weights} if transposed else {}
+    given |= {"group_sizes": jax.ShapeDtypeStruct((E,), "int32"), "group_offset": None}
+    given["rhs_bias"] = jax.ShapeDtypeStruct((E, F), dtype) if bias else None
+    options = {"activation": "silu" if gated else None}
+    cfg = gpu.heuristic(op.bind(**given, **options), "cuda")
+    if specialised is not None:
+        cfg = GroupedMatmulConfig(*(replace(t, specialised=specialised) for t in (cfg.forward, cfg.d_lhs, cfg.d_rhs)))
+
+    def both(given, d):
+        gpu.forward(**given, **options, cfg=cfg)
+        return gpu.backward(SimpleNamespace(d_out=d), **given, **options, cfg=cfg)
+
+    with monkeypatch.context() as patch, compile_for(target):
+        patch.setattr(gpu, "triton_launch", recorded)
+        jax.eval_shape(both, given, out)
+    return [n.removesuffix("_kernel") for n in names if n not in ("tile_map_kernel", "group_sum_kernel")]
+
+
+PLAIN = ["grouped_matmul", "grouped_matmul", "ragged_contraction"]
+SPECIALISED = ["specialised_matmul", "specialised_matmul", "specialised_contraction"]
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({}, SPECIALISED),
+        ({"dtype": "float16", "transposed": True}, SPECIALISED),
+        ({"specialised": "wide"}, SPECIALISED),
+        ({"specialised": "none"}, PLAIN),
+        ({"target": 80}, PLAIN),
+        ({"target": 100}, PLAIN),  # wgmma is Hopper's alone
+        ({"dtype": "float32"}, PLAIN),
+        ({"M": 400}, PLAIN),  # short groups
+        ({"F": 100}, PLAIN),  # rows that begin anywhere
+        ({"F": 200}, [SPECIALISED[0], PLAIN[1], SPECIALISED[2]]),  # a contracted dim that is not of whole steps
+        ({"bias": True}, [PLAIN[0], *SPECIALISED[1:]]),
+        ({"gated": True}, [PLAIN[0], PLAIN[0], *SPECIALISED[1:]]),
+    ],
+    ids=str,
+)
+def test_which_products_have_specialised_warps(monkeypatch, how, wanted):
+    assert kernels_of(monkeypatch, **how) == wanted
+
+
+def test_nothing_is_specialised_where_kernels_are_interpreted(monkeypatch):
+    with interpret():
+        assert kernels_of(monkeypatch, M=1024, E=1, D=64, F=64) == PLAIN
+
+
+@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("specialised", ["wide", pytest.param("tall", marks=pytest.mark.slow)])
+def test_specialised_warps_are_compiled(specialised, transposed):
+    """Columns that end in half of a tile, so that all bodies are there; registers are those that the kernels share out. What
+    spills here is 13 values of a whole tile at most; models' shapes, in tests/test_code.py, spill nothing."""
+
+    def both(lhs, rhs, sizes):
+        def forward(lhs, rhs):
+            weights = (None, rhs) if transposed else (rhs, None)
+            return op(lhs, *weights, sizes, platform="triton", cfg=cfg)
+
+        out, pull = jax.vjp(forward, lhs, rhs)
+        return out, pull(jnp.ones_like(out))
+
+    cfg = GroupedMatmulConfig(*[Tile(specialised=specialised)] * 3)
+    shapes = ((2048, 320), (4, 320, 320), (4,))
+    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, ("bfloat16", "bfloat16", "int32"))]
+    report = checks.export_cuda(both, *arguments, compute_capability=90).kernels
+    kernels = [kernel for kernel in report if kernel.name != "tile_map_kernel"]
+    assert [kernel.name.removesuffix("_kernel") for kernel in kernels] == SPECIALISED
+    for kernel in kernels:
+        assert kernel.num_warps == 12 and "setmaxnreg" in kernel.ptx and "wgmma.mma_async" in kernel.ptx
+        assert kernel.resources["registers"] == 168 and kernel.resources["spill_stores"] <= 52, kernel.resources
 
 
 # -- 8-bit weights -----------------------------------------------------------------------------------------------------

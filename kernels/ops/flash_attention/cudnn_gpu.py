@@ -19,11 +19,13 @@ import jax.numpy as jnp
 from kernels._core.execute import Saved
 from kernels._core.interpret import interpreting
 from kernels._core.masks import MaskInfo
+from kernels._core.target import CUDNN
 from kernels.ops.flash_attention.contract import flash_attention, op
 
 # The releases whose XLA is known to read what is written here.
 KNOWN = ((0, 11), (0, 12))
 WIDEST = 256
+FORWARD, BACKWARD = CUDNN
 _ROWS_FIRST = (0, 2, 1, 3)  # an array [B, N, T, H] that lies as [B, T, N, H]
 _PLAIN = {3: (0, 1, 2), 4: (0, 1, 2, 3), 1: (0,)}
 
@@ -127,7 +129,7 @@ def forward(query, key, value, mask, softmax_scale):
     (B, T, N, _), Hv = query.shape, value.shape[-1]
     results = [((B, N, T, Hv), query.dtype, _ROWS_FIRST), ((B, N, T), jnp.float32, _PLAIN[3])]
     config = _told(query, value, mask, softmax_scale, False)
-    out, lse = _call("__cudnn$fmhaSoftmax", config, results, query, key, value)
+    out, lse = _call(FORWARD, config, results, query, key, value)
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 
 
@@ -154,7 +156,7 @@ def backward(saved: Saved, query, key, value, mask, softmax_scale):
     results = [(_turned(x.shape), x.dtype, _ROWS_FIRST) for x in (query, key, value)]
     config = _told(query, value, mask, softmax_scale, True)
     lse = saved.lse.swapaxes(1, 2)
-    gradients = _call("__cudnn$fmhaSoftmaxBackward", config, results, query, key, value, lse, d_out, out)
+    gradients = _call(BACKWARD, config, results, query, key, value, lse, d_out, out)
     return {name: d.swapaxes(1, 2) for name, d in zip(("query", "key", "value"), gradients, strict=True)}
 
 

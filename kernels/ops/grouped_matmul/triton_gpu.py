@@ -7,6 +7,7 @@ products they are computed again, and the same kernel turns the cotangent of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,12 @@ import jax.numpy as jnp
 import triton
 from jax import lax
 
-from kernels._core.triton import tensor_descriptor, triton_launch
+from kernels._core.interpret import interpreting
+from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
+from kernels.ops.grouped_matmul.gluon_kernels import specialised_contraction_kernel, specialised_matmul_kernel
+from kernels.ops.grouped_matmul.gluon_parts import SWIZZLED
 from kernels.ops.grouped_matmul.groups import register, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
@@ -65,6 +69,23 @@ def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int,
     return _Map(tiles, bounds, turn, bound, block_m)
 
 
+class _Maps:
+    """The maps of one call, by the rows of their tiles, each made when it is first asked for."""
+
+    def __init__(self, group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int) -> None:
+        self._of = group_sizes, group_offset, rows, experts
+        self._made: dict[int, _Map] = {}
+
+    def of(self, block_m: int) -> _Map:
+        if block_m not in self._made:
+            self._made[block_m] = _tile_map(*self._of, block_m)
+        return self._made[block_m]
+
+    def any(self) -> _Map:
+        """Returns one for what reads nothing but the bounds of groups."""
+        return next(iter(self._made.values()))
+
+
 def _whole(x: jax.Array, width: int) -> bool:
     """Returns whether the engine that copies tiles (TMA) is to read x: rows of so many entries begin every 16 bytes.
 
@@ -76,12 +97,18 @@ def _work(flops: int, *arrays: Any) -> Work:
     return Work(flops, nbytes(*arrays))
 
 
-def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activation=None, d_out=None, scale=None):
+def _product(
+    a, b, transposed, gated, tile: Any, maps: _Maps, bias=None, activation=None, d_out=None, scale=None
+) -> jax.Array:
     """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
 
     `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, width] or [E, K])."""
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
+    plain = bias is None and activation is None and d_out is None and scale is None and not gated
+    if plain and _specialises(tile, a, b, (K, N)) and K % SPECIALISED[tile.specialised].block_k == 0:
+        return _specialised_product(a, b, transposed, SPECIALISED[tile.specialised], maps)
+    where = maps.of(tile.block_m)
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
     code = str(b.dtype) if b.dtype.itemsize == 1 else None
@@ -131,9 +158,11 @@ def _product(a, b, transposed, gated, tile: Any, where: _Map, bias=None, activat
     return result
 
 
-def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
+def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps) -> jax.Array:
     """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
-    (M, P), Q = a.shape, b.shape[1]
+    (M, P), Q, where = a.shape, b.shape[1], maps.any()
+    if dtype == a.dtype and _specialises(tile, a, b, (P, Q)):
+        return _specialised_contraction(a, b, experts, SPECIALISED[tile.specialised], where)
     out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
     tma, a_desc, b_desc = _whole(a, P) and _whole(b, Q), None, None
     if tma:
@@ -167,6 +196,79 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, where: _Map):
     return result
 
 
+# -- kernels of Hopper ------------------------------------------------------------------------------------------------
+
+
+def _specialises(tile: Any, a: jax.Array, b: jax.Array, widths: Sequence[int]) -> bool:
+    """Returns whether a product is made by warps that load, multiply and write: those of 16-bit arrays that TMA reads, where
+    there are instructions for it, which are Hopper's alone."""
+    sixteen = a.dtype == b.dtype and a.dtype.itemsize == 2 and all(_whole(a, width) for width in widths)
+    return tile.specialised in SPECIALISED and sixteen and not interpreting() and compute_capability() == 90
+
+
+class _Specialised(NamedTuple):
+    """A tile of warps that load, multiply and write, as it fits the shared memory of a multiprocessor."""
+
+    rows: int  # of either warpgroup that multiplies
+    columns: int
+    stages: int
+    buffers: int  # of either, for 64 columns of its sums
+    band: int
+    block_k: int = 64
+
+
+SPECIALISED = {"tall": _Specialised(128, 128, 4, 1, 8), "wide": _Specialised(64, 256, 4, 2, 16)}
+# Of a thread that multiplies, and of one that does not: three warpgroups share 64,512.
+REGISTERS = {"MULTIPLYING": 216, "OTHERS": 72}
+
+
+def _launch(
+    kernel, shape: _Specialised, inputs: Sequence[Any], out: jax.ShapeDtypeStruct, tiles: int, work: Work, **named
+):
+    result, _ = triton_launch(
+        kernel,
+        *inputs,
+        out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)),
+        input_output_aliases={len(inputs) - 1: 1},
+        grid=(min(MULTIPROCESSORS, tiles),),
+        num_warps=4,
+        work=work,
+        **named,
+        **REGISTERS,
+        BAND=shape.band,
+        ROWS=shape.rows,
+        BLOCK_K=shape.block_k,
+        STAGES=shape.stages,
+        BUFFERS=shape.buffers,
+    )
+    return result
+
+
+def _specialised_product(a, b, transposed: bool, shape: _Specialised, maps: _Maps) -> jax.Array:
+    (M, K), experts, N = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
+    where, layout, out = maps.of(2 * shape.rows), SWIZZLED.value, jax.ShapeDtypeStruct((M, N), a.dtype)
+    a_desc = tensor_descriptor(a, (M, K), (shape.rows, shape.block_k), layout)
+    if transposed:
+        b_desc = tensor_descriptor(b, (experts * N, K), (shape.columns, shape.block_k), layout)
+    else:
+        b_desc = tensor_descriptor(b, (experts * K, N), (shape.block_k, shape.columns), layout)
+    inputs = a_desc, b_desc, where.tiles, where.bounds, where.turn
+    tiles, work = where.bound * triton.cdiv(N, shape.columns), _work(2 * M * K * N, a, b, out)
+    sizes = {"K": K, "N": N, "E": experts, "BOUND": where.bound, "TRANSPOSED": transposed, "BLOCK_N": shape.columns}
+    return _launch(specialised_matmul_kernel, shape, inputs, out, tiles, work, **sizes)
+
+
+def _specialised_contraction(a, b, experts: int, shape: _Specialised, where: _Map) -> jax.Array:
+    (M, P), Q = a.shape, b.shape[1]
+    layout, out = SWIZZLED.value, jax.ShapeDtypeStruct((experts, P, Q), a.dtype)
+    a_desc = tensor_descriptor(a, (M, P), (shape.block_k, shape.rows), layout)
+    b_desc = tensor_descriptor(b, (M, Q), (shape.block_k, shape.columns), layout)
+    inputs = a_desc, b_desc, where.bounds, where.turn
+    tiles = experts * triton.cdiv(P, 2 * shape.rows) * triton.cdiv(Q, shape.columns)
+    sizes = {"P": P, "Q": Q, "E": experts, "BLOCK_Q": shape.columns}
+    return _launch(specialised_contraction_kernel, shape, inputs, out, tiles, _work(2 * M * P * Q, a, b, out), **sizes)
+
+
 def _group_sums(x, experts: int, dtype: Any, where: _Map):
     N = x.shape[1]
     block_n = max(16, min(128, triton.next_power_of_2(N)))
@@ -189,27 +291,23 @@ def _group_sums(x, experts: int, dtype: Any, where: _Map):
 
 def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
     b, transposed, gated = weights
-    where = _tile_map(group_sizes, group_offset, lhs.shape[0], b.shape[0], cfg.forward.block_m)
-    return _product(lhs, b, transposed, gated, cfg.forward, where, rhs_bias, activation, scale=scales("columns", scale))
+    maps = _Maps(group_sizes, group_offset, lhs.shape[0], b.shape[0])
+    return _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, scale=scales("columns", scale))
 
 
 def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
-    """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, the map of tiles)."""
+    """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, maps of tiles)."""
     b, transposed, gated = weights
-    experts, d = b.shape[0], saved.d_out.astype(lhs.dtype)
-
-    def tile_map(block_m):
-        return _tile_map(group_sizes, group_offset, lhs.shape[0], experts, block_m)
-
-    where = tile_map(cfg.d_lhs.block_m)
+    d = saved.d_out.astype(lhs.dtype)
+    maps = _Maps(group_sizes, group_offset, lhs.shape[0], b.shape[0])
     if activation is not None:
-        again = where if cfg.forward.block_m == where.block_m else tile_map(cfg.forward.block_m)
         columns = scales("columns", scale)
-        d = _product(lhs, b, transposed, gated, cfg.forward, again, rhs_bias, activation, d, scale=columns)
-    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, where, scale=scales("rows", scale))}
+        d = _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, d, scale=columns)
+    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, maps, scale=scales("rows", scale))}
     if rhs_bias is not None:
-        found["rhs_bias"] = _group_sums(d, experts, rhs_bias.dtype, where).reshape(rhs_bias.shape)
-    return found, d, where
+        sums = _group_sums(d, b.shape[0], rhs_bias.dtype, maps.any())
+        found["rhs_bias"] = sums.reshape(rhs_bias.shape)
+    return found, d, maps
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -292,24 +390,33 @@ def _tile(
     return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, ragged_rows)
 
 
-def _config(call, shape: _Shape | None = None) -> GroupedMatmulConfig:
+# Groups of so many rows in the mean are worth a tile of 256.
+SPECIALISED_ROWS = 128
+
+
+def _config(call, shape: _Shape | None = None, specialised: str | None = None) -> GroupedMatmulConfig:
+    """Returns the configuration of a call; of the given shape of tiles, or of the given warps that load, multiply and write."""
     M, E, D, width, F = _sizes(call)
     itemsize, rows, transposed = call.lhs.dtype.itemsize, M / max(1, E), call.rhs is None
     first, second = (width, D) if transposed else (D, width)
     widened = "rhs_scale" in call.arguments
+    if shape is not None or itemsize != 2 or widened:
+        specialised = "none"
+    short = "none" if rows < SPECIALISED_ROWS else "tall"
 
     def product(columns, depth, turned, halves=1):
         large = () if turned or depth < LONG_PRODUCT else (LARGE,)
-        return _tile(
-            rows, columns, depth, itemsize, (shape,) if shape else PRODUCTS + large, halves=halves, widened=widened
-        )
+        shapes = (shape,) if shape else PRODUCTS + large
+        tile = _tile(rows, columns, depth, itemsize, shapes, halves=halves, widened=widened)
+        return replace(tile, specialised=specialised or short)
 
-    large = () if rows < LONG_CONTRACTION else (LARGE,)
-    contraction = (shape,) if shape else CONTRACTIONS + large
+    long = rows >= LONG_CONTRACTION
+    shapes = (shape,) if shape else CONTRACTIONS + ((LARGE,) if long else ())
+    contraction = _tile(first, second, int(max(1, rows)), itemsize, shapes, ragged_rows=False)
     return GroupedMatmulConfig(
         product(F, D, transposed, halves=width // F),
         product(D, width, not transposed),
-        _tile(first, second, int(max(1, rows)), itemsize, contraction, ragged_rows=False),
+        replace(contraction, specialised=specialised or ("wide" if long else short)),
     )
 
 
@@ -320,7 +427,8 @@ def heuristic(call, platform):
 def candidates(call):
     if call.lhs.dtype.itemsize == 4:
         return [_config(call)]
-    return list(dict.fromkeys([_config(call), *(_config(call, s) for s in (*PRODUCTS, *OTHER_BANDS, DEEPER))]))
+    plain = [_config(call, shape) for shape in (*PRODUCTS, *OTHER_BANDS, DEEPER)]
+    return list(dict.fromkeys([_config(call), *(_config(call, specialised=s) for s in SPECIALISED), *plain]))
 
 
 register(

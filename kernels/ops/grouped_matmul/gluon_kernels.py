@@ -1,0 +1,323 @@
+"""Gluon kernels of grouped_matmul for Hopper: warps that load, warps that multiply, and warps that write.
+
+They make the plain products of `triton_kernels.py`, over the same map of tiles. A program has a multiprocessor to itself and
+takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the others by as many as there are,
+across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of its columns, and hands its sums
+to a warp of its own that writes them. So the matrix units go on with the next tile while the last one is written, and while
+one warpgroup ends its tile the other one has them to itself. What is passed around is said in `gluon_parts.py`.
+"""
+
+# Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from kernels.ops.grouped_matmul.gluon_parts import (
+    after,
+    hand_over,
+    has_half,
+    hear,
+    make_hands,
+    make_queue,
+    make_ring,
+    multiply,
+    skip,
+    sums,
+    take,
+    write,
+)
+
+# -- rows by the matrix of their group ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _product_tile(tile, tiles_m, tiles_ptr, BOUND: gl.constexpr, TILES_N: gl.constexpr, BAND: gl.constexpr,
+                  BLOCK_N: gl.constexpr):  # fmt: skip
+    """Returns a tile's matrix, first row, end of its group and first column. Bands of row tiles go over the columns."""
+    band = tile // (BAND * TILES_N)
+    height = gl.minimum(tiles_m - band * BAND, BAND)
+    inside = tile % (BAND * TILES_N)
+    which = band * BAND + inside % height
+    expert = gl.load(tiles_ptr + which)
+    row = gl.load(tiles_ptr + BOUND + which)
+    return expert, row, gl.load(tiles_ptr + 2 * BOUND + which), inside // height * BLOCK_N
+
+
+@gluon.jit
+def _load_products(a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K: gl.constexpr, N: gl.constexpr,
+                   E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                   BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    a_tiles, b_tiles, full, free = ring
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = gl.load(bounds_ptr + 2 * E)
+    tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
+    while tile < tiles_m * TILES_N:
+        expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        tile = take(queue, turn_ptr, turn)
+        turn += 1
+        for k in range(0, K, BLOCK_K):
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
+            tma.async_load(a_desc, [row, k], arrived, a_tiles.index(2 * stage))
+            tma.async_load(a_desc, [row + ROWS, k], arrived, a_tiles.index(2 * stage + 1))
+            if TRANSPOSED:
+                tma.async_load(b_desc, [expert * N + column, k], arrived, b_tiles.index(stage))
+            else:
+                tma.async_load(b_desc, [expert * K + k, column], arrived, b_tiles.index(stage))
+            stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def _multiply_products(out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K: gl.constexpr, N: gl.constexpr,
+                       E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr,
+                       ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+                       WHICH: gl.constexpr):  # fmt: skip
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HALF: gl.constexpr = has_half(N, BLOCK_N)
+    STEPS: gl.constexpr = K // BLOCK_K
+    tiles_m = gl.load(bounds_ptr + 2 * E)
+    tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
+    while tile < tiles_m * TILES_N:
+        expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        if row + WHICH * ROWS >= end:
+            stage, phase = skip(ring, stage, phase, STEPS, STAGES)
+        elif HALF and N - column <= BLOCK_N // 2:
+            half, stage, phase = multiply(sums(ROWS, BLOCK_N // 2), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
+                                           STAGES)  # fmt: skip
+            handed = hand_over(half, hands, handed, WHICH)
+        else:
+            acc, stage, phase = multiply(sums(ROWS, BLOCK_N), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
+                                          STAGES)  # fmt: skip
+            handed = hand_over(acc, hands, handed, WHICH)
+        tile = hear(queue, turn)
+        turn += 1
+    # Rows of no group.
+    empty = gl.load(bounds_ptr + 2 * E + 1) - tiles_m
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    zeros = gl.zeros([ROWS, BLOCK_N], out_ptr.dtype.element_ty, layout)
+    for tile in range(gl.program_id(0), empty * TILES_N, gl.num_programs(0)):
+        which = tiles_m + tile // TILES_N
+        rows = gl.load(tiles_ptr + BOUND + which) + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        columns = tile % TILES_N * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        mask = (rows < gl.load(tiles_ptr + 2 * BOUND + which))[:, None] & (columns < N)[None, :]
+        gl.store(out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :], zeros, mask=mask)
+
+
+@gluon.jit
+def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr,
+                    BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HALF: gl.constexpr = has_half(N, BLOCK_N)
+    tiles_m = gl.load(bounds_ptr + 2 * E)
+    tile, turn, handed = gl.program_id(0), 0, 0
+    while tile < tiles_m * TILES_N:
+        expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        row += WHICH * ROWS
+        if row < end:
+            columns = gl.where(HALF and N - column <= BLOCK_N // 2, BLOCK_N // 2, BLOCK_N)
+            handed = write(hands, handed, out_ptr, row, end, column, columns, N, WHICH)
+        tile = hear(queue, turn)
+        turn += 1
+
+
+@gluon.jit
+def specialised_matmul_kernel(
+    a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
+    b_desc,  # [E * K, N] in blocks [BLOCK_K, BLOCK_N], or transposed [E * N, K] in blocks [BLOCK_N, BLOCK_K]
+    tiles_ptr,  # as of `grouped_matmul_kernel`, of 2 * ROWS rows
+    bounds_ptr,
+    turn_ptr,
+    out_ptr,  # [M, N]
+    K: gl.constexpr,
+    N: gl.constexpr,
+    E: gl.constexpr,
+    BOUND: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    BAND: gl.constexpr,
+    ROWS: gl.constexpr,  # of either warpgroup
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,  # of either warpgroup
+    MULTIPLYING: gl.constexpr,  # registers of a thread that multiplies
+    OTHERS: gl.constexpr,  # and of one that does not
+):
+    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape)
+    queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    gl.warp_specialize(
+        [
+            (_multiply_products, (out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, TRANSPOSED, BAND, ROWS,
+                                  BLOCK_N, BLOCK_K, STAGES, 0)),
+            (_multiply_products, (out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, TRANSPOSED, BAND, ROWS,
+                                  BLOCK_N, BLOCK_K, STAGES, 1)),
+            (_load_products, (a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K, N, E, BOUND, TRANSPOSED, BAND,
+                              ROWS, BLOCK_N, BLOCK_K, STAGES)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, BAND, ROWS, BLOCK_N, 0)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, BAND, ROWS, BLOCK_N, 1)),
+        ],
+        [4, 1, 1, 1],
+        [MULTIPLYING, OTHERS, OTHERS, OTHERS],
+    )  # fmt: skip
+
+
+# -- the gradient of the matrices --------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _contraction_tile(tile, bounds_ptr, E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
+                      ROWS: gl.constexpr, BLOCK_Q: gl.constexpr):  # fmt: skip
+    """Returns a tile's matrix, its first row and column there, and the rows of its group; the longest groups come first."""
+    expert = gl.load(bounds_ptr + 2 * E + 2 + tile // (TILES_P * TILES_Q))
+    inside = tile % (TILES_P * TILES_Q)
+    band = inside // (BAND * TILES_Q)
+    height = gl.minimum(TILES_P - band * BAND, BAND)
+    p = (band * BAND + inside % (BAND * TILES_Q) % height) * (2 * ROWS)
+    q = inside % (BAND * TILES_Q) // height * BLOCK_Q
+    return expert, p, q, gl.load(bounds_ptr + expert), gl.load(bounds_ptr + E + expert)
+
+
+@gluon.jit
+def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E: gl.constexpr, TILES_P: gl.constexpr,
+                       TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr,
+                       BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    a_tiles, b_tiles, full, free = ring
+    tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
+    while tile < E * TILES_P * TILES_Q:
+        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
+        tile = take(queue, turn_ptr, turn)
+        turn += 1
+        for row in range(begin, end, BLOCK_K):
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
+            tma.async_load(a_desc, [row, p], arrived, a_tiles.index(2 * stage))
+            tma.async_load(a_desc, [row, p + ROWS], arrived, a_tiles.index(2 * stage + 1))
+            tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
+            stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def _keep_rows(block, count):
+    """Makes the rows of a block in shared memory after the first ones zero, by as few registers as there are left."""
+    ROWS: gl.constexpr = block.shape[0]
+    WIDTH: gl.constexpr = block.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    inner = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < count
+    for at in gl.static_range(0, WIDTH, 64):
+        part = block.slice(at, 64, 1)
+        x = part.load(layout)
+        part.store(gl.where(inner[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _multiply_rows(acc, a, b, count):
+    """Adds the products of the first rows of a step, which are fewer than all: those that follow are of the next group, or of
+    none, and may hold anything. Both warpgroups do the same to b, which is right whoever is first."""
+    COLUMNS: gl.constexpr = acc.shape[1]
+    SLICE: gl.constexpr = 32
+    for i in gl.static_range(a.shape[0] // SLICE):
+        if count > SLICE * i:
+            a_rows, b_rows = a.slice(SLICE * i, SLICE, 0), b.slice(SLICE * i, SLICE, 0).slice(0, COLUMNS, 1)
+            if count < SLICE * (i + 1):
+                _keep_rows(a_rows, count - SLICE * i)
+                _keep_rows(b_rows, count - SLICE * i)
+                fence_async_shared()
+            acc = warpgroup_mma(a_rows.permute((1, 0)), b_rows, acc)
+    return acc
+
+
+@gluon.jit
+def _contract(acc, ring, stage, phase, rows, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):
+    a_tiles, b_tiles, full, free = ring
+    acc, stage, phase = multiply(acc, ring, stage, phase, rows // BLOCK_K, WHICH, True, False, STAGES)
+    if rows % BLOCK_K > 0:
+        mbarrier.wait(full.index(stage), phase)
+        acc = _multiply_rows(acc, a_tiles.index(2 * stage + WHICH), b_tiles.index(stage), rows % BLOCK_K)
+        fence_async_shared()
+        mbarrier.arrive(free.index(stage))
+        stage, phase = after(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _multiply_contractions(bounds_ptr, ring, queue, hands, P: gl.constexpr, Q: gl.constexpr, E: gl.constexpr,
+                           TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                           BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+                           WHICH: gl.constexpr):  # fmt: skip
+    HALF: gl.constexpr = has_half(Q, BLOCK_Q)
+    tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
+    while tile < E * TILES_P * TILES_Q:
+        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
+        if p + WHICH * ROWS >= P:
+            stage, phase = skip(ring, stage, phase, gl.cdiv(end - begin, BLOCK_K), STAGES)
+        elif HALF and Q - q <= BLOCK_Q // 2:
+            half, stage, phase = _contract(
+                sums(ROWS, BLOCK_Q // 2), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH
+            )
+            handed = hand_over(half, hands, handed, WHICH)
+        else:
+            acc, stage, phase = _contract(sums(ROWS, BLOCK_Q), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH)
+            handed = hand_over(acc, hands, handed, WHICH)
+        tile = hear(queue, turn)
+        turn += 1
+
+
+@gluon.jit
+def _write_contractions(out_ptr, bounds_ptr, queue, hands, P: gl.constexpr, Q: gl.constexpr, E: gl.constexpr,
+                        TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                        BLOCK_Q: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    HALF: gl.constexpr = has_half(Q, BLOCK_Q)
+    tile, turn, handed = gl.program_id(0), 0, 0
+    while tile < E * TILES_P * TILES_Q:
+        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
+        p += WHICH * ROWS
+        if p < P:
+            out = out_ptr + expert.to(gl.int64) * (P * Q)
+            columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
+            handed = write(hands, handed, out, p, P, q, columns, Q, WHICH)
+        tile = hear(queue, turn)
+        turn += 1
+
+
+@gluon.jit
+def specialised_contraction_kernel(
+    a_desc,  # [M, P] in blocks [BLOCK_K, ROWS]
+    b_desc,  # [M, Q] in blocks [BLOCK_K, BLOCK_Q]
+    bounds_ptr,
+    turn_ptr,
+    out_ptr,  # [E, P, Q]
+    P: gl.constexpr,
+    Q: gl.constexpr,
+    E: gl.constexpr,
+    BAND: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MULTIPLYING: gl.constexpr,
+    OTHERS: gl.constexpr,
+):
+    TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
+    TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape)
+    queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    gl.warp_specialize(
+        [
+            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,
+                                      STAGES, 0)),
+            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,
+                                      STAGES, 1)),
+            (_load_contractions, (a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q,
+                                  BLOCK_K, STAGES)),
+            (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 0)),
+            (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 1)),
+        ],
+        [4, 1, 1, 1],
+        [MULTIPLYING, OTHERS, OTHERS, OTHERS],
+    )  # fmt: skip

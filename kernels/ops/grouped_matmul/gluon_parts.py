@@ -1,0 +1,188 @@
+"""What the Gluon kernels of grouped_matmul have in common: a ring of stages, a queue of tiles, and sums that change hands.
+
+A `ring` is (stages of a, one for either warpgroup; stages of b; a barrier of each stage for "is full", and one for "is free").
+A `queue` is (two places for the number of a tile, and barriers of each for "is told" and "is read"). `hands` are (buffers for
+64 columns of sums, of the first warpgroup and then of the second, and barriers for "is filled" and "is drained"). `WHICH` of
+the two warpgroups that multiply is 0 or 1.
+"""
+
+# Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+# Of a block of 16-bit entries in shared memory, as TMA and the matrix units read it. Rows are of 64 entries or more.
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B: gl.constexpr):
+    a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, A[0], A[1]], SWIZZLED)
+    b_tiles = gl.allocate_shared_memory(dtype, [STAGES, B[0], B[1]], SWIZZLED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return a_tiles, b_tiles, full, free
+
+
+@gluon.jit
+def make_queue():
+    tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(read.index(i), count=4)
+    return tiles, told, read
+
+
+@gluon.jit
+def make_hands(BUFFERS: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr):
+    buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS, 64], SWIZZLED)
+    filled = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(drained.index(i), count=1)
+    return buffers, filled, drained
+
+
+@gluon.jit
+def take(queue, turn_ptr, turn):
+    """Returns the next tile, for the warp that loads, which tells it to the four others."""
+    tiles, told, read = queue
+    tile = gl.num_programs(0) + gl.atomic_add(turn_ptr, 1, sem="relaxed")
+    mbarrier.wait(read.index(turn % 2), (turn // 2 & 1) ^ 1)
+    tiles.index(turn % 2).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
+    mbarrier.arrive(told.index(turn % 2))
+    return tile
+
+
+@gluon.jit
+def hear(queue, turn):
+    tiles, told, read = queue
+    mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
+    tile = gl.max(tiles.index(turn % 2).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
+    mbarrier.arrive(read.index(turn % 2))
+    return tile
+
+
+@gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """Returns the stage before this one. (Computed, since a name for it that a loop carries may not begin as another name of
+    `stage`: the compiler takes the two for one value, and does not carry it.)"""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def after(stage, phase, STAGES: gl.constexpr):
+    """Returns the stage after this one, and its phase: how often the ring has been gone round, modulo 2."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def skip(ring, stage, phase, steps, STAGES: gl.constexpr):
+    """Gives so many stages back, for a warpgroup that has no rows in a tile."""
+    a_tiles, b_tiles, full, free = ring
+    for _ in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(free.index(stage))
+        stage, phase = after(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def multiply(acc, ring, stage, phase, steps, WHICH: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
+              STAGES: gl.constexpr):  # fmt: skip
+    """Adds so many steps to sums of a tile's first columns; a stage is given back when the step after it has been begun."""
+    a_tiles, b_tiles, full, free = ring
+    COLUMNS: gl.constexpr = acc.shape[1]
+    for k in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        a, b = a_tiles.index(2 * stage + WHICH), b_tiles.index(stage)
+        if A_TURNED:
+            a = a.permute((1, 0))
+        if B_TURNED:
+            b = b.slice(0, COLUMNS, 0).permute((1, 0))
+        else:
+            b = b.slice(0, COLUMNS, 1)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, (acc,))
+        mbarrier.arrive(free.index(_before(stage, STAGES)), pred=k > 0)
+        stage, phase = after(stage, phase, STAGES)
+    acc = warpgroup_mma_wait(0, (acc,))
+    mbarrier.arrive(free.index(_before(stage, STAGES)), pred=steps > 0)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _parts(x, PARTS: gl.constexpr):
+    """Returns the columns of sums in so many parts. A thread has entries of each, so nothing moves."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        ROWS: gl.constexpr = x.shape[0]
+        HALF: gl.constexpr = x.shape[1] // 2
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        left, right = x.reshape((ROWS, 2, HALF)).permute(0, 2, 1).split()
+        left = gl.convert_layout(left, layout, assert_trivial=True)
+        right = gl.convert_layout(right, layout, assert_trivial=True)
+        return _parts(left, PARTS // 2) + _parts(right, PARTS // 2)
+
+
+@gluon.jit
+def hand_over(acc, hands, handed, WHICH: gl.constexpr):
+    """Hands sums to the warp that writes them; returns how many parts it has had."""
+    buffers, filled, drained = hands
+    BUFFERS: gl.constexpr = buffers.shape[0] // 2
+    PARTS: gl.constexpr = acc.shape[1] // 64
+    parts = _parts(acc, PARTS)
+    for i in gl.static_range(PARTS):
+        at = WHICH * BUFFERS + handed % BUFFERS
+        mbarrier.wait(drained.index(at), (handed // BUFFERS & 1) ^ 1)
+        buffers.index(at).store(parts[i].to(buffers.dtype))
+        mbarrier.arrive(filled.index(at))
+        handed += 1
+    return handed
+
+
+@gluon.jit
+def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, WHICH: gl.constexpr):
+    """Writes the rows before `end` of a tile of so many columns, whose first row is `row`, to a matrix of N columns."""
+    buffers, filled, drained = hands
+    BUFFERS: gl.constexpr = buffers.shape[0] // 2
+    ROWS: gl.constexpr = buffers.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    inside = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    entries = rows[:, None] * N + inside[None, :]
+    for first in range(column, column + columns, 64):
+        at = WHICH * BUFFERS + handed % BUFFERS
+        mbarrier.wait(filled.index(at), handed // BUFFERS & 1)
+        # 16 rows are what a warp has in its registers at a time.
+        buffer = buffers.index(at).reinterpret(shape=[ROWS // 16, 16, 64], layout=SWIZZLED)
+        for i in range(ROWS // 16):
+            top = row + 16 * i
+            mask = (rows < end - top)[:, None] & (inside < N - first)[None, :]
+            gl.store(out_ptr + (top.to(gl.int64) * N + first) + entries, buffer.index(i).load(layout), mask=mask)
+        mbarrier.arrive(drained.index(at))
+        handed += 1
+    return handed
+
+
+@gluon.jit
+def has_half(N: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Returns whether the last columns of a matrix are half of a tile or less, which is then all that is multiplied."""
+    return 0 < N % BLOCK_N and N % BLOCK_N <= BLOCK_N // 2
