@@ -37,7 +37,6 @@ CALLS = {
     "rms_norm of heads": ("rms_norm", {"x": QUERY, "weight": normal(H)}, {}),
     "rms_norm of one token": ("rms_norm", {"x": X[:, :1], "weight": WEIGHT}, {}),
     "rotary_embedding": ("rotary_embedding", {"x": QUERY}, {"positions": POSITIONS}),
-    "rotary_embedding of queries and keys": ("rotary_embedding", {"x": QUERY, "key": KEY}, {"positions": POSITIONS}),
     "gated_mlp": ("gated_mlp", {"x": X, "gate": normal(D, F), "up": normal(D, F), "down": normal(F, D)}, {}),
     "fused_cross_entropy": (
         "fused_cross_entropy",

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from grid import error, on_this_machine, value_and_gradients
 
+import ejdist
+from ejdist import make_mesh
 from kernels import Unsupported
 from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret
@@ -225,6 +227,24 @@ def test_heads_of_a_model_are_read_and_written_16_bytes_at_a_time():
         assert kernel.ptx.count("ld.global.v4.b32") >= 4 and kernel.ptx.count("st.global.v4.b32") >= 4
 
 
+def test_queries_and_keys_on_a_mesh():
+    rng = np.random.default_rng(4)
+    q, k = (jnp.asarray(rng.standard_normal((2, 4, n, H)), jnp.float32) for n in (4, 2))
+    positions = jnp.asarray(rng.integers(0, 100, (2, 4)), jnp.int32)
+
+    def value_and_gradient(function, **where):
+        def loss(q, k):
+            q, k = function(q, positions, key=k, **where)
+            return jnp.sum(jnp.sin(q)) + jnp.sum(jnp.cos(k))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(q, k)
+
+    got = value_and_gradient(ejdist.rotary_embedding, mesh=make_mesh(dp=2, sp=2, tp=2))
+    jax.tree.map(lambda a, w: np.testing.assert_allclose(a, w, atol=1e-4), got, value_and_gradient(rotary_embedding))
+    with pytest.raises(ValueError, match="dim K = 1 of output 'key' would be made by each of the 2 devices"):
+        ejdist.rotary_embedding(q, positions, key=k[:, :, :1], mesh=make_mesh(tp=2))
+
+
 def test_dispatch_and_refusals():
     x, positions = jnp.ones((1, 2, 2, 8)), jnp.zeros((1, 2), jnp.int32)
     chosen = {
@@ -238,7 +258,7 @@ def test_dispatch_and_refusals():
             rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="triton")
         with pytest.raises(Unsupported, match="do not fit the 10 MiB of VMEM"):
             rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="pallas")
-    with pytest.raises(ValueError, match="'key' is bfloat16 but 'query' is float32"):
+    with pytest.raises(ValueError, match="'key' is bfloat16 but 'x' is float32"):
         rotary_embedding(x, positions, key=x.astype(jnp.bfloat16))
 
 

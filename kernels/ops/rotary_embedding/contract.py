@@ -196,7 +196,7 @@ def rotary_embedding(
 
 
 def rotary_embedding_pair(
-    query: Float[Array, "B T N H"],
+    x: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     positions: Int[Array, "#B T"],
     *,
@@ -206,14 +206,14 @@ def rotary_embedding_pair(
     rotary_dim: int | None = None,
     xpos: XPos | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Returns (query, key), each turned as `rotary_embedding` turns it. `xpos` is that of the queries; keys take its `other`.
+    """Returns (x, key), queries and keys, each turned as `rotary_embedding` turns it. `xpos` is that of the queries; keys take its `other`.
 
     Raises:
       ValueError: `rotary_dim` is odd, or more than there is.
     """
     same = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
     of_key = None if xpos is None else xpos.other()
-    return rotary_embedding(query, positions, **same, xpos=xpos), rotary_embedding(key, positions, **same, xpos=of_key)
+    return rotary_embedding(x, positions, **same, xpos=xpos), rotary_embedding(key, positions, **same, xpos=of_key)
 
 
 def turned_width(H: int, rotary_dim: int | None) -> int:
@@ -243,7 +243,7 @@ def _case(name: str, options: dict | None = None, *tags: str, **dims: int) -> Ca
 def work(call: Call) -> tuple[Work, Work]:
     """Returns the work of both directions, which are the same turn: 6 operations a pair, each array read once and written
     once. Sines are not counted, they are shared by all heads."""
-    arrays = [call.arguments[name] for name in ("x", "query", "key") if name in call.arguments]
+    arrays = [call.arguments[name] for name in ("x", "key") if name in call.arguments]
     width = call.dims["H"] if call.rotary_dim is None else call.rotary_dim
     flops = sum(3 * x.size // call.dims["H"] * width for x in arrays)
     each = Work(flops, 2 * nbytes(*arrays) + nbytes(call.positions))
@@ -282,7 +282,7 @@ pair_op = Op(
     outputs=("query", "key"),
     local_dims={"B", "T", "N", "K"},
     tied_dims=(("N", "K"),),
-    same_dtype=("query", "key"),
+    same_dtype=("x", "key"),
     config=RotaryConfig,
     cases=(
         _case("plain", {}, "smoke", K=1),

@@ -1,4 +1,4 @@
-"""Rotary embedding on TPUs: blocks of tokens with all their heads in VMEM, queries and keys alike, read once and written once."""
+"""Rotary embedding on TPUs: blocks of tokens with all their heads in VMEM, each array read once and written once."""
 
 from __future__ import annotations
 
@@ -113,10 +113,11 @@ def candidates(call):
 
 
 def rejects(call):
-    if any(x.size == 0 for x in (call.arguments.get(n) for n in ("x", "query", "key")) if x is not None):
+    if any(x.size == 0 for x in (call.arguments.get(n) for n in ("x", "key")) if x is not None):
         return "an array has no elements"
     if _tokens(call) < 16:
-        return f"16 tokens of {_heads(call)} heads of H = {call.dims['H']} do not fit the {VMEM_BUDGET >> 20} MiB of VMEM of a block"
+        heads = f"{_heads(call)} heads of H = {call.dims['H']}"
+        return f"16 tokens of {heads} do not fit the {VMEM_BUDGET >> 20} MiB of VMEM of a block"
     return None
 
 
@@ -131,17 +132,17 @@ def backward(saved, x, positions, base, scaling, interleaved, rotary_dim, xpos, 
     return {"x": _turned([saved.d_out], positions, options, True, cfg, cost)[0]}
 
 
-def forward_pair(query, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
+def forward_pair(x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
     options = base, scaling, interleaved, rotary_dim, xpos
-    cost = work(pair_op.bind(query, key, positions, rotary_dim=rotary_dim))[0]
-    return tuple(_turned([query, key], positions, options, False, cfg, cost))
+    cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[0]
+    return tuple(_turned([x, key], positions, options, False, cfg, cost))
 
 
-def backward_pair(saved, query, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
+def backward_pair(saved, x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
     options = base, scaling, interleaved, rotary_dim, xpos
-    cost = work(pair_op.bind(query, key, positions, rotary_dim=rotary_dim))[1]
+    cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[1]
     d_query, d_key = _turned([saved.d_query, saved.d_key], positions, options, True, cfg, cost)
-    return {"query": d_query, "key": d_key}
+    return {"x": d_query, "key": d_key}
 
 
 FACTS: Any = {

@@ -1,4 +1,4 @@
-"""Rotary embedding on GPUs: a program turns all heads of its tokens, queries and keys alike, each read once and written once."""
+"""Rotary embedding on GPUs: a program turns heads of queries and keys of its tokens, each read once and written once."""
 
 from __future__ import annotations
 
@@ -222,27 +222,26 @@ def _block_heads(N: int, H: int) -> int:
 
 
 def _shape(call):
-    query = call.arguments.get("query", call.arguments.get("x"))
-    return query, call.dims["N"], call.dims.get("K", 0), call.dims["H"]
+    return call.dims["N"], call.dims.get("K", 0), call.dims["H"]
 
 
 def _config(call, heads: int, elements: int) -> RotaryConfig:
-    query, N, K, H = _shape(call)
+    N, K, H = _shape(call)
     chunks = triton.cdiv(N, heads)
     of_a_token = (heads + triton.next_power_of_2(triton.cdiv(K, chunks)) * (K > 0)) * triton.next_power_of_2(H)
-    tokens = min(max(1, elements // of_a_token), triton.next_power_of_2(query.shape[0] * query.shape[1]))
+    tokens = min(max(1, elements // of_a_token), triton.next_power_of_2(call.dims["B"] * call.dims["T"]))
     tokens = 1 << (tokens.bit_length() - 1)
     warps = max(1, min(16, triton.next_power_of_2(tokens * heads * H) // ELEMENTS_OF_A_WARP))
     return RotaryConfig(tokens, heads, warps)
 
 
 def heuristic(call, platform):
-    _, N, _, H = _shape(call)
+    N, _, H = _shape(call)
     return _config(call, _block_heads(N, H), ELEMENTS)
 
 
 def candidates(call):
-    _, N, _, H = _shape(call)
+    N, _, H = _shape(call)
     best = _block_heads(N, H)
     found = [heuristic(call, "cuda")]
     for heads in dict.fromkeys((best, max(1, best // 2), max(1, best // 4))):
@@ -253,8 +252,8 @@ def candidates(call):
 
 
 def rejects(call):
-    query, _, _, H = _shape(call)
-    if query.size == 0 or (call.arguments.get("key") is not None and call.key.size == 0):
+    _, _, H = _shape(call)
+    if call.x.size == 0 or (call.arguments.get("key") is not None and call.key.size == 0):
         return "an array has no elements"
     if H > WIDEST:
         return f"H = {H} is more than {WIDEST}, and a head must fit the registers of one program"
@@ -272,17 +271,17 @@ def backward(saved, x, positions, base, scaling, interleaved, rotary_dim, xpos, 
     return {"x": _turned(saved.d_out, None, positions, options, True, cfg, cost)[0]}
 
 
-def forward_pair(query, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
+def forward_pair(x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
     options = base, scaling, interleaved, rotary_dim, xpos
-    cost = work(pair_op.bind(query, key, positions, rotary_dim=rotary_dim))[0]
-    return _turned(query, key, positions, options, False, cfg, cost)
+    cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[0]
+    return _turned(x, key, positions, options, False, cfg, cost)
 
 
-def backward_pair(saved, query, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
+def backward_pair(saved, x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
     options = base, scaling, interleaved, rotary_dim, xpos
-    cost = work(pair_op.bind(query, key, positions, rotary_dim=rotary_dim))[1]
+    cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[1]
     d_query, d_key = _turned(saved.d_query, saved.d_key, positions, options, True, cfg, cost)
-    return {"query": d_query, "key": d_key}
+    return {"x": d_query, "key": d_key}
 
 
 FACTS: Any = {

@@ -19,7 +19,7 @@ def backward(saved, positions, base, scaling, interleaved, rotary_dim, xpos):
 def backward_pair(saved, positions, base, scaling, interleaved, rotary_dim, xpos):
     back = _back(positions, base, scaling, interleaved, rotary_dim, xpos)
     query, key = rotary_embedding_pair(saved.d_query, saved.d_key, **back)
-    return {"query": query, "key": key}
+    return {"x": query, "key": key}
 
 
 EVERYWHERE = {
