@@ -206,7 +206,8 @@ def rotary_embedding_pair(
     rotary_dim: int | None = None,
     xpos: XPos | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Returns (x, key), queries and keys, each turned as `rotary_embedding` turns it. `xpos` is that of the queries; keys take its `other`.
+    """Returns (x, key), queries and keys, each turned as `rotary_embedding` turns it. `xpos` is that of the
+    queries; keys take its `other`.
 
     Raises:
       ValueError: `rotary_dim` is odd, or more than there is.
