@@ -1,9 +1,9 @@
-"""`python -m benchmarks.comparisons.small_ops_gpu [ops=rms_norm,cross_entropy] [quick=1] [candidates=1] [divide=1] [out=FILE]`
+"""`python -m benchmarks.comparisons.small_ops_gpu [ops=rms_norm,cross_entropy] [quick=1] [candidates=1] [divide=1] [out=F]`
 
-On one GPU, the operations beside attention, forward and backward by themselves, on Triton and on XLA, beside a copy on the device
-that moves as many bytes as the operation must (its declared `work`). Then a gated MLP, and projection with cross entropy, value and
-gradients, beside a program that keeps whole logits. Numbers first: a contestant that is not within 1% of the contract in float32,
-in every output and gradient, is not timed, and the program ends with 1.
+On one GPU, the operations beside attention, forward and backward by themselves, on Triton and on XLA, beside a copy on the
+device that moves as many bytes as the operation must (its declared `work`). Then a gated MLP, and projection with cross
+entropy, value and gradients, beside a program that keeps whole logits. Numbers first: a contestant that is not within 1% of
+the contract in float32, in every output and gradient, is not timed, and the program ends with 1.
 
 Times are medians of shuffled rounds, each of calls back to back. `quick`: half of the shapes and fewer rounds. `candidates`:
 every configuration that tuning would try. `divide`: rows divided by that, for a try on a small device.

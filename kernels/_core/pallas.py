@@ -89,9 +89,9 @@ def launch_on_rows(
       features: arrays [D], which every block has as [1, D].
       out_features: float32 sums over all rows, [D]: a block writes that of its own as [1, 1, D], and they are added here.
     """
-    rows = {name: x for name, x in rows.items() if x is not None}
-    features = {name: x.reshape(1, -1) for name, x in features.items() if x is not None}
-    M, D = next(iter(rows.values())).shape
+    tall_given = {name: x for name, x in rows.items() if x is not None}
+    flat_given = {name: x.reshape(1, -1) for name, x in features.items() if x is not None}
+    M, D = next(iter(tall_given.values())).shape
     height = M if M <= block_rows else block_rows  # a block as tall as the array needs no multiple of the tile
     num_blocks = pl.cdiv(M, height)
 
@@ -100,18 +100,18 @@ def launch_on_rows(
 
     # The middle dim of a partial sum makes the block as large as the array in the last two dims.
     partial = jax.ShapeDtypeStruct((num_blocks, 1, D), jnp.float32)
-    names, made = [*rows, *features], {**out_rows, **dict.fromkeys(out_features, partial)}
+    names, made = [*tall_given, *flat_given], {**out_rows, **dict.fromkeys(out_features, partial)}
 
     def run(*refs: Any) -> None:
         kernel(dict(zip(names, refs)), dict(zip(made, refs[len(names) :], strict=True)), **options)
 
     out = pallas_launch(
         run,
-        *rows.values(),
-        *features.values(),
+        *tall_given.values(),
+        *flat_given.values(),
         out_shape=tuple(made.values()),
         grid=(num_blocks,),
-        in_specs=[*map(tall, rows.values()), *(pl.BlockSpec((1, D), lambda i: (0, 0)) for _ in features)],
+        in_specs=[*map(tall, tall_given.values()), *(pl.BlockSpec((1, D), lambda i: (0, 0)) for _ in flat_given)],
         out_specs=(
             *map(tall, out_rows.values()),
             *(pl.BlockSpec((1, 1, D), lambda i: (i, 0, 0)) for _ in out_features),

@@ -139,8 +139,8 @@ def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
 
 
 def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
-    def pull(*block):
-        return _pull(*block, logits_soft_cap, cfg)
+    def pull(logits, targets, per_token, dtype):
+        return _pull(logits, targets, per_token, dtype, logits_soft_cap, cfg)
 
     return blocks.backward_in_blocks(pull, saved, hidden, lm_head, targets, cfg.block_rows)
 

@@ -61,16 +61,18 @@ def _itemsizes(call, backward=False):
     return (x, x, stream, stream) if not backward else (x, stream, stream, stream, *((x,) if x != stream else ()))
 
 
+def _heights(call) -> tuple[int, int]:
+    """Returns the rows of a block of the forward, and of the backward."""
+    return tuple(cut.block_rows(call.dims["D"], _itemsizes(call, backward)) for backward in (False, True))
+
+
 def heuristic(call, platform):
-    D = call.dims["D"]
-    return LayerNormConfig(
-        block_rows=cut.block_rows(D, _itemsizes(call)), backward_block_rows=cut.block_rows(D, _itemsizes(call, True))
-    )
+    forward, backward = _heights(call)
+    return LayerNormConfig(block_rows=forward, backward_block_rows=backward)
 
 
 def candidates(call):
-    best = heuristic(call, "tpu")
-    pairs = zip(cut.parts(best.block_rows), cut.parts(best.backward_block_rows))
+    pairs = zip(*map(cut.parts, _heights(call)))
     return list(dict.fromkeys(LayerNormConfig(block_rows=a, backward_block_rows=b) for a, b in pairs))
 
 
@@ -78,7 +80,7 @@ def rejects(call):
     if call.x.size == 0:
         return "x has no elements"
     D = call.dims["D"]
-    if cut.block_rows(D, _itemsizes(call, True)) < cut.ROW_TILE:
+    if min(_heights(call)) < cut.ROW_TILE:
         room = f"the {cut.VMEM_BUDGET >> 20} MiB of VMEM of a block"
         return f"D = {D} is too wide: {cut.ROW_TILE} rows of it do not fit {room}"
     return None

@@ -24,9 +24,9 @@ def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _feature(ptr, cols, mask, NONE: tl.constexpr):
-    """Returns a weight or a bias, float32 [1, columns]; NONE without it."""
-    feature = tl.full([1, 1], NONE, tl.float32)
+def _feature(ptr, cols, mask, otherwise):
+    """Returns a weight or a bias, float32 [1, columns]; `otherwise` without it."""
+    feature = tl.full([1, 1], otherwise, tl.float32)
     if ptr is not None:
         feature = tl.load(ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
     return feature
@@ -115,6 +115,7 @@ def layer_norm_bwd_kernel(
         offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
         x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
         g = _load(d_out_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        d_stream = g
         if d_stream_ptr is not None:
             d_stream = _load(d_stream_ptr, offsets, mask, CHUNKS, BLOCK_D)
         mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)

@@ -58,16 +58,18 @@ def _itemsizes(call, backward=False):
     return (x, x, stream, stream) if not backward else (x, stream, stream, stream, *((x,) if x != stream else ()))
 
 
+def _heights(call) -> tuple[int, int]:
+    """Returns the rows of a block of the forward, and of the backward."""
+    return tuple(cut.block_rows(call.dims["D"], _itemsizes(call, backward)) for backward in (False, True))
+
+
 def heuristic(call, platform):
-    D = call.dims["D"]
-    return RMSNormConfig(
-        block_rows=cut.block_rows(D, _itemsizes(call)), backward_block_rows=cut.block_rows(D, _itemsizes(call, True))
-    )
+    forward, backward = _heights(call)
+    return RMSNormConfig(block_rows=forward, backward_block_rows=backward)
 
 
 def candidates(call):
-    best = heuristic(call, "tpu")
-    pairs = zip(cut.parts(best.block_rows), cut.parts(best.backward_block_rows))
+    pairs = zip(*map(cut.parts, _heights(call)))
     return list(dict.fromkeys(RMSNormConfig(block_rows=a, backward_block_rows=b) for a, b in pairs))
 
 
@@ -75,7 +77,7 @@ def rejects(call):
     if call.x.size == 0:
         return "x has no elements"
     D = call.dims["D"]
-    if cut.block_rows(D, _itemsizes(call, True)) < cut.ROW_TILE:
+    if min(_heights(call)) < cut.ROW_TILE:
         room = f"the {cut.VMEM_BUDGET >> 20} MiB of VMEM of a block"
         return f"D = {D} is too wide: {cut.ROW_TILE} rows of it do not fit {room}"
     return None
@@ -116,9 +118,9 @@ def _pulled(saved, normalised, x, weight, zero_centered, cfg, cost):
     found = launch_on_rows(
         rms_norm_bwd_kernel, cfg.backward_block_rows, rows, {"weight": weight}, made, summed, **options
     )
-    dx, dweight = found["dx"].reshape(x.shape), found.get("weight")
+    dx = found["dx"].reshape(x.shape)
     narrow = found["narrow"].reshape(x.shape) if "narrow" in found else dx
-    return dx, narrow, None if weight is None else dweight.astype(weight.dtype)
+    return dx, narrow, found.get("weight")
 
 
 def forward(x, weight, eps, zero_centered, cfg):

@@ -106,6 +106,7 @@ def rms_norm_bwd_kernel(
         offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
         x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
         g = _load(d_out_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        d_stream = g
         if d_stream_ptr is not None:
             d_stream = _load(d_stream_ptr, offsets, mask, CHUNKS, BLOCK_D)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)

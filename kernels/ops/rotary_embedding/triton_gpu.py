@@ -130,6 +130,7 @@ def rotary_embedding_kernel(
     heads = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
     query_at, query_mask = first * N + heads * H, inside & (heads < N)
     query = _load(query_ptr, query_at, query_mask, H, WIDTH, INTERLEAVED, BLOCK_W, BLOCK_R)
+    key, key_at, key_mask = query, query_at, query_mask
     if key_ptr is not None:
         key_heads = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :, None]
         key_at, key_mask = first * K + key_heads * H, inside & (key_heads < K)
@@ -225,14 +226,14 @@ def _shape(call):
     return call.dims["N"], call.dims.get("K", 0), call.dims["H"]
 
 
-def _config(call, heads: int, elements: int) -> RotaryConfig:
+def _config(call, heads: int, elements: int, more: int = 1) -> RotaryConfig:
     N, K, H = _shape(call)
     chunks = triton.cdiv(N, heads)
     of_a_token = (heads + triton.next_power_of_2(triton.cdiv(K, chunks)) * (K > 0)) * triton.next_power_of_2(H)
     tokens = min(max(1, elements // of_a_token), triton.next_power_of_2(call.dims["B"] * call.dims["T"]))
     tokens = 1 << (tokens.bit_length() - 1)
     warps = max(1, min(16, triton.next_power_of_2(tokens * heads * H) // ELEMENTS_OF_A_WARP))
-    return RotaryConfig(tokens, heads, warps)
+    return RotaryConfig(tokens, heads, more * warps)
 
 
 def heuristic(call, platform):
@@ -246,8 +247,7 @@ def candidates(call):
     found = [heuristic(call, "cuda")]
     for heads in dict.fromkeys((best, max(1, best // 2), max(1, best // 4))):
         for elements in (ELEMENTS // 2, ELEMENTS, 2 * ELEMENTS):
-            cfg = _config(call, heads, elements)
-            found += [RotaryConfig(cfg.block_tokens, heads, cfg.num_warps * n) for n in (1, 2)]
+            found += [_config(call, heads, elements, more) for more in (1, 2)]
     return list(dict.fromkeys(found))
 
 
