@@ -60,7 +60,8 @@ def _itemsizes(call, backward=False):
 
 def _heights(call) -> tuple[int, int]:
     """Returns the rows of a block of the forward, and of the backward."""
-    return tuple(cut.block_rows(call.dims["D"], _itemsizes(call, backward)) for backward in (False, True))
+    D = call.dims["D"]
+    return cut.block_rows(D, _itemsizes(call)), cut.block_rows(D, _itemsizes(call, True))
 
 
 def heuristic(call, platform):
