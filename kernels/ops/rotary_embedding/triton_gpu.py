@@ -22,7 +22,7 @@ WIDEST = 8192
 @triton.jit
 def _cos_sin(angle):
     """Returns (cos, sin) of float32 angles of any size: the multiples of a quarter turn are taken off in float64, and the rest
-    goes into the polynomials of Cephes. The hardware's own sine is off by 1e-3 at an angle of some thousands."""
+    goes into the polynomials of Cephes. The hardware's own sine is made for angles up to pi."""
     turns = tl.floor(angle * 0.6366197723675814 + 0.5)
     wide, quarter = angle.to(tl.float64), turns.to(tl.float64)
     # pi / 2 as two numbers that are exact in float32.
