@@ -45,7 +45,7 @@ def loss(params: dict, batch: dict, order: Order) -> jax.Array:
     def layer(x: jax.Array, p: dict) -> tuple[jax.Array, None]:
         h = rms_norm(x, p["attention_norm"])
         q, k, v = (jnp.einsum("btd,dnh->btnh", h, p[name]) for name in ("query", "key", "value"))
-        q, k = (rotary_embedding(y, batch["positions"]) for y in (q, k))
+        q, k = rotary_embedding(q, batch["positions"], key=k)
         out = ring_attention(q, k, v, causal=True, q_segment_ids=ids, kv_segment_ids=ids, order=order)
         x = x + jnp.einsum("btnh,nhd->btd", out, p["output"])
         return x + gated_mlp(rms_norm(x, p["mlp_norm"]), p["gate"], p["up"], p["down"]), None

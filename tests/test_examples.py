@@ -53,7 +53,7 @@ def names():
     "path",
     [
         "layer/attention/rms_norm.xla",
-        "layer/attention/rotary_embedding.xla",
+        "layer/attention/rotary_embedding_pair.xla",
         "layer/attention/attention/hop/flash_attention.xla",
         "layer/attention/attention/exchange",
         "layer/mlp/gated_mlp.xla",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -62,8 +63,11 @@ class Attention(Part):
             q, k, v = q + p["query_bias"], k + p["key_bias"], v + p["value_bias"]
         if c.qk_norm:
             q, k = (ops.rms_norm(y, p[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
-        scaling = c.scaling()
-        q, k = (ops.rotary_embedding(y, batch["positions"], base=float(c.rope_base), scaling=scaling) for y in (q, k))
+        turned = functools.partial(
+            ops.rotary_embedding, positions=batch["positions"], base=float(c.rope_base), scaling=c.scaling()
+        )
+        # One head of keys is whole on every device, wherever the heads of queries lie.
+        q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
         out = ops.attention(
             q,
             k,

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels._core.interpret import interpreting
 from kernels._core.work import Work
 
-__all__ = ["pallas_launch"]
+__all__ = ["launch_on_rows", "pallas_launch"]
 
 
 def pallas_launch(
@@ -68,3 +69,56 @@ def pallas_launch(
         interpret=pltpu.InterpretParams() if interpreting() else False,
         name=name,
     )(*args)
+
+
+def launch_on_rows(
+    kernel: Callable,
+    block_rows: int,
+    rows: Mapping[str, jax.Array | None],
+    features: Mapping[str, jax.Array | None],
+    out_rows: Mapping[str, jax.ShapeDtypeStruct],
+    out_features: Sequence[str] = (),
+    work: Work | None = None,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Returns the outputs by name of `kernel(refs, out_refs, **options)`, dicts of references by name, over blocks of rows.
+    What is None is left out.
+
+    Args:
+      rows, out_rows: arrays [M, width], of which a block has `block_rows` rows; the last may reach past M.
+      features: arrays [D], which every block has as [1, D].
+      out_features: float32 sums over all rows, [D]: a block writes that of its own as [1, 1, D], and they are added here.
+    """
+    tall_given = {name: x for name, x in rows.items() if x is not None}
+    flat_given = {name: x.reshape(1, -1) for name, x in features.items() if x is not None}
+    M, D = next(iter(tall_given.values())).shape
+    height = M if M <= block_rows else block_rows  # a block as tall as the array needs no multiple of the tile
+    num_blocks = pl.cdiv(M, height)
+
+    def tall(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((height, x.shape[1]), lambda i: (i, 0))
+
+    # The middle dim of a partial sum makes the block as large as the array in the last two dims.
+    partial = jax.ShapeDtypeStruct((num_blocks, 1, D), jnp.float32)
+    names, made = [*tall_given, *flat_given], {**out_rows, **dict.fromkeys(out_features, partial)}
+
+    def run(*refs: Any) -> None:
+        kernel(dict(zip(names, refs)), dict(zip(made, refs[len(names) :], strict=True)), **options)
+
+    out = pallas_launch(
+        run,
+        *tall_given.values(),
+        *flat_given.values(),
+        out_shape=tuple(made.values()),
+        grid=(num_blocks,),
+        in_specs=[*map(tall, tall_given.values()), *(pl.BlockSpec((1, D), lambda i: (0, 0)) for _ in flat_given)],
+        out_specs=(
+            *map(tall, out_rows.values()),
+            *(pl.BlockSpec((1, 1, D), lambda i: (i, 0, 0)) for _ in out_features),
+        ),
+        dimension_semantics=("parallel",),
+        work=work,
+        name=kernel.__name__,
+    )
+    found = dict(zip(made, out, strict=True))
+    return {name: jnp.sum(x, axis=(0, 1)) if name in out_features else x for name, x in found.items()}

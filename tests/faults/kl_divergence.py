@@ -38,4 +38,32 @@ FAULTS = (
         "gap / 2",
         "tests/kernels/test_kl_divergence.py -k devices",
     ),
+    Fault(
+        "kl_divergence in Triton: a lane's gap is not rescaled",
+        "kernels/ops/kl_divergence/triton_gpu.py",
+        "tl.where(rescaled > 0, gap * rescaled, 0.0)",
+        "gap",
+        "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
+    ),
+    Fault(
+        "kl_divergence in Triton: the student is always q",
+        "kernels/ops/kl_divergence/triton_gpu.py",
+        "        if not REVERSE:\n            p, q = q, p\n",
+        "        p, q = q, p\n",
+        "tests/test_ops.py -k kl_divergence-all-float32-triton",
+    ),
+    Fault(
+        "kl_divergence in Triton: the temperature is not in the gradient",
+        "kernels/ops/kl_divergence/triton_gpu.py",
+        "(1.0 - tanh * tanh) / TEMPERATURE",
+        "1.0 - tanh * tanh",
+        "tests/test_ops.py -k kl_divergence-all-float32-triton",
+    ),
+    Fault(
+        "kl_divergence in Triton: what is masked out counts",
+        "kernels/ops/kl_divergence/triton_gpu.py",
+        "apart = tl.where(share > 0, share * (p - q), 0.0)",
+        "apart = share * (p - q)",
+        "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
+    ),
 )

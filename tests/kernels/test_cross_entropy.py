@@ -5,12 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grid import error, value_and_gradients
 
+import ejdist
+from ejdist import make_mesh
+from kernels import Unsupported
+from kernels._core import ahead_of_time as checks
+from kernels._core.interpret import interpret
 from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
     fused_cross_entropy,
     fused_token_losses,
 )
+from kernels.ops.cross_entropy.contract import logits_op, op
 
 T, D, V = 23, 8, 37
 
@@ -133,6 +140,70 @@ def test_minus_one_hundred_is_ignored_too():
     x, w = jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32)
     usual = fused_cross_entropy(x, w, jnp.asarray(targets), z_loss=0.1)
     assert fused_cross_entropy(x, w, jnp.asarray(np.where(targets == -1, -100, targets)), z_loss=0.1) == usual
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_a_vocabulary_that_is_masked_out_in_part(cap):
+    """In blocks all of which, or some entries of which, are masked out: no sum of the kernel may become NaN."""
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((4, 200)).astype(np.float32) * 20
+    logits[0, :150] = logits[1, 50:] = logits[2, ::2] = -np.inf
+    a = {"logits": jnp.asarray(logits), "targets": jnp.asarray([160, 3, 1, -1], jnp.int32)}
+    a |= {} if cap is None else {"logits_soft_cap": cap}
+    truth, wanted, d = value_and_gradients(logits_op.function, a)
+    with interpret():
+        for size in (16, 64, 256):
+            cfg = CrossEntropyConfig(block_vocab=size, num_warps=1)
+            got, gradients, _ = value_and_gradients(lambda **a: logits_op(**a, platform="triton", cfg=cfg), a, d)  # noqa: B023
+            for actual, want in zip(got, truth, strict=True):
+                np.testing.assert_allclose(actual, want, rtol=3e-6, atol=3e-5)
+            np.testing.assert_allclose(gradients["logits"], wanted["logits"], atol=1e-5)
+
+
+def test_numbers_of_the_tuning_candidates():
+    case = next(case for case in op.cases if case.name == "odd")
+    a = op.case_inputs(case)
+    found = list(op.backends["triton_gpu"].candidates(op.bind(**a)))
+    assert len(found) == len(set(found)) >= 2
+    truth, true_gradients, d = value_and_gradients(op.function, a)
+    for cfg in [found[0], found[-1], CrossEntropyConfig(block_rows=64, block_vocab=16, num_warps=1)]:
+        with interpret():
+            got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform="triton", cfg=cfg), a, d)  # noqa: B023
+        for actual, wanted in [*zip(got, truth), *((gradients[n], true_gradients[n]) for n in true_gradients)]:
+            assert error(actual, wanted) < 5e-6, cfg
+
+
+def test_kernels_with_the_vocabulary_split_over_devices():
+    hidden, head, targets, _ = inputs()
+    x, w, t = jnp.asarray(hidden[:22], jnp.float32), jnp.asarray(head[:, :36], jnp.float32), targets[:22] % 36
+
+    def value_and_gradient(function, **how):
+        def loss(x, w):
+            return function(x, w, jnp.asarray(t), z_loss=1e-2, label_smoothing=0.1, **how)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
+
+    wanted = value_and_gradient(fused_cross_entropy)
+    with interpret():
+        got = value_and_gradient(ejdist.fused_cross_entropy, mesh=make_mesh(dp=2, tp=2), platform="triton")
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6, rtol=1e-5), got, wanted)
+
+
+def test_logits_are_read_and_written_16_bytes_at_a_time():
+    case = next(case for case in op.cases if case.name == "llama_8b")
+    forward, backward = checks.export_cuda(*checks.call_of(op, case)).kernels
+    assert forward.ptx.count("ld.global.v4.b32") >= 4
+    assert backward.ptx.count("ld.global.v4.b32") >= 4 and backward.ptx.count("st.global.v4.b32") >= 2
+
+
+def test_dispatch_and_refusals():
+    x, w, t = jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.zeros(2, jnp.int32)
+    chosen = op.choose(op.bind(x, w, t), None)
+    assert [chosen[p].name for p in ("cpu", "cuda", "rocm", "tpu")] == ["xla", "triton_gpu", "xla", "xla"]
+    with interpret(), pytest.raises(Unsupported, match="an array has no elements"):
+        fused_cross_entropy(x[:0], w, t[:0], platform="triton")
+    with pytest.raises(Unsupported, match="cross_entropy has no pallas backend"):
+        fused_cross_entropy(x, w, t, platform="pallas")
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():

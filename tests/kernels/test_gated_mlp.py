@@ -1,4 +1,4 @@
-"""The gated MLP against NumPy float64, in value and all gradients, and its memory contract."""
+"""The gated MLP and its activation against NumPy float64, in value and all gradients, and the memory contract."""
 
 import math
 
@@ -6,8 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grid import error, on_this_machine, value_and_gradients
 
-from kernels.ops.gated_mlp import ACTIVATIONS, gated_mlp
+import ejdist
+from ejdist import make_mesh
+from kernels import Unsupported
+from kernels._core import ahead_of_time as checks
+from kernels._core.interpret import interpret
+from kernels.ops.gated_mlp import ACTIVATIONS, activation_op, gated_activation, gated_mlp, op
 
 erf = np.vectorize(math.erf)
 ORACLE = {  # name -> (function, derivative)
@@ -59,6 +65,76 @@ def test_value_and_gradients_against_float64(activation):
     np.testing.assert_allclose(got, (act(g) * u) @ down, rtol=1e-4, atol=1e-4)
     for a, w in zip(pull(jnp.asarray(d, jnp.float32)), wanted, strict=True):
         np.testing.assert_allclose(a, w, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu", "xla"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activation_against_float64(activation, backend):
+    z, u, d = np.random.default_rng(1).standard_normal((3, 5, 40)) * np.array([4.0, 1.0, 1.0])[:, None, None]
+    act, slope = ORACLE[activation]
+    narrow = {"gate": jnp.asarray(z, jnp.float32), "up": jnp.asarray(u, jnp.float32)}
+    with on_this_machine(activation_op.backends[backend]):
+        (out,), gradients, _ = value_and_gradients(
+            lambda gate, up: gated_activation(gate, up, activation=activation, platform=backend),
+            narrow,
+            (jnp.asarray(d, jnp.float32),),
+        )
+    for actual, wanted in ((out, act(z) * u), (gradients["gate"], d * u * slope(z)), (gradients["up"], d * act(z))):
+        np.testing.assert_allclose(
+            actual, wanted, rtol=2e-5, atol=2e-5
+        )  # one less tanh is good to 1e-7 of the 12 that z reaches
+
+
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+def test_numbers_of_the_tuning_candidates(backend):
+    a = activation_op.case_inputs(activation_op.cases[1])
+    truth, true_gradients, d = value_and_gradients(activation_op.function, a)
+    found = list(activation_op.backends[backend].candidates(activation_op.bind(**a)))
+    assert len(found) == len(set(found)) >= 1
+    for cfg in {(c.block_size, c.block_rows): c for c in found}.values():
+        with interpret():
+            got, gradients, _ = value_and_gradients(
+                lambda **a: activation_op(**a, platform=backend, cfg=cfg),  # noqa: B023
+                a,
+                d,
+            )
+        for actual, wanted in [*zip(got, truth), *((gradients[n], true_gradients[n]) for n in true_gradients)]:
+            assert error(actual, wanted) < 3e-6, cfg
+
+
+def test_one_kernel_each_way_of_16_bytes_at_a_time():
+    case = next(case for case in op.cases if case.name == "llama_8b")
+    kernels = checks.export_cuda(*checks.call_of(op, case)).kernels
+    assert [k.name for k in kernels] == ["gated_activation_fwd_kernel", "gated_activation_bwd_kernel"]
+    for kernel, arrays in zip(kernels, (2, 3), strict=True):
+        assert kernel.ptx.count("ld.global.v4.b32") == 2 * arrays and "ld.global.b" not in kernel.ptx
+
+
+def test_the_activation_on_a_mesh():
+    gate, up = (jnp.asarray(np.random.default_rng(s).standard_normal((4, 6, 8)), jnp.float32) for s in (0, 1))
+
+    def gradients(function, **where):
+        return jax.jit(jax.grad(lambda g, u: jnp.sum(jnp.sin(function(g, u, **where))), (0, 1)))(gate, up)
+
+    got = gradients(ejdist.gated_activation, mesh=make_mesh(dp=2, tp=2))
+    jax.tree.map(lambda a, w: np.testing.assert_allclose(a, w, atol=1e-6), got, gradients(gated_activation))
+
+
+def test_dispatch_and_refusals():
+    a, w = jnp.ones((2, 8)), jnp.ones((8, 8))
+
+    def chosen(operation, *arrays):
+        return [operation.choose(operation.bind(*arrays), None)[p].name for p in ("cpu", "cuda", "tpu")]
+
+    assert chosen(op, a, w, w, w) == ["xla", "triton_gpu", "xla"]
+    assert chosen(activation_op, a, a) == ["xla", "triton_gpu", "pallas_tpu"]
+    with pytest.raises(Unsupported, match="gated_mlp has no pallas backend"):
+        gated_mlp(a, w, w, w, platform="pallas")
+    for platform in ("triton", "pallas"):
+        with interpret(), pytest.raises(Unsupported, match="an array has no elements"):
+            gated_activation(a[:0], a[:0], platform=platform)
+        with interpret(), pytest.raises(ValueError, match="use one of silu, gelu"):
+            gated_activation(a, a, activation="swish", platform=platform)
 
 
 def test_nothing_of_width_F_is_kept_for_the_backward():

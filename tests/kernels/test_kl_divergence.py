@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grid import FLOOR, error
+from grid import FLOOR, error, value_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ejdist
 from ejdist import make_mesh
-from kernels import fused_kl_divergence
+from kernels import Unsupported, fused_kl_divergence
+from kernels._core.interpret import interpret
 from kernels.ops.kl_divergence import KLDivergenceConfig
+from kernels.ops.kl_divergence.contract import logits_op, op
 
 T, D, DT, V = 23, 8, 6, 37
 RNG = np.random.default_rng(0)
@@ -260,3 +262,51 @@ MARKS = np.zeros(4, np.int32)
 def test_errors_name_the_argument(call, words):
     with pytest.raises(ValueError, match=f"(fused_)?kl_divergence(_of_logits)?: .*{words}"):
         call()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_kernel_in_small_blocks_of_a_vocabulary_that_is_masked_out_in_part(reverse):
+    rng = np.random.default_rng(6)
+    student, teacher = (rng.standard_normal((4, 100)).astype(np.float32) * 10 for _ in range(2))
+    p, q = (student, teacher) if reverse else (teacher, student)
+    p[0, :80] = p[1, 30:] = p[2, ::2] = -np.inf
+    q[1, 60:] = -np.inf  # where p is, too: what q leaves out p may not have
+    a = {"logits": jnp.asarray(student), "teacher_logits": jnp.asarray(teacher), "reverse": reverse, "temperature": 2.0}
+    truth, wanted, d = value_and_gradients(logits_op.function, a, no_gradient=("teacher_logits",))
+    with interpret():
+        for size in (16, 64, 128):
+            cfg = KLDivergenceConfig(block_vocab=size, num_warps=1)
+            got, gradients, _ = value_and_gradients(
+                lambda **a: logits_op(**a, platform="triton", cfg=cfg),  # noqa: B023
+                a,
+                d,
+                ("teacher_logits",),
+            )
+            for actual, want in zip(got, truth, strict=True):
+                np.testing.assert_allclose(actual, want, rtol=3e-6, atol=3e-5)
+            there = np.isfinite(np.asarray(wanted["logits"]))
+            np.testing.assert_allclose(gradients["logits"][there], wanted["logits"][there], atol=2e-5)
+            assert np.isfinite(np.asarray(gradients["logits"])).all()
+
+
+def test_kernels_with_the_vocabulary_split_over_the_devices_of_a_mesh():
+    rng = np.random.default_rng(7)
+    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((8, 6), (6, 20), (8, 5), (5, 20))]
+
+    def value_and_gradient(function, **how):
+        return jax.jit(jax.value_and_grad(lambda *a: function(*a, direction="reverse", **how), (0, 1)))(*arrays)
+
+    wanted = value_and_gradient(fused_kl_divergence)
+    with interpret():
+        got = value_and_gradient(ejdist.fused_kl_divergence, mesh=make_mesh(dp=2, tp=2), platform="triton")
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6, rtol=1e-5), got, wanted)
+
+
+def test_dispatch_and_refusals():
+    x, w = jnp.ones((2, 4)), jnp.ones((4, 8))
+    chosen = op.choose(op.bind(x, w, x, w), None)
+    assert [chosen[p].name for p in ("cpu", "cuda", "rocm", "tpu")] == ["xla", "triton_gpu", "xla", "xla"]
+    with interpret(), pytest.raises(Unsupported, match="an array has no elements"):
+        fused_kl_divergence(x[:0], w, x[:0], w, platform="triton")
+    with pytest.raises(Unsupported, match="kl_divergence has no pallas backend"):
+        fused_kl_divergence(x, w, x, w, platform="pallas")

@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import error, value_and_gradients
+from grid import error, on_this_machine, value_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, layer_norm, layer_norm_linear
+from kernels._core.interpret import interpret
+from kernels.ops.layer_norm import LayerNormConfig
 from kernels.ops.layer_norm.contract import add_op, linear_op, op
 
 RNG = np.random.default_rng(0)
@@ -164,6 +166,69 @@ def test_a_wrong_call_is_a_value_error(call, said):
         call()
 
 
-def test_a_backend_that_is_not_there_is_refused_by_name():
-    with pytest.raises(Unsupported, match="layer_norm has no triton backend; it has xla"):
-        layer_norm(X, platform="triton")
+BACKENDS = ("triton_gpu", "pallas_tpu", "xla")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_large_mean_does_not_cancel_in_a_kernel(backend):
+    x = (1000 + 0.1 * RNG.standard_normal((4, 50))).astype(np.float32)
+    with on_this_machine(op.backends[backend]):
+        np.testing.assert_allclose(layer_norm(x, platform=backend), numpy_layer_norm(x.astype("float64"))[0], atol=2e-3)
+
+
+@pytest.mark.parametrize("given", [("weight",), ("bias",), ()], ids=str)
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+def test_gradients_of_what_is_given(backend, given):
+    a = {"x": jnp.asarray(RNG.standard_normal((7, 33)), "float32")}
+    a |= {n: jnp.asarray(RNG.standard_normal(33), "float32") for n in given}
+    _, wanted, d = value_and_gradients(op.function, a)
+    with interpret():
+        _, got, _ = value_and_gradients(lambda **a: op(**a, platform=backend), a, d)
+    assert set(got) == set(wanted) == {"x", *given}
+    assert {n for n in wanted if not error(got[n], wanted[n]) < 5e-6} == set()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stream_of_another_dtype(backend):
+    a = {n: jnp.asarray(RNG.standard_normal((6, 40)), "float32") for n in ("x", "residual")}
+    a |= {n: jnp.asarray(RNG.standard_normal(40), "float32") for n in ("weight", "bias")}
+    a["x"] = a["x"].astype("bfloat16")
+    with on_this_machine(add_op.backends[backend]):
+        (out, stream, *_), got, d = value_and_gradients(lambda **a: add_op(**a, platform=backend), a)
+    wide = {**a, "x": a["x"].astype("float32")}
+    truth, wanted, _ = value_and_gradients(add_op.function, wide, d)
+    assert (str(out.dtype), str(stream.dtype), str(got["x"].dtype)) == ("bfloat16", "float32", "bfloat16")
+    np.testing.assert_array_equal(stream, truth[1])
+    assert {n for n in ("residual", "weight", "bias") if not error(got[n], wanted[n]) < 5e-6} == set()
+    np.testing.assert_array_equal(got["x"], got["residual"].astype("bfloat16"))
+
+
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+def test_numbers_of_the_tuning_candidates(backend):
+    case = next(case for case in op.cases if case.name == "odd")
+    a = op.case_inputs(case)
+    found = list(op.backends[backend].candidates(op.bind(**a)))
+    assert len(found) == len(set(found)) >= 1
+    tiles = list({(c.block_rows, c.backward_block_rows): c for c in found}.values())
+    truth, true_gradients, d = value_and_gradients(op.function, a)
+    for cfg in [*tiles[:: max(1, len(tiles) // 3)], LayerNormConfig(16, 4, 16, 4, 2)]:
+        with interpret():
+            got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform=backend, cfg=cfg), a, d)  # noqa: B023
+        for actual, wanted in [*zip(got, truth), *((gradients[n], true_gradients[n]) for n in true_gradients)]:
+            assert error(actual, wanted) < 5e-6, cfg
+
+
+def test_dispatch_and_refusals():
+    for operation, arrays in ((op, (X,)), (add_op, (X, X))):
+        chosen = operation.choose(operation.bind(*arrays), None)
+        assert [chosen[p].name for p in ("cpu", "cuda", "rocm", "tpu")] == ["xla", "triton_gpu", "xla", "pallas_tpu"]
+    with pytest.raises(Unsupported, match="layer_norm_linear has no triton backend; it has xla"):
+        layer_norm_linear(X, None, None, jnp.ones((8, 2)), platform="triton")
+    with interpret():
+        with pytest.raises(Unsupported, match="D = 32769 is more than 32768"):
+            layer_norm(jnp.ones((1, 32769)), platform="triton")
+        with pytest.raises(Unsupported, match="D = 500000 is too wide"):
+            layer_norm(jnp.ones((1, 500000)), platform="pallas")
+        for platform in ("triton", "pallas"):
+            with pytest.raises(Unsupported, match="x has no elements"):
+                layer_norm(X[:0], platform=platform)

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import error, value_and_gradients
+from grid import error, on_this_machine, value_and_gradients
 
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, rms_norm, rms_norm_linear
+from kernels._core.interpret import interpret
 from kernels.ops.rms_norm.contract import add_op, linear_op
 
 RNG = np.random.default_rng(0)
@@ -64,6 +65,41 @@ def test_the_stream_is_rounded_before_it_is_normalised():
     assert (out.dtype, stream.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu", "xla"])
+def test_a_stream_of_another_dtype(backend):
+    x, residual = X.astype("bfloat16"), RESIDUAL
+    with on_this_machine(add_op.backends[backend]):
+        (out, stream, _), gradients, d = value_and_gradients(
+            lambda x, residual, weight: add_op(x, residual, weight, platform=backend),
+            {"x": x, "residual": residual, "weight": WEIGHT},
+        )
+    wanted, true_gradients, _ = value_and_gradients(
+        add_op.function, {"x": x.astype("float32"), "residual": residual, "weight": WEIGHT}, d
+    )
+    assert {n: str(g.dtype) for n, g in gradients.items()} == {
+        "x": "bfloat16",
+        "residual": "float32",
+        "weight": "float32",
+    }
+    assert (str(out.dtype), str(stream.dtype)) == ("bfloat16", "float32")
+    np.testing.assert_array_equal(stream, wanted[1])
+    assert error(gradients["residual"], true_gradients["residual"]) < 3e-6
+    assert error(gradients["weight"], true_gradients["weight"]) < 3e-6
+    np.testing.assert_array_equal(gradients["x"], gradients["residual"].astype("bfloat16"))
+
+
+@pytest.mark.parametrize("forward", ["triton_gpu", "pallas_tpu", "xla"])
+def test_any_backward_follows_any_forward(forward):
+    a = {"x": X, "residual": RESIDUAL, "weight": WEIGHT}
+    _, wanted, (d_out, d_stream, d_rstd) = value_and_gradients(add_op.function, a)
+    with interpret():
+        _, stream, rstd = add_op(**a, platform=forward)
+        saved = {"d_out": d_out, "d_stream": d_stream, "d_rstd": d_rstd, "stream": stream, "rstd": rstd}
+        for backward in ("triton_gpu", "pallas_tpu", "xla"):
+            got = add_op.backward(saved, **a, platform=backward)
+            assert {n for n in wanted if not error(got[n], wanted[n]) < 5e-6} == set(), backward
+
+
 def test_on_a_mesh():
     mesh = make_mesh(dp=2, tp=2)
 
@@ -86,7 +122,9 @@ def test_what_is_refused():
         rms_norm(X, residual=RESIDUAL[:2])
     with pytest.raises(ValueError, match="'zero_centered' changes 'weight'"):
         rms_norm(X, residual=RESIDUAL, zero_centered=True)
-    with pytest.raises(Unsupported, match="fused_add_rms_norm has no triton backend"):
-        rms_norm(X, residual=RESIDUAL, platform="triton")
+    with interpret(), pytest.raises(Unsupported, match="D = 32769 is more than 32768"):
+        rms_norm(jnp.ones((1, 32769)), residual=jnp.ones((1, 32769)), platform="triton")
+    with pytest.raises(Unsupported, match="rms_norm_linear has no triton backend"):
+        rms_norm_linear(X, WEIGHT, PROJECTION, platform="triton")
     with pytest.raises(ValueError, match="'projection' of shape"):
         rms_norm_linear(X, WEIGHT, PROJECTION[1:])

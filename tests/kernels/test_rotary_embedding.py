@@ -7,8 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grid import error, on_this_machine, value_and_gradients
 
-from kernels.ops.rotary_embedding import RopeScaling, XPos, frequencies, rotary_embedding
+import ejdist
+from ejdist import make_mesh
+from kernels import Unsupported
+from kernels._core import ahead_of_time as checks
+from kernels._core.interpret import interpret
+from kernels.ops.rotary_embedding import RopeScaling, XPos, frequencies, op, pair_op, rotary_embedding
 
 B, T, N, H = 2, 5, 3, 16
 
@@ -161,6 +167,99 @@ def test_the_product_of_xpos_falls_with_the_distance_alone(center):
         pair = np.array([i, i + H // 2])
         zeta = (i / (H / 2) + 0.4) / 1.4
         assert score(700, 188, pair) == pytest.approx(zeta * score(700, 188, pair, False), rel=1e-3, abs=1e-4)
+
+
+BACKENDS = ("triton_gpu", "pallas_tpu", "xla")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"xpos": XPos(center=900.0), "rotary_dim": 10, "interleaved": True}])
+def test_queries_and_keys_at_once_are_both_alone(backend, options):
+    rng = np.random.default_rng(3)
+    q, k = (jnp.asarray(rng.standard_normal((B, T, n, H)), jnp.float32) for n in (6, 2))
+    positions = jnp.asarray(rng.integers(0, 3000, (1, T)), jnp.int32)
+    xpos = options.get("xpos")
+    of_key = {**options, "xpos": None if xpos is None else XPos(True, center=900.0)}
+    with on_this_machine(op.backends[backend]):
+        got = rotary_embedding(q, positions, key=k, platform=backend, **options)
+        alone = (
+            rotary_embedding(q, positions, platform=backend, **options),
+            rotary_embedding(k, positions, platform=backend, **of_key),
+        )
+    for one, two in zip(got, alone, strict=True):
+        np.testing.assert_array_equal(one, two)
+    np.testing.assert_allclose(got[1], oracle(k, np.asarray(positions), **of_key), atol=2e-3)
+
+
+def test_sines_of_a_million_tokens():
+    """The kernel's own sines, where the first pair turns a million radians and where angles are multiples of a quarter turn."""
+    x = jnp.ones((1, 64, 1, 2))
+    positions = jnp.asarray(np.random.default_rng(0).integers(-(2**20), 2**20, (1, 64)), jnp.int32)
+    near = jnp.asarray(np.round(np.arange(64) * 1000 * np.pi / 2).astype(np.int32))[None]
+    for p in (positions, near):
+        with interpret():
+            got = rotary_embedding(x, p, platform="triton")
+        wide = np.asarray(p, np.float64)[0]
+        wanted = np.stack([np.cos(wide) - np.sin(wide), np.cos(wide) + np.sin(wide)], -1)
+        np.testing.assert_allclose(got[0, :, 0], wanted, atol=3e-7)
+
+
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+def test_numbers_of_the_tuning_candidates(backend):
+    case = {case.name: case for case in pair_op.cases}["interleaved"]
+    a = pair_op.case_inputs(case)
+    found = list(pair_op.backends[backend].candidates(pair_op.bind(**a)))
+    assert len(found) == len(set(found)) >= 1
+    truth, true_gradients, d = value_and_gradients(pair_op.function, a)
+    tiles = {(cfg.block_tokens, cfg.block_heads): cfg for cfg in found}
+    for cfg in tiles.values():
+        with interpret():
+            got, gradients, _ = value_and_gradients(lambda **a: pair_op(**a, platform=backend, cfg=cfg), a, d)  # noqa: B023
+        for actual, wanted in [*zip(got, truth), *((gradients[n], true_gradients[n]) for n in true_gradients)]:
+            assert error(actual, wanted) < 3e-6, cfg
+
+
+def test_heads_of_a_model_are_read_and_written_16_bytes_at_a_time():
+    case = {case.name: case for case in pair_op.cases}["llama_8b"]
+    kernels = checks.export_cuda(*checks.call_of(pair_op, case)).kernels
+    assert len(kernels) == 2  # one launch for queries and keys, in each direction
+    for kernel in kernels:
+        assert kernel.ptx.count("ld.global.v4.b32") >= 4 and kernel.ptx.count("st.global.v4.b32") >= 4
+
+
+def test_queries_and_keys_on_a_mesh():
+    rng = np.random.default_rng(4)
+    q, k = (jnp.asarray(rng.standard_normal((2, 4, n, H)), jnp.float32) for n in (4, 2))
+    positions = jnp.asarray(rng.integers(0, 100, (2, 4)), jnp.int32)
+
+    def value_and_gradient(function, **where):
+        def loss(q, k):
+            q, k = function(q, positions, key=k, **where)
+            return jnp.sum(jnp.sin(q)) + jnp.sum(jnp.cos(k))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(q, k)
+
+    got = value_and_gradient(ejdist.rotary_embedding, mesh=make_mesh(dp=2, sp=2, tp=2))
+    jax.tree.map(lambda a, w: np.testing.assert_allclose(a, w, atol=1e-4), got, value_and_gradient(rotary_embedding))
+    with pytest.raises(ValueError, match="dim K = 1 of output 'key' would be made by each of the 2 devices"):
+        ejdist.rotary_embedding(q, positions, key=k[:, :, :1], mesh=make_mesh(tp=2))
+
+
+def test_dispatch_and_refusals():
+    x, positions = jnp.ones((1, 2, 2, 8)), jnp.zeros((1, 2), jnp.int32)
+    chosen = {
+        p: b.name for p, b in pair_op.choose(pair_op.bind(x, x, positions), None).items() if not isinstance(b, str)
+    }
+    assert chosen == {"cpu": "xla", "cuda": "triton_gpu", "rocm": "xla", "tpu": "pallas_tpu"}
+    with interpret():
+        with pytest.raises(Unsupported, match="an array has no elements"):
+            rotary_embedding(x[:0], positions, platform="triton")
+        with pytest.raises(Unsupported, match="H = 16384 is more than 8192"):
+            rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="triton")
+        with pytest.raises(Unsupported, match="do not fit the 10 MiB of VMEM"):
+            rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="pallas")
+    with pytest.raises(ValueError, match="'key' is bfloat16 but 'x' is float32"):
+        rotary_embedding(x, positions, key=x.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,16 @@ from kernels._core.work import Work, nbytes
 
 @dataclass(frozen=True)
 class CrossEntropyConfig:
-    """Tunables: rows (tokens) whose logits exist at one time. None: chosen."""
+    """Tunables; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_rows: rows (tokens) whose logits exist at one time.
+      block_vocab, num_warps: entries of the vocabulary that a program handles at once, and its warps (Triton).
+    """
 
     block_rows: int | None = None
+    block_vocab: int | None = None
+    num_warps: int | None = None
 
 
 def cross_entropy(
@@ -100,7 +107,7 @@ op = Op(
         _case("small", 12, D=8, V=20, tags=("smoke",)),
         _case("odd", 7, 43, D=16, V=37),
         _case("soft_cap", 23, D=8, V=50, options={"logits_soft_cap": 2.0}),
-        _case("llama_8b", 16384, D=4096, V=128256, tags=("bench",)),
+        _case("llama_8b", 16384, D=4096, V=128256, tags=("bench", "code")),
     ),
     work=work,
 )
@@ -108,11 +115,15 @@ op = Op(
 logits_op = Op(
     cross_entropy_of_logits,
     outputs=OUTPUTS,
+    residuals=("lse",),
     local_dims={"lead"},
     elsewhere=ELSEWHERE,
+    config=CrossEntropyConfig,
     cases=(
         _case("small", 12, V=20, tags=("smoke",)),
-        _case("soft_cap", 3, 5, V=50, options={"logits_soft_cap": 2.0}),
+        _case("soft_cap", 3, 5, V=50, options={"logits_soft_cap": 2.0}, tags=("code",)),
+        _case("wide", 3, V=9001, tags=("code",)),
+        _case("llama_8b", 4096, V=128256, tags=("bench", "code")),
     ),
     work=work_of_logits,
 )

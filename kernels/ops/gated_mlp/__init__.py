@@ -1,9 +1,9 @@
-"""Gated MLP: SwiGLU and its relatives."""
+"""Gated MLP: SwiGLU and its relatives, and the product of activation and gate alone."""
 
 from kernels._core.public import public_as_declared
-from kernels.ops.gated_mlp.contract import ACTIVATIONS, op
+from kernels.ops.gated_mlp.contract import ACTIVATIONS, GatedMLPConfig, activation_op, op
 
-__all__ = ["ACTIVATIONS", "gated_mlp", "op"]
+__all__ = ["ACTIVATIONS", "GatedMLPConfig", "activation_op", "gated_activation", "gated_mlp", "op"]
 
 gated_mlp = public_as_declared(
     op,
@@ -13,7 +13,8 @@ gated_mlp = public_as_declared(
       x: [*lead, D]. gate, up: [D, F]. down: [F, D]. All of one dtype.
       activation: "silu" (SwiGLU), "gelu" (GeGLU), "gelu_tanh" or "relu" (ReGLU).
 
-    The backward keeps x and the weights alone, nothing of width F, and computes the two inner products again.
+    The backward keeps x and the weights alone, nothing of width F, and computes the two inner products again. What is of width
+    F is stored in x's dtype; the activation is computed in float32.
 
     Raises:
       ValueError: a shape or dtype does not fit, or the activation is unknown; naming the argument.
@@ -23,5 +24,24 @@ gated_mlp = public_as_declared(
     >>> import jax.numpy as jnp
     >>> gated_mlp(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.ones((4, 8)), jnp.ones((8, 4))).shape
     (2, 4)
+    """,
+)
+
+gated_activation = public_as_declared(
+    activation_op,
+    """Returns activation(gate) * up, computed in float32, in their dtype, [*lead, F].
+
+    Args:
+      gate, up: [*lead, F], of one dtype.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    One pass over memory each way. The backward keeps gate and up alone and computes the activation again.
+
+    Raises:
+      ValueError: a shape or dtype does not fit, or the activation is unknown; naming the argument.
+
+    >>> import jax.numpy as jnp
+    >>> print(gated_activation(jnp.array([-1.0, 2.0]), jnp.array([1.0, 3.0]), activation="relu"))
+    [0. 6.]
     """,
 )

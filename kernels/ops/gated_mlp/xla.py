@@ -5,40 +5,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.ops.gated_mlp.contract import activation_of, op
+from kernels.ops.gated_mlp.contract import activation_of, activation_op, gated_activation, op
+from kernels.ops.gated_mlp.matmuls import gradients_through, hidden, output
 
 
-def _dot(subscripts, a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+def _pull(gate, up, d, activation):
+    """Returns the gradients of gate and up, float32."""
+    act, pull = jax.vjp(activation_of(activation), gate.astype(jnp.float32))
+    d = d.astype(jnp.float32)
+    return pull(d * up.astype(jnp.float32))[0], d * act
 
 
-def _hidden(x, gate, up):
-    return _dot("...d,df->...f", x, gate), _dot("...d,df->...f", x, up)
+def backward_activation(saved, gate, up, activation):
+    d_gate, d_up = _pull(gate, up, saved.d_out, activation)
+    return {"gate": d_gate, "up": d_up}
 
 
 def forward(x, gate, up, down, activation):
-    g, u = _hidden(x, gate, up)
-    h = (activation_of(activation)(g) * u).astype(x.dtype)
-    return _dot("...f,fd->...d", h, down).astype(x.dtype)
+    return output(gated_activation(*hidden(x, gate, up), activation=activation), down)
 
 
 def backward(saved, x, gate, up, down, activation):
-    g, u = _hidden(x, gate, up)
-    act, pull = jax.vjp(activation_of(activation), g)
-    d = saved.d_out.astype(x.dtype)
-    dh = _dot("...d,fd->...f", d, down)
-    ddown = _dot("...f,...d->fd", (act * u).astype(x.dtype), d)
-    dg = pull(dh * u)[0].astype(x.dtype)
-    du = (dh * act).astype(x.dtype)
-    dx = _dot("...f,df->...d", dg, gate) + _dot("...f,df->...d", du, up)
-    return {"x": dx, "gate": _dot("...d,...f->df", x, dg), "up": _dot("...d,...f->df", x, du), "down": ddown}
+    def pull(g, u, dh):
+        return gated_activation(g, u, activation=activation), *_pull(g, u, dh, activation)
+
+    return gradients_through(pull, saved.d_out, x, gate, up, down)
 
 
-op.register(
-    forward,
-    backward,
-    platforms={"cpu", "cuda", "rocm", "tpu"},
-    dtypes={"float32", "bfloat16", "float16"},
-    symbolic={"lead"},
-)
+EVERYWHERE = {
+    "platforms": {"cpu", "cuda", "rocm", "tpu"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "symbolic": {"lead"},
+}
+op.register(forward, backward, **EVERYWHERE)
+activation_op.register(gated_activation, backward_activation, name="xla", **EVERYWHERE)

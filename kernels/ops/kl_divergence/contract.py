@@ -16,9 +16,16 @@ from kernels._core.work import Work, nbytes
 
 @dataclass(frozen=True)
 class KLDivergenceConfig:
-    """Tunables: rows (tokens) whose logits, the student's and the teacher's, exist at one time. None: chosen."""
+    """Tunables; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_rows: rows (tokens) whose logits, the student's and the teacher's, exist at one time.
+      block_vocab, num_warps: entries of the vocabulary that a program handles at once, and its warps (Triton).
+    """
 
     block_rows: int | None = None
+    block_vocab: int | None = None
+    num_warps: int | None = None
 
 
 def kl_divergence(
@@ -122,7 +129,7 @@ op = Op(
         _case("small", 12, D=8, Dt=6, V=20, tags=("smoke",)),
         _case("all", 3, 7, D=8, Dt=8, V=37, options=_ALL),
         _case("reverse", 7, 43, D=16, Dt=24, V=37, options={"reverse": True}, tags=("slow",)),
-        _case("llama_8b_of_70b", 8192, D=4096, Dt=8192, V=128256, tags=("bench",)),
+        _case("llama_8b_of_70b", 8192, D=4096, Dt=8192, V=128256, tags=("bench", "code")),
     ),
     work=work,
 )
@@ -134,9 +141,12 @@ logits_op = Op(
     no_gradient=("teacher_logits",),
     local_dims={"lead"},
     elsewhere=ELSEWHERE,
+    config=KLDivergenceConfig,
     cases=(
         _case("small", 12, V=20, tags=("smoke",)),
-        _case("all", 3, 5, V=50, options=_ALL, tags=("slow",)),
+        _case("all", 3, 5, V=50, options=_ALL, tags=("slow", "code")),
+        _case("wide", 2, V=4101, options={"reverse": True}, tags=("code",)),
+        _case("llama_8b", 2048, V=128256, tags=("bench", "code")),
     ),
     work=work_of_logits,
 )

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
+from kernels.ops.kl_divergence import blocks
 from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op, op
-
-# Logits of one block of each model, in elements: 2^25 float32 are 128 MiB. Every block reads both heads and, in the backward,
-# reads and writes a float32 gradient, so below about a thousand rows the matmuls wait for memory whatever the vocabulary.
-_BLOCK_ELEMENTS, _LEAST_ROWS = 2**25, 1024
-
-
-def _heuristic(call, platform):
-    rows = max(_LEAST_ROWS, _BLOCK_ELEMENTS // call.dims["V"] // 128 * 128)
-    return KLDivergenceConfig(block_rows=max(1, min(math.prod(call.dims["lead"]), rows)))
-
-
-def _candidates(call):
-    tokens = math.prod(call.dims["lead"])
-    rows = (r for r in (256, 512, 1024, 2048, 4096) if r < tokens)
-    return [KLDivergenceConfig(block_rows=r) for r in (*rows, max(1, tokens))]
-
-
-def _dot(subscripts, a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _blocks(x, rows):
-    """Returns [n, rows, ...] of x [T, ...], padded with zeros."""
-    n = -(-x.shape[0] // rows)
-    return jnp.pad(x, [(0, n * rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1)).reshape(n, rows, *x.shape[1:])
 
 
 def _bent(logits, cap, temperature):
@@ -77,7 +50,18 @@ def _pull(student, slope, teacher, row, reverse):
     return d * slope
 
 
-_PER_ROW = ("student_lse", "teacher_lse", "gap", "d_student_lse", "d_gap")
+def _outputs_of(student, teacher, reverse, temperature, cap, teacher_cap):
+    """Returns the outputs of the contract, of raw logits [rows, V]."""
+    student, _ = _bent(student, cap, temperature)
+    teacher, _ = _bent(teacher, teacher_cap, temperature)
+    return _outputs(student, teacher, reverse)
+
+
+def _pull_of(student, teacher, row, reverse, temperature, cap, teacher_cap):
+    """Returns the gradient of the student's raw logits [rows, V]."""
+    student, slope = _bent(student, cap, temperature)
+    teacher, _ = _bent(teacher, teacher_cap, temperature)
+    return _pull(student, slope, teacher, row, reverse)
 
 
 def forward(
@@ -91,16 +75,12 @@ def forward(
     teacher_logits_soft_cap,
     cfg,
 ):
-    lead = hidden.shape[:-1]
-    hidden, teacher_hidden = (x.reshape(-1, x.shape[-1]) for x in (hidden, teacher_hidden))
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
 
-    def block(_, x):
-        student, _ = _bent(_dot("td,dv->tv", x[0], lm_head), logits_soft_cap, temperature)
-        teacher, _ = _bent(_dot("td,dv->tv", x[1], teacher_lm_head), teacher_logits_soft_cap, temperature)
-        return None, _outputs(student, teacher, reverse)
+    def outputs_of(student, teacher):
+        return _outputs_of(student, teacher, *how)
 
-    _, outputs = jax.lax.scan(block, None, tuple(_blocks(x, cfg.block_rows) for x in (hidden, teacher_hidden)))
-    return tuple(x.reshape(-1)[: hidden.shape[0]].reshape(lead) for x in outputs)
+    return blocks.forward_in_blocks(outputs_of, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
 
 
 def backward(
@@ -115,36 +95,24 @@ def backward(
     teacher_logits_soft_cap,
     cfg,
 ):
-    shape, rows = hidden.shape, cfg.block_rows
-    hidden, teacher_hidden = (x.reshape(-1, x.shape[-1]) for x in (hidden, teacher_hidden))
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
 
-    def block(d_head, x):
-        h, t, row = x
-        student, slope = _bent(_dot("td,dv->tv", h, lm_head), logits_soft_cap, temperature)
-        teacher, _ = _bent(_dot("td,dv->tv", t, teacher_lm_head), teacher_logits_soft_cap, temperature)
-        d = _pull(student, slope, teacher, row, reverse).astype(h.dtype)
-        return d_head + _dot("td,tv->dv", h, d), _dot("tv,dv->td", d, lm_head).astype(h.dtype)
+    def pull(student, teacher, row, dtype):
+        return _pull_of(student, teacher, row, *how).astype(dtype)
 
-    # A padded row has cotangents of zero, and residuals of zero keep its exponentials finite.
-    row = {name: _blocks(saved[name].reshape(-1), rows) for name in _PER_ROW}
-    xs = (_blocks(hidden, rows), _blocks(teacher_hidden, rows), row)
-    d_head, d_hidden = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), xs)
-    return {"hidden": d_hidden.reshape(-1, shape[-1])[: hidden.shape[0]].reshape(shape), "lm_head": d_head}
+    return blocks.backward_in_blocks(pull, saved, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
 
 
 def forward_logits(logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap):
     lead, V = logits.shape[:-1], logits.shape[-1]
-    student, _ = _bent(logits.reshape(-1, V), logits_soft_cap, temperature)
-    teacher, _ = _bent(teacher_logits.reshape(-1, V), teacher_logits_soft_cap, temperature)
-    return tuple(x.reshape(lead) for x in _outputs(student, teacher, reverse))
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
+    return tuple(x.reshape(lead) for x in _outputs_of(logits.reshape(-1, V), teacher_logits.reshape(-1, V), *how))
 
 
 def backward_logits(saved, logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap):
-    V = logits.shape[-1]
-    student, slope = _bent(logits.reshape(-1, V), logits_soft_cap, temperature)
-    teacher, _ = _bent(teacher_logits.reshape(-1, V), teacher_logits_soft_cap, temperature)
-    row = {name: saved[name].reshape(-1) for name in _PER_ROW}
-    return {"logits": _pull(student, slope, teacher, row, reverse).reshape(logits.shape)}
+    V, row = logits.shape[-1], {name: saved[name].reshape(-1) for name in blocks.PER_ROW}
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
+    return {"logits": _pull_of(logits.reshape(-1, V), teacher_logits.reshape(-1, V), row, *how).reshape(logits.shape)}
 
 
 EVERYWHERE = {
@@ -152,5 +120,11 @@ EVERYWHERE = {
     "dtypes": {"float32", "bfloat16", "float16"},
     "symbolic": {"lead"},
 }
-op.register(forward, backward, heuristic=_heuristic, candidates=_candidates, **EVERYWHERE)
+op.register(
+    forward,
+    backward,
+    heuristic=lambda call, platform: KLDivergenceConfig(block_rows=blocks.block_rows(call)),
+    candidates=lambda call: [KLDivergenceConfig(block_rows=rows) for rows in blocks.candidates(call)],
+    **EVERYWHERE,
+)
 logits_op.register(forward_logits, backward_logits, **EVERYWHERE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,6 +12,23 @@ from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
+
+
+@dataclass(frozen=True)
+class LayerNormConfig:
+    """Tunables of the kernels; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_rows, num_warps: rows that a program of the forward handles at once, and its warps (Triton).
+      backward_block_rows, backward_num_warps: the same for the backward.
+      backward_programs: programs of the Triton backward, each with one partial sum of the gradients of weight and bias.
+    """
+
+    block_rows: int | None = None
+    num_warps: int | None = None
+    backward_block_rows: int | None = None
+    backward_num_warps: int | None = None
+    backward_programs: int | None = None
 
 
 def layer_norm(
@@ -95,19 +114,22 @@ def work_of_linear(call: Call) -> tuple[Work, Work]:
 
 
 _BOTH = ("weight", "bias")
-_SMOKE, _SLOW, _BENCH = (frozenset({tag}) for tag in ("smoke", "slow", "bench"))
+_SMOKE, _SLOW, _BENCH, _CODE = (frozenset({tag}) for tag in ("smoke", "slow", "bench", "code"))
 
 op = Op(
     layer_norm,
     outputs=("out", "mean", "rstd"),
     residuals=("mean", "rstd"),
     local_dims={"lead"},
+    config=LayerNormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 24}, arrays=_BOTH, tags=_SMOKE),
-        Case("odd", {"lead": (37,), "D": 101}, {"eps": 1e-3}, arrays=_BOTH),
+        Case("odd", {"lead": (37,), "D": 101}, {"eps": 1e-3}, arrays=_BOTH, tags=_CODE),
         Case("no_bias", {"lead": (3, 7), "D": 40}, arrays=("weight",), tags=_SLOW),
         Case("plain", {"lead": (), "D": 33}),
-        Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=_BOTH, tags=_BENCH),
+        Case("five_chunks", {"lead": (9,), "D": 1280}, arrays=_BOTH),
+        Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=_BOTH, tags=_BENCH | _CODE),
+        Case("model_8k", {"lead": (16384,), "D": 8192}, arrays=_BOTH, tags=_BENCH | _CODE),
     ),
     work=work,
 )
@@ -117,10 +139,13 @@ add_op = Op(
     outputs=("out", "stream", "mean", "rstd"),
     residuals=("stream", "mean", "rstd"),
     local_dims={"lead"},
+    config=LayerNormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 24}, {"eps": 1e-3}, arrays=_BOTH, tags=_SMOKE),
         Case("plain", {"lead": (7,), "D": 33}, tags=_SLOW),
-        Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=_BOTH, tags=_BENCH),
+        Case("five_chunks", {"lead": (9,), "D": 1280}, arrays=_BOTH, tags=_CODE),
+        Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=_BOTH, tags=_BENCH | _CODE),
+        Case("model_8k", {"lead": (16384,), "D": 8192}, arrays=_BOTH, tags=_BENCH | _CODE),
     ),
     work=work_of_add,
 )

@@ -152,16 +152,18 @@ op = Op(
 add_op = Op(
     fused_add_rms_norm,
     outputs=("out", "stream", "rstd"),
-    order=("xla",),  # the other files of this folder are of `rms_norm` alone
     residuals=("stream", "rstd"),
     local_dims={"lead"},
+    config=RMSNormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 24}, arrays=("weight",), tags=frozenset({"smoke"})),
         Case(
             "odd", {"lead": (7,), "D": 33}, {"zero_centered": True, "eps": 1e-3}, ("weight",), tags=frozenset({"slow"})
         ),
         Case("no_weight", {"lead": (2, 3), "D": 16}, tags=frozenset({"slow"})),
-        Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=("weight",), tags=frozenset({"bench"})),
+        Case("five_chunks", {"lead": (9,), "D": 1280}, arrays=("weight",), tags=frozenset({"code"})),
+        Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=("weight",), tags=frozenset({"bench", "code"})),
+        Case("model_8k", {"lead": (16384,), "D": 8192}, arrays=("weight",), tags=frozenset({"bench", "code"})),
     ),
     work=work_of_add,
 )
@@ -169,7 +171,6 @@ add_op = Op(
 linear_op = Op(
     rms_norm_linear,
     local_dims={"lead", "F"},
-    order=("xla",),  # the other files of this folder are of `rms_norm` alone
     weights=("projection",),
     same_dtype=("x", "projection"),
     cases=(

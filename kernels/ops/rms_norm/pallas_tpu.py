@@ -1,154 +1,155 @@
-"""rms_norm on TPUs: blocks of rows with all of D in VMEM, so each direction reads its arrays once and writes once."""
+"""rms_norm on TPUs, alone and with the residual: blocks of rows with all of D in VMEM, each array read or written once."""
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels._core.pallas import pallas_launch
-from kernels.ops.rms_norm.contract import RMSNormConfig, op, work
-
-# What a kernel's blocks and temporaries may take. The least of the chips' default limits is 16 MiB.
-VMEM_BUDGET = 12 * 2**20
-# Rows of one register tile for the narrowest dtype (16 bit); a block of rows is a multiple of it.
-ROW_TILE = 16
-MOST_ROWS = 512
+from kernels._core import rows as cut
+from kernels._core.pallas import launch_on_rows
+from kernels.ops.rms_norm.contract import RMSNormConfig, add_op, op, work, work_of_add
 
 
-def rms_norm_fwd_kernel(*refs, eps, zero_centered, has_weight):
-    x_ref, *weight_ref, out_ref, rstd_ref = refs
-    x = x_ref[...].astype(jnp.float32)
+def rms_norm_fwd_kernel(refs, out_refs, *, eps, zero_centered):
+    x = refs["x"][...].astype(jnp.float32)
+    if "residual" in refs:
+        stream = (x + refs["residual"][...].astype(jnp.float32)).astype(out_refs["stream"].dtype)
+        out_refs["stream"][...] = stream
+        x = stream.astype(jnp.float32)  # rounded: what is normalised is what goes on
     rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     out = x * rstd
-    if has_weight:
-        out = out * _factor(weight_ref[0], zero_centered)
-    rstd_ref[...] = rstd
-    out_ref[...] = out.astype(out_ref.dtype)
+    if "weight" in refs:
+        out = out * _factor(refs["weight"], zero_centered)
+    out_refs["rstd"][...] = rstd
+    out_refs["out"][...] = out.astype(out_refs["out"].dtype)
 
 
-def rms_norm_bwd_kernel(*refs, num_rows, zero_centered, has_weight):
-    x_ref, *weight_ref, rstd_ref, d_out_ref, d_rstd_ref = refs[: 5 if has_weight else 4]
-    dx_ref, *dweight_ref = refs[5 if has_weight else 4 :]
-    x, rstd = x_ref[...].astype(jnp.float32), rstd_ref[...]
-    g = d_out_ref[...].astype(jnp.float32)
+def rms_norm_bwd_kernel(refs, out_refs, *, num_rows, zero_centered):
+    x, rstd = refs["x"][...].astype(jnp.float32), refs["rstd"][...]
+    g = refs["d_out"][...].astype(jnp.float32)
     normal = x * rstd
-    if has_weight:
+    if "weight" in refs:
         # The last block may reach past the array, where there is anything at all, NaN too.
         row = pl.program_id(0) * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        dweight_ref[0][...] = jnp.sum(jnp.where(row < num_rows, g * normal, 0.0), axis=0, keepdims=True)[None]
-        g = g * _factor(weight_ref[0], zero_centered)
-    c = (jnp.sum(g * x, axis=-1, keepdims=True) + d_rstd_ref[...]) * rstd * rstd / x.shape[-1]
-    dx_ref[...] = (g * rstd - normal * c).astype(dx_ref.dtype)
+        out_refs["weight"][...] = jnp.sum(jnp.where(row < num_rows, g * normal, 0.0), axis=0, keepdims=True)[None]
+        g = g * _factor(refs["weight"], zero_centered)
+    c = (jnp.sum(g * x, axis=-1, keepdims=True) + refs["d_rstd"][...]) * rstd * rstd / x.shape[-1]
+    dx = g * rstd - normal * c
+    if "d_stream" in refs:
+        dx = dx + refs["d_stream"][...].astype(jnp.float32)
+    for name in ("dx", "narrow"):
+        if name in out_refs:
+            out_refs[name][...] = dx.astype(out_refs[name].dtype)
 
 
 def _factor(weight_ref, zero_centered):
     return weight_ref[...].astype(jnp.float32) + (1.0 if zero_centered else 0.0)
 
 
-def _bytes_per_row(D: int, itemsize: int, arrays: int) -> int:
-    lanes = -(-D // 128) * 128
-    # Each array twice (one block moves while the other is worked on), and float32 copies in the middle.
-    return lanes * (2 * arrays * itemsize + 4 * arrays)
+def _itemsizes(call, backward=False):
+    """Returns the item sizes of the arrays [M, D] that a direction has in VMEM."""
+    x, residual = call.x.dtype.itemsize, call.arguments.get("residual")
+    if residual is None:
+        return (x,) * (3 if backward else 2)
+    stream = residual.dtype.itemsize
+    return (x, x, stream, stream) if not backward else (x, stream, stream, stream, *((x,) if x != stream else ()))
 
 
-def _rows(D: int, itemsize: int, arrays: int) -> int:
-    return min(MOST_ROWS, VMEM_BUDGET // _bytes_per_row(D, itemsize, arrays) // ROW_TILE * ROW_TILE)
+def _heights(call) -> tuple[int, int]:
+    """Returns the rows of a block of the forward, and of the backward."""
+    D = call.dims["D"]
+    return cut.block_rows(D, _itemsizes(call)), cut.block_rows(D, _itemsizes(call, True))
 
 
 def heuristic(call, platform):
-    D, itemsize = call.dims["D"], call.x.dtype.itemsize
-    return RMSNormConfig(block_rows=_rows(D, itemsize, 2), backward_block_rows=_rows(D, itemsize, 3))
+    forward, backward = _heights(call)
+    return RMSNormConfig(block_rows=forward, backward_block_rows=backward)
 
 
 def candidates(call):
-    best = heuristic(call, "tpu")
-
-    def part(rows, n):
-        return max(ROW_TILE, rows // n // ROW_TILE * ROW_TILE)
-
-    found = [
-        RMSNormConfig(block_rows=part(best.block_rows, n), backward_block_rows=part(best.backward_block_rows, n))
-        for n in (1, 2, 4)
-    ]
-    return list(dict.fromkeys(found))
+    pairs = zip(*map(cut.parts, _heights(call)))
+    return list(dict.fromkeys(RMSNormConfig(block_rows=a, backward_block_rows=b) for a, b in pairs))
 
 
 def rejects(call):
     if call.x.size == 0:
         return "x has no elements"
-    D, itemsize = call.dims["D"], call.x.dtype.itemsize
-    if _rows(D, itemsize, 3) < ROW_TILE:
-        return f"D = {D} is too wide: {ROW_TILE} rows of it do not fit the {VMEM_BUDGET >> 20} MiB of VMEM of a block"
+    D = call.dims["D"]
+    if min(_heights(call)) < cut.ROW_TILE:
+        room = f"the {cut.VMEM_BUDGET >> 20} MiB of VMEM of a block"
+        return f"D = {D} is too wide: {cut.ROW_TILE} rows of it do not fit {room}"
     return None
 
 
-def _specs(M: int, D: int, block_rows: int):
-    """Returns the number of blocks, and the specs of arrays [M, D], [M, 1] and [1, D]."""
-    rows = M if M <= block_rows else block_rows  # a block as tall as the array needs no multiple of the tile
-    tall = pl.BlockSpec((rows, D), lambda i: (i, 0))
-    thin = pl.BlockSpec((rows, 1), lambda i: (i, 0))
-    flat = pl.BlockSpec((1, D), lambda i: (0, 0))
-    return pl.cdiv(M, rows), tall, thin, flat
+def _normalised(x, residual, weight, eps, zero_centered, cfg, cost):
+    """Returns (out, stream if there is a residual, rstd)."""
+    D = x.shape[-1]
+    M = x.size // D
+    made = {"out": jax.ShapeDtypeStruct((M, D), x.dtype)}
+    if residual is not None:
+        made["stream"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
+        residual = residual.reshape(M, D)
+    made["rstd"] = jax.ShapeDtypeStruct((M, 1), jnp.float32)
+    rows = {"x": x.reshape(M, D), "residual": residual}
+    options = {"work": cost, "eps": eps, "zero_centered": zero_centered}
+    found = launch_on_rows(rms_norm_fwd_kernel, cfg.block_rows, rows, {"weight": weight}, made, **options)
+    return tuple(y.reshape(x.shape[:-1] if n == "rstd" else x.shape) for n, y in found.items())
+
+
+def _pulled(saved, normalised, x, weight, zero_centered, cfg, cost):
+    """Returns (dx in the dtype of what was normalised, dx in that of x, dweight or None)."""
+    D = x.shape[-1]
+    M = x.size // D
+    made = {"dx": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
+    if normalised.dtype != x.dtype:
+        made["narrow"] = jax.ShapeDtypeStruct((M, D), x.dtype)
+    d_stream = saved.get("d_stream")
+    rows = {
+        "x": normalised.reshape(M, D),
+        "rstd": saved.rstd.reshape(M, 1),
+        "d_out": saved.d_out.reshape(M, D),
+        "d_stream": None if d_stream is None else d_stream.reshape(M, D),
+        "d_rstd": saved.d_rstd.reshape(M, 1),
+    }
+    summed = () if weight is None else ("weight",)
+    options = {"work": cost, "num_rows": M, "zero_centered": zero_centered}
+    found = launch_on_rows(
+        rms_norm_bwd_kernel, cfg.backward_block_rows, rows, {"weight": weight}, made, summed, **options
+    )
+    dx = found["dx"].reshape(x.shape)
+    narrow = found["narrow"].reshape(x.shape) if "narrow" in found else dx
+    return dx, narrow, found.get("weight")
 
 
 def forward(x, weight, eps, zero_centered, cfg):
-    D = x.shape[-1]
-    M = x.size // D
-    num_blocks, tall, thin, flat = _specs(M, D, cfg.block_rows)
-    out, rstd = pallas_launch(
-        functools.partial(rms_norm_fwd_kernel, eps=eps, zero_centered=zero_centered, has_weight=weight is not None),
-        x.reshape(M, D),
-        *(() if weight is None else (weight.reshape(1, D),)),
-        out_shape=(jax.ShapeDtypeStruct((M, D), x.dtype), jax.ShapeDtypeStruct((M, 1), jnp.float32)),
-        grid=(num_blocks,),
-        in_specs=[tall] if weight is None else [tall, flat],
-        out_specs=(tall, thin),
-        dimension_semantics=("parallel",),
-        work=work(op.bind(x, weight))[0],
-        name="rms_norm_fwd_kernel",
-    )
-    return out.reshape(x.shape), rstd.reshape(x.shape[:-1])
+    return _normalised(x, None, weight, eps, zero_centered, cfg, work(op.bind(x, weight))[0])
 
 
 def backward(saved, x, weight, eps, zero_centered, cfg):
-    D = x.shape[-1]
-    M = x.size // D
-    num_blocks, tall, thin, flat = _specs(M, D, cfg.backward_block_rows)
-    dx_shape = jax.ShapeDtypeStruct((M, D), x.dtype)
-    # A partial sum for each block; its middle dim makes the block as large as the array in the last two dims.
-    partial = jax.ShapeDtypeStruct((num_blocks, 1, D), jnp.float32)
-    one_partial = pl.BlockSpec((1, 1, D), lambda i: (i, 0, 0))
-    given = weight is not None
-    result = pallas_launch(
-        functools.partial(rms_norm_bwd_kernel, num_rows=M, zero_centered=zero_centered, has_weight=given),
-        x.reshape(M, D),
-        *((weight.reshape(1, D),) if given else ()),
-        saved.rstd.reshape(M, 1),
-        saved.d_out.reshape(M, D),
-        saved.d_rstd.reshape(M, 1),
-        out_shape=(dx_shape, partial) if given else (dx_shape,),
-        grid=(num_blocks,),
-        in_specs=[tall, *([flat] if given else []), thin, tall, thin],
-        out_specs=(tall, one_partial) if given else (tall,),
-        dimension_semantics=("parallel",),
-        work=work(op.bind(x, weight))[1],
-        name="rms_norm_bwd_kernel",
-    )
-    gradients = {"x": result[0].reshape(x.shape)}
-    if given:
-        gradients["weight"] = jnp.sum(result[1], axis=(0, 1)).astype(weight.dtype)
-    return gradients
+    dx, _, dweight = _pulled(saved, x, x, weight, zero_centered, cfg, work(op.bind(x, weight))[1])
+    return {"x": dx} if weight is None else {"x": dx, "weight": dweight}
 
 
-op.register(
-    forward,
-    backward,
-    platforms={"tpu"},
-    dtypes={"float32", "bfloat16"},
-    rejects=rejects,
-    heuristic=heuristic,
-    candidates=candidates,
-)
+def forward_add(x, residual, weight, eps, zero_centered, cfg):
+    cost = work_of_add(add_op.bind(x, residual, weight))[0]
+    return _normalised(x, residual, weight, eps, zero_centered, cfg, cost)
+
+
+def backward_add(saved, x, residual, weight, eps, zero_centered, cfg):
+    cost = work_of_add(add_op.bind(x, residual, weight))[1]
+    d_residual, dx, dweight = _pulled(saved, saved.stream, x, weight, zero_centered, cfg, cost)
+    return {"x": dx, "residual": d_residual} | ({} if weight is None else {"weight": dweight})
+
+
+FACTS: Any = {
+    "platforms": {"tpu"},
+    "dtypes": {"float32", "bfloat16"},
+    "rejects": rejects,
+    "heuristic": heuristic,
+    "candidates": candidates,
+}
+op.register(forward, backward, **FACTS)
+add_op.register(forward_add, backward_add, **FACTS)

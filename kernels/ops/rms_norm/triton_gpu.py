@@ -1,4 +1,4 @@
-"""rms_norm on GPUs: a program holds whole rows, so each direction reads its arrays once and writes once."""
+"""rms_norm on GPUs, alone and with the residual: a program holds whole rows, so each array is read or written once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from kernels._core import rows as cut
 from kernels._core.triton import triton_launch
-from kernels.ops.rms_norm.contract import RMSNormConfig, op, work
-
-# A row lies in the registers of one program: 32 elements of each array a thread, at 32 warps.
-WIDEST = 32768
-# Of an H100 or H200. The backward has some programs for each, and each keeps one partial sum of the weight's gradient.
-MULTIPROCESSORS = 132
-# From this width on, the backward does best with one large program a multiprocessor (measured, benchmarks/results).
-WIDE = 4096
+from kernels.ops.rms_norm.contract import RMSNormConfig, add_op, op, work, work_of_add
 
 
 @triton.jit
@@ -44,8 +38,10 @@ def _factor(weight_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
 @triton.jit
 def rms_norm_fwd_kernel(
     x_ptr,
+    residual_ptr,  # None: x alone
     weight_ptr,
     out_ptr,
+    stream_ptr,  # x + residual, in the dtype of residual
     rstd_ptr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -60,6 +56,15 @@ def rms_norm_fwd_kernel(
     mask = (rows < M)[:, None] & (cols < D)[None, :]
     offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
     x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
+    if residual_ptr is not None:
+        residual = _load(residual_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        stream = ()
+        for i in tl.static_range(CHUNKS):
+            # Rounded first: what is normalised is what goes on.
+            total = (x[i].to(tl.float32) + residual[i].to(tl.float32)).to(stream_ptr.dtype.element_ty)
+            tl.store(stream_ptr + offsets + i * BLOCK_D, total, mask=mask)
+            stream = stream + (total,)
+        x = stream
     squares = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in tl.static_range(CHUNKS):
         wide = x[i].to(tl.float32)
@@ -73,12 +78,14 @@ def rms_norm_fwd_kernel(
 
 @triton.jit
 def rms_norm_bwd_kernel(
-    x_ptr,
+    x_ptr,  # or the stream
     weight_ptr,
     rstd_ptr,
     d_out_ptr,
+    d_stream_ptr,  # None without a residual
     d_rstd_ptr,
-    dx_ptr,
+    dx_ptr,  # in the dtype of what was normalised
+    narrow_dx_ptr,  # the same in that of x, where the stream has another; else None
     dweight_ptr,  # [programs, D] float32: a partial sum for each program
     M: tl.constexpr,
     D: tl.constexpr,
@@ -99,6 +106,9 @@ def rms_norm_bwd_kernel(
         offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
         x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
         g = _load(d_out_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        d_stream = g
+        if d_stream_ptr is not None:
+            d_stream = _load(d_stream_ptr, offsets, mask, CHUNKS, BLOCK_D)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
         d_rstd = tl.load(d_rstd_ptr + rows, mask=rows < M, other=0.0)
         # Read again for each row: it stays in the cache, and in registers it would take as many as x and g together.
@@ -116,7 +126,12 @@ def rms_norm_bwd_kernel(
             if weight_ptr is not None:
                 sums = sums + (dweight[i] + wide * normal,)
             dx = wide * weight[i] * rstd[:, None] - normal * c[:, None]
+            if d_stream_ptr is not None:
+                dx += d_stream[i].to(tl.float32)
             tl.store(dx_ptr + offsets + i * BLOCK_D, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if narrow_dx_ptr is not None:
+                narrow = dx.to(narrow_dx_ptr.dtype.element_ty)
+                tl.store(narrow_dx_ptr + offsets + i * BLOCK_D, narrow, mask=mask)
         if weight_ptr is not None:
             dweight = sums
     if weight_ptr is not None:
@@ -124,76 +139,42 @@ def rms_norm_bwd_kernel(
             tl.store(dweight_ptr + program * D + i * BLOCK_D + cols, tl.sum(dweight[i], axis=0), mask=cols < D)
 
 
-def _tiles(D: int) -> tuple[int, int]:
-    """Returns (chunks, block_d): a row as tiles whose width is a power of two, with no column to spare if D allows it."""
-    block_d = D & -D
-    if block_d >= 16 and D // block_d <= 8:
-        return D // block_d, block_d
-    return 1, max(16, triton.next_power_of_2(D))
-
-
-def _rows(D: int, elements: int) -> int:
-    chunks, block_d = _tiles(D)
-    return 1 << (max(1, min(32, elements // (chunks * block_d))).bit_length() - 1)
-
-
-def _warps(elements: int, each: int) -> int:
-    return min(32, max(1, triton.next_power_of_2(elements // (32 * each))))
-
-
 def heuristic(call, platform):
-    D = call.dims["D"]
-    chunks, block_d = _tiles(D)
-    rows = _rows(D, 4096)
-    # 8 elements of a chunk in a thread are a load of 16 bytes of a 16-bit type.
-    num_warps = _warps(rows * block_d, 16 if chunks == 1 else 8)
-    if chunks > 1:
-        backward_rows = _rows(D, 2048)
-        backward_num_warps = _warps(backward_rows * block_d, 4)
-    elif D >= WIDE:
-        backward_rows = _rows(D, 32768 // jnp.dtype(call.dtype).itemsize)
-        backward_num_warps = 16 if D <= 16384 else 32  # a row must fit the registers, and a thread has at most 255
-    else:
-        backward_rows = _rows(D, max(2048, 2 * D))
-        backward_num_warps = _warps(backward_rows * block_d, 32)
-    # 16 warps on each multiprocessor, in one program or in several that take turns.
-    programs = MULTIPROCESSORS * max(1, 16 // backward_num_warps)
-    return RMSNormConfig(rows, num_warps, backward_rows, backward_num_warps, backward_programs=programs)
+    itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
+    return RMSNormConfig(*cut.shapes(call.dims["D"], itemsize, crowded="residual" in call.arguments))
 
 
 def candidates(call):
-    D = call.dims["D"]
-    chunks, block_d = _tiles(D)
-    found = []
-    for elements in (1024, 2048, 4096, 8192, 16384):
-        rows = _rows(D, elements)
-        for warps in (2, 4, 8, 16, 32):
-            if 8 <= rows * chunks * block_d // (32 * warps) <= 64:
-                for per_multiprocessor in (1, 2, 4, 8):
-                    found.append(RMSNormConfig(rows, warps, rows, warps, MULTIPROCESSORS * per_multiprocessor))
-    return list(dict.fromkeys(found))
+    return [RMSNormConfig(*shape) for shape in cut.candidates(call.dims["D"])]
 
 
 def rejects(call):
     if call.x.size == 0:
         return "x has no elements"
-    if call.dims["D"] > WIDEST:
-        return f"D = {call.dims['D']} is more than {WIDEST}, and a row must fit the registers of one program"
+    if call.dims["D"] > cut.WIDEST:
+        return f"D = {call.dims['D']} is more than {cut.WIDEST}, and a row must fit the registers of one program"
     return None
 
 
-def forward(x, weight, eps, zero_centered, cfg):
+def _normalised(x, residual, weight, eps, zero_centered, cfg, cost):
+    """Returns (out, stream if there is a residual, rstd)."""
     D = x.shape[-1]
     M = x.size // D
-    chunks, block_d = _tiles(D)
-    out, rstd = triton_launch(
+    chunks, block_d = cut.tiles(D)
+    out_shape = [jax.ShapeDtypeStruct((M, D), x.dtype), jax.ShapeDtypeStruct((M,), jnp.float32)]
+    unused: dict[str, Any] = {"stream_ptr": None}
+    if residual is not None:
+        out_shape.insert(1, jax.ShapeDtypeStruct((M, D), residual.dtype))
+        residual, unused = residual.reshape(M, D), {}
+    *arrays, rstd = triton_launch(
         rms_norm_fwd_kernel,
         x.reshape(M, D),
+        residual,
         weight,
-        out_shape=(jax.ShapeDtypeStruct((M, D), x.dtype), jax.ShapeDtypeStruct((M,), jnp.float32)),
+        out_shape=tuple(out_shape),
         grid=(triton.cdiv(M, cfg.block_rows),),
         num_warps=cfg.num_warps,
-        work=work(op.bind(x, weight))[0],
+        work=cost,
         M=M,
         D=D,
         EPS=eps,
@@ -201,29 +182,36 @@ def forward(x, weight, eps, zero_centered, cfg):
         BLOCK_M=cfg.block_rows,
         BLOCK_D=block_d,
         CHUNKS=chunks,
+        **unused,
     )
-    return out.reshape(x.shape), rstd.reshape(x.shape[:-1])
+    return *(a.reshape(x.shape) for a in arrays), rstd.reshape(x.shape[:-1])
 
 
-def backward(saved, x, weight, eps, zero_centered, cfg):
+def _pulled(saved, normalised, x, weight, zero_centered, cfg, cost):
+    """Returns (dx in the dtype of what was normalised, dx in that of x, dweight or None)."""
     D = x.shape[-1]
     M = x.size // D
-    chunks, block_d = _tiles(D)
+    chunks, block_d = cut.tiles(D)
     programs = min(triton.cdiv(M, cfg.backward_block_rows), cfg.backward_programs)
-    dx_shape = jax.ShapeDtypeStruct((M, D), x.dtype)
-    partial = jax.ShapeDtypeStruct((programs, D), jnp.float32)
-    unused: dict[str, Any] = {"dweight_ptr": None} if weight is None else {}
+    out_shape = {"dx_ptr": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
+    if normalised.dtype != x.dtype:
+        out_shape["narrow_dx_ptr"] = jax.ShapeDtypeStruct((M, D), x.dtype)
+    if weight is not None:
+        out_shape["dweight_ptr"] = jax.ShapeDtypeStruct((programs, D), jnp.float32)
+    unused: dict[str, Any] = {n: None for n in ("narrow_dx_ptr", "dweight_ptr") if n not in out_shape}
+    d_stream = saved.get("d_stream")
     result = triton_launch(
         rms_norm_bwd_kernel,
-        x.reshape(M, D),
+        normalised.reshape(M, D),
         weight,
         saved.rstd.reshape(M),
         saved.d_out.reshape(M, D),
+        None if d_stream is None else d_stream.reshape(M, D),
         saved.d_rstd.reshape(M),
-        out_shape=(dx_shape,) if weight is None else (dx_shape, partial),
+        out_shape=tuple(out_shape.values()),
         grid=(programs,),
         num_warps=cfg.backward_num_warps,
-        work=work(op.bind(x, weight))[1],
+        work=cost,
         M=M,
         D=D,
         ZERO_CENTERED=zero_centered,
@@ -233,19 +221,40 @@ def backward(saved, x, weight, eps, zero_centered, cfg):
         CHUNKS=chunks,
         **unused,
     )
-    gradients = {"x": result[0].reshape(x.shape)}
-    if weight is not None:
-        # Summed in a fixed order, not by atomics: the same call gives the same bits.
-        gradients["weight"] = jnp.sum(result[1], axis=0).astype(weight.dtype)
-    return gradients
+    found = dict(zip(out_shape, result, strict=True))
+    dx = found["dx_ptr"].reshape(x.shape)
+    narrow = found.get("narrow_dx_ptr", dx).reshape(x.shape)
+    # Summed in a fixed order, not by atomics: the same call gives the same bits.
+    dweight = None if weight is None else jnp.sum(found["dweight_ptr"], axis=0).astype(weight.dtype)
+    return dx, narrow, dweight
 
 
-op.register(
-    forward,
-    backward,
-    platforms={"cuda"},
-    dtypes={"float32", "bfloat16", "float16"},
-    rejects=rejects,
-    heuristic=heuristic,
-    candidates=candidates,
-)
+def forward(x, weight, eps, zero_centered, cfg):
+    return _normalised(x, None, weight, eps, zero_centered, cfg, work(op.bind(x, weight))[0])
+
+
+def backward(saved, x, weight, eps, zero_centered, cfg):
+    dx, _, dweight = _pulled(saved, x, x, weight, zero_centered, cfg, work(op.bind(x, weight))[1])
+    return {"x": dx} if weight is None else {"x": dx, "weight": dweight}
+
+
+def forward_add(x, residual, weight, eps, zero_centered, cfg):
+    cost = work_of_add(add_op.bind(x, residual, weight))[0]
+    return _normalised(x, residual, weight, eps, zero_centered, cfg, cost)
+
+
+def backward_add(saved, x, residual, weight, eps, zero_centered, cfg):
+    cost = work_of_add(add_op.bind(x, residual, weight))[1]
+    d_residual, dx, dweight = _pulled(saved, saved.stream, x, weight, zero_centered, cfg, cost)
+    return {"x": dx, "residual": d_residual} | ({} if weight is None else {"weight": dweight})
+
+
+FACTS: Any = {
+    "platforms": {"cuda"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "rejects": rejects,
+    "heuristic": heuristic,
+    "candidates": candidates,
+}
+op.register(forward, backward, **FACTS)
+add_op.register(forward_add, backward_add, **FACTS)

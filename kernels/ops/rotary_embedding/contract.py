@@ -1,4 +1,4 @@
-"""The meaning of rotary position embedding, and of its scalings."""
+"""The meaning of rotary position embedding, of one array or of queries and keys at once, and of its scalings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
 
 _BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which a frequency is a mixture
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Tunables of the kernels; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_tokens: tokens that a program turns; they share the sines of a token among its heads.
+      block_heads: heads of x, or of the queries, that a program turns (Triton).
+      num_warps: of a program (Triton).
+    """
+
+    block_tokens: int | None = None
+    block_heads: int | None = None
+    num_warps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,10 @@ class XPos:
         """Returns the factors that give at -p what these give at p."""
         return replace(self, inverse=not self.inverse, center=-self.center)
 
+    def other(self) -> XPos:
+        """Returns the factors of keys beside these of queries, or of queries beside these of keys."""
+        return replace(self, inverse=not self.inverse)
+
     def exponent(self, width: int) -> np.ndarray:
         """Returns, for each of width/2 pairs, the logarithm of the factor for each position, float64."""
         zeta = (np.arange(0, width, 2, dtype=np.float64) / width + self.gamma) / (1 + self.gamma)
@@ -157,12 +176,7 @@ def rotary_embedding(
     Raises:
       ValueError: `rotary_dim` is odd, or more than there is.
     """
-    width = x.shape[-1] if rotary_dim is None else rotary_dim
-    if width % 2 or not 2 <= width <= x.shape[-1]:
-        raise ValueError(
-            f"rotary_embedding: argument 'rotary_dim' = {width} must be even and at most H = {x.shape[-1]}; "
-            "entries turn in pairs, so give the even number of them that should turn"
-        )
+    width = turned_width(x.shape[-1], rotary_dim)
     angle_per_position, factor = frequencies(width, base, scaling)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     angle = positions.astype(accumulate)[:, :, None, None] * jnp.asarray(angle_per_position, accumulate)
@@ -181,6 +195,39 @@ def rotary_embedding(
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
+def rotary_embedding_pair(
+    x: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    positions: Int[Array, "#B T"],
+    *,
+    base: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    xpos: XPos | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+    """Returns (x, key), queries and keys, each turned as `rotary_embedding` turns it. `xpos` is that of the
+    queries; keys take its `other`.
+
+    Raises:
+      ValueError: `rotary_dim` is odd, or more than there is.
+    """
+    same = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
+    of_key = None if xpos is None else xpos.other()
+    return rotary_embedding(x, positions, **same, xpos=xpos), rotary_embedding(key, positions, **same, xpos=of_key)
+
+
+def turned_width(H: int, rotary_dim: int | None) -> int:
+    """Returns how many entries of a head turn. Raises ValueError where that is odd, or more than there are."""
+    width = H if rotary_dim is None else rotary_dim
+    if width % 2 or not 2 <= width <= H:
+        raise ValueError(
+            f"rotary_embedding: argument 'rotary_dim' = {width} must be even and at most H = {H}; "
+            "entries turn in pairs, so give the even number of them that should turn"
+        )
+    return width
+
+
 def _positions(rng, dims):
     return jnp.asarray(rng.integers(0, 5000, (dims["B"], dims["T"])), jnp.int32)
 
@@ -189,28 +236,32 @@ def _one_row(rng, dims):
     return jnp.arange(dims["T"], dtype=jnp.int32)[None] * 1001
 
 
-def _case(name: str, options: dict | None = None, tags: frozenset = frozenset(), **dims: int) -> Case:
-    return Case(
-        name, {"B": 2, "T": 7, "N": 3, "H": 16, **dims}, options or {}, make={"positions": _positions}, tags=tags
-    )
+def _case(name: str, options: dict | None = None, *tags: str, **dims: int) -> Case:
+    dims, make = {"B": 2, "T": 7, "N": 3, "H": 16, **dims}, {"positions": _positions}
+    return Case(name, dims, options or {}, make=make, tags=frozenset(tags))
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions, which are the same turn: 6 operations a pair. Sines are not counted, they are
-    shared by all heads."""
+    """Returns the work of both directions, which are the same turn: 6 operations a pair, each array read once and written
+    once. Sines are not counted, they are shared by all heads."""
+    arrays = [call.arguments[name] for name in ("x", "key") if name in call.arguments]
     width = call.dims["H"] if call.rotary_dim is None else call.rotary_dim
-    each = Work(3 * call.x.size // call.dims["H"] * width, 2 * nbytes(call.x) + nbytes(call.positions))
+    flops = sum(3 * x.size // call.dims["H"] * width for x in arrays)
+    each = Work(flops, 2 * nbytes(*arrays) + nbytes(call.positions))
     return each, each
 
+
+_XPOS_KEY = {"xpos": XPos(True, 1024.0, 0.5, 2000.0), "interleaved": True}
 
 op = Op(
     rotary_embedding,
     local_dims={"B", "T", "N"},
+    config=RotaryConfig,
     cases=(
-        _case("plain", tags=frozenset({"smoke"})),
+        _case("plain", {}, "smoke"),
         _case("base", {"base": 5e5}),
         _case("interleaved", {"interleaved": True}),
-        _case("partial", {"rotary_dim": 8}),
+        _case("partial", {"rotary_dim": 8}, "code"),
         _case("linear", {"scaling": RopeScaling("linear", 4.0)}),
         _case("ntk", {"scaling": RopeScaling("ntk", 4.0)}),
         _case("yarn", {"scaling": RopeScaling("yarn", 4.0, 1024), "base": 1e6}),
@@ -220,9 +271,39 @@ op = Op(
         ),
         _case("llama3", {"scaling": RopeScaling("llama3", 8.0, 8192), "base": 5e5}),
         _case("xpos", {"xpos": XPos(center=2500.0), "rotary_dim": 8}),
-        _case("xpos_key", {"xpos": XPos(True, 1024.0, 0.5, 2000.0), "interleaved": True}, frozenset({"slow"})),
+        _case("xpos_key", _XPOS_KEY, "slow"),
         Case("shared_positions", {"B": 3, "T": 5, "N": 2, "H": 8}, make={"positions": _one_row}),
-        _case("llama_8b", B=1, T=131072, N=32, H=128, tags=frozenset({"bench"})),
+        _case("llama_8b", {}, "bench", "code", B=1, T=131072, N=32, H=128),
+    ),
+    work=work,
+)
+
+pair_op = Op(
+    rotary_embedding_pair,
+    outputs=("query", "key"),
+    local_dims={"B", "T", "N", "K"},
+    tied_dims=(("N", "K"),),
+    same_dtype=("x", "key"),
+    config=RotaryConfig,
+    cases=(
+        _case("plain", {}, "smoke", K=1),
+        _case("all", {"rotary_dim": 12, "xpos": XPos(center=2500.0), "base": 5e5}, N=6, K=3),
+        _case(
+            "interleaved",
+            {"interleaved": True, "scaling": RopeScaling("yarn", 4.0, 1024)},
+            "code",
+            T=3,
+            N=10,
+            K=2,
+            H=64,
+        ),
+        Case(
+            "shared_positions",
+            {"B": 3, "T": 5, "N": 2, "K": 2, "H": 8},
+            make={"positions": _one_row},
+            tags=frozenset({"slow"}),
+        ),
+        _case("llama_8b", {}, "bench", "code", B=1, T=32768, N=32, K=8, H=128),
     ),
     work=work,
 )

@@ -1,0 +1,270 @@
+"""`python -m benchmarks.comparisons.small_ops_gpu [ops=rms_norm,cross_entropy] [quick=1] [candidates=1] [divide=1] [out=F]`
+
+On one GPU, the operations beside attention, forward and backward by themselves, on Triton and on XLA, beside a copy on the
+device that moves as many bytes as the operation must (its declared `work`). Then a gated MLP, and projection with cross
+entropy, value and gradients, beside a program that keeps whole logits. Numbers first: a contestant that is not within 1% of
+the contract in float32, in every output and gradient, is not timed, and the program ends with 1.
+
+Times are medians of shuffled rounds, each of calls back to back. `quick`: half of the shapes and fewer rounds. `candidates`:
+every configuration that tuning would try. `divide`: rows divided by that, for a try on a small device.
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+import kernels
+from kernels._core.binding import floats_apart, is_float_array, merged
+
+OPS = kernels.operations()
+# operation -> cases; those after the first are left out by `quick`
+BOUND_BY_MEMORY = {
+    "rotary_embedding_pair": ("llama_8b",),
+    "rotary_embedding": ("llama_8b",),
+    "rms_norm": ("model_4k", "model_8k"),
+    "fused_add_rms_norm": ("model_4k", "model_8k"),
+    "layer_norm": ("model_4k", "model_8k"),
+    "fused_add_layer_norm": ("model_4k", "model_8k"),
+    "gated_activation": ("llama_8b",),
+    "cross_entropy_of_logits": ("llama_8b",),
+    "kl_divergence_of_logits": ("llama_8b",),
+}
+FLOOR = 1e-2  # of bfloat16, in the 2-norm
+ROUNDS, SECONDS = 9, 0.02
+
+
+def as_tuple(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+@jax.jit
+def distance(x, y):
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum((x - y) ** 2) / jnp.maximum(jnp.sum(y**2), 1e-20))
+
+
+def shrunk(case, divide):
+    """Returns the case with its rows divided."""
+    dims = {
+        k: tuple(max(1, n // divide) for n in v) if isinstance(v, tuple) else max(1, v // divide) if k == "T" else v
+        for k, v in case.dims.items()
+    }
+    return dataclasses.replace(case, dims=dims)
+
+
+def race(contestants, rounds):
+    """Returns name -> seconds, the median of rounds in an order shuffled anew."""
+    calls, times = {}, {name: [] for name in contestants}
+    for name, f in contestants.items():
+        jax.block_until_ready(f())
+        start = time.perf_counter()
+        jax.block_until_ready(f())
+        calls[name] = max(1, min(200, int(SECONDS / max(time.perf_counter() - start, 1e-5))))
+    for _ in range(rounds):
+        for name in random.sample(list(contestants), len(contestants)):
+            start, result = time.perf_counter(), None
+            for _ in range(calls[name]):
+                result = contestants[name]()
+            jax.block_until_ready(result)
+            times[name].append((time.perf_counter() - start) / calls[name])
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def copy_of(num_bytes):
+    """Returns a function that reads and writes that many bytes on the device, together."""
+    x = jnp.zeros(max(1, int(num_bytes) // 4), jnp.uint16)
+    copy = jax.jit(jnp.copy)
+    return lambda: copy(x)
+
+
+def truth_of(op, arguments):
+    """Returns (outputs, cotangents, gradients) of the contract in float32."""
+    traced = {k: v for k, v in arguments.items() if hasattr(v, "dtype")}
+    static = {k: v for k, v in arguments.items() if k not in traced}
+
+    @jax.jit
+    def run(traced):
+        wide = {k: v.astype(jnp.float32) if is_float_array(v) else v for k, v in traced.items()}
+        floats, others = floats_apart(wide, op.no_gradient)
+        outputs, pull = jax.vjp(lambda f: as_tuple(op.function(**static, **merged(f, others))), floats)
+        keys = jax.random.split(jax.random.key(7), len(outputs))
+        d = tuple(jax.random.normal(k, y.shape) for k, y in zip(keys, outputs))
+        return outputs, d, pull(d)[0]
+
+    return run(traced)
+
+
+def contestants_of(op, arguments, d, candidates):
+    """Yields (name, forward, backward of its saved) for each backend, and for each configuration of Triton's."""
+    backends = [b for b in op.backends.values() if "cuda" in b.platforms]
+    for backend in backends:
+        # Arrays are arguments, not constants of the program.
+        configurations = {"": None}
+        if candidates and backend.candidates:
+            configurations |= {f" {i}": c for i, c in enumerate(backend.candidates(op.bind(**arguments)))}
+        for label, cfg in configurations.items():
+            how = {"platform": backend.name, "cfg": cfg}
+            traced = {k: v for k, v in arguments.items() if hasattr(v, "dtype")}
+            static = {k: v for k, v in arguments.items() if k not in traced}
+            run = jax.jit(lambda traced, how=how, static=static: as_tuple(op(**traced, **static, **how)))
+            pull = jax.jit(lambda saved, traced, how=how, static=static: op.backward(saved, **traced, **static, **how))
+
+            def forward(run=run, traced=traced):
+                return run(traced)
+
+            def backward_of(outputs, pull=pull, traced=traced):
+                saved = {n: y for n, y in zip(op.outputs, outputs) if n in op.residuals}
+                saved |= {f"d_{n}": c.astype(y.dtype) for n, y, c in zip(op.outputs, outputs, d)}
+                return lambda: pull(saved, traced)
+
+            yield backend.name + label + (f" {cfg}" if cfg else ""), forward, backward_of
+
+
+def bound_by_memory(name, case, divide, candidates, rounds):
+    """Yields a row for each direction and contestant of an operation."""
+    op = OPS[name]
+    case = shrunk(case, divide)
+    arguments = op.case_inputs(case, dtype="bfloat16")
+    exact, d, gradients = truth_of(op, arguments)
+    works = op.work(op.bind(**arguments))
+    right = {"forward": {}, "backward": {}}
+    for who, forward, backward_of in contestants_of(op, arguments, d, candidates):
+        try:
+            outputs = forward()
+            off = {n: float(distance(y, w)) for n, y, w in zip(op.outputs, outputs, exact)}
+            backward = backward_of(outputs)
+            found = backward()
+            off |= {f"d {n}": float(distance(found[n], gradients[n])) for n in gradients}
+        except Exception as error:
+            yield {"op": name, "case": case.name, "who": who, "failed": str(error).splitlines()[0][:200]}
+            continue
+        wrong = {n: v for n, v in off.items() if not v < FLOOR}
+        if wrong:
+            yield {"op": name, "case": case.name, "who": who, "failed": f"WRONG: {wrong}"}
+            continue
+        right["forward"][who], right["backward"][who] = forward, backward
+    del exact, gradients
+    for direction, work in zip(right, works, strict=True):
+        times = race({**right[direction], "copy": copy_of(work.bytes)}, rounds)
+        for who, seconds in times.items():
+            row = {"op": name, "case": case.name, "direction": direction, "who": who, "us": seconds * 1e6}
+            yield row | {"GB_s": work.bytes / seconds / 1e9, "of_copy": times["copy"] / seconds}
+
+
+def gated_mlp(divide):
+    """Returns (case, name -> function of the arrays, arrays) of a gated MLP, value and gradients."""
+    op = OPS["gated_mlp"]
+    case = shrunk(next(c for c in op.cases if c.name == "llama_8b"), divide)
+    arrays = op.case_inputs(case, dtype="bfloat16")
+    scaled = {k: v if k == "x" else (v * 0.02).astype(v.dtype) for k, v in arrays.items()}
+
+    def of(platform):
+        return lambda **a: jnp.sum(kernels.gated_mlp(**a, platform=platform).astype(jnp.float32) ** 2)
+
+    return case.name, {"triton": of("triton"), "xla": of("xla")}, scaled
+
+
+def projection(divide):
+    """Returns the same of hidden states, a projection and cross entropy: in blocks, and with whole logits."""
+    op = OPS["cross_entropy"]
+    case = shrunk(next(c for c in op.cases if c.name == "llama_8b"), divide)
+    made = op.case_inputs(case, dtype="bfloat16")
+    targets = made.pop("targets")
+    made["lm_head"] = (made["lm_head"] * 0.02).astype(jnp.bfloat16)
+
+    def of(platform):
+        return lambda **a: kernels.fused_cross_entropy(**a, targets=targets, platform=platform)
+
+    def whole(hidden, lm_head):
+        logits = (hidden @ lm_head).astype(jnp.float32)
+        counted = targets >= 0
+        at = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+        each = jax.nn.logsumexp(logits, axis=-1) - at
+        return jnp.sum(jnp.where(counted, each, 0)) / jnp.sum(counted)
+
+    return case.name, {"triton": of("triton"), "xla": of("xla"), "whole logits": whole}, made
+
+
+def programs(name, made, rounds):
+    """Yields a row for each program: value and gradients, its time and what memory it takes beside arguments and results."""
+    case, functions, arrays = made
+    compiled, memory, wanted = {}, {}, None
+    for who, function in functions.items():
+        run = jax.jit(jax.value_and_grad(lambda a, function=function: function(**a)))
+        try:
+            program = run.lower(arrays).compile()
+            result = program(arrays)
+        except Exception as error:
+            yield {"op": name, "case": case, "who": who, "failed": str(error).splitlines()[0][:200]}
+            continue
+        if wanted is None:  # the first is checked too: by the others
+            wanted = jax.tree.leaves(result)
+        off = max(float(distance(a, b)) for a, b in zip(jax.tree.leaves(result), wanted, strict=True))
+        if not off < 2 * FLOOR:
+            yield {"op": name, "case": case, "who": who, "failed": f"WRONG: {off:.2e} from {next(iter(functions))}"}
+            continue
+        memory[who] = program.memory_analysis().temp_size_in_bytes
+        compiled[who] = lambda program=program: program(arrays)
+    for who, seconds in race(compiled, rounds).items():
+        row = {"op": name, "case": case, "direction": "value and gradients", "who": who, "us": seconds * 1e6}
+        yield row | {"scratch_MiB": memory[who] / 2**20}
+
+
+def printed(rows):
+    """Prints the rows as a table."""
+    columns = ("op", "case", "direction", "who", "us", "GB_s", "of_copy", "scratch_MiB")
+    cells = [columns]
+    for row in rows:
+        if "failed" in row:
+            continue
+        cells.append(tuple(f"{v:.2f}" if isinstance(v, float) else str(v) for v in (row.get(c, "") for c in columns)))
+    widths = [max(len(c[i]) for c in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip())
+
+
+def main(ops="", quick="", candidates="", divide="1", out=""):
+    start, rows, asked = time.perf_counter(), [], [n for n in ops.split(",") if n]
+    unknown = sorted({*asked} - {*BOUND_BY_MEMORY, "gated_mlp", "cross_entropy"})
+    if unknown:
+        raise ValueError(
+            f"argument 'ops' names {unknown}; there are {[*BOUND_BY_MEMORY, 'gated_mlp', 'cross_entropy']}"
+        )
+    rounds = 5 if quick else ROUNDS
+
+    def take(found):
+        for row in found:
+            rows.append(row)
+            said = row.get("failed") or f"{row['us']:.1f} us {row.get('of_copy', 0):.2f} of copy"
+            print(f"{row['op']} {row['case']} {row.get('direction', '')} {row['who']}: {said}", flush=True)
+            if out:
+                with open(out, "w") as f:
+                    json.dump({"device": jax.devices()[0].device_kind, "rows": rows}, f, indent=1)
+
+    for name, names in BOUND_BY_MEMORY.items():
+        if asked and name not in asked:
+            continue
+        cases = {c.name: c for c in OPS[name].cases}
+        for case in names[:1] if quick else names:
+            take(bound_by_memory(name, cases[case], int(divide), bool(candidates), rounds))
+    for name, make in {"gated_mlp": gated_mlp, "cross_entropy": projection}.items():
+        if not asked or name in asked:
+            take(programs(name, make(int(divide)), rounds))
+    failed = [row for row in rows if "failed" in row]
+    print(
+        f"\n{jax.devices()[0].device_kind}, bfloat16, {time.perf_counter() - start:.0f} s; of_copy: 1 is as fast as a copy"
+    )
+    for row in failed:
+        print(f"FAILED {row['op']} {row['case']} {row['who']}: {row['failed']}")
+    printed(rows)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(**dict(argument.split("=", 1) for argument in sys.argv[1:])))

@@ -1,0 +1,158 @@
+"""A gated MLP on GPUs: the product of activation and gate in one pass each way, between matmuls that are XLA's (cuBLAS)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import triton
+import triton.language as tl
+
+from kernels._core.triton import triton_launch
+from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, op, work_of_activation
+from kernels.ops.gated_mlp.matmuls import gradients_through, hidden, output
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _activation(x, NAME: tl.constexpr):
+    """Returns (activation of x, its derivative), float32."""
+    if NAME == "silu":
+        s = _sigmoid(x)
+        act, slope = x * s, s * (1.0 + x * (1.0 - s))
+    elif NAME == "gelu":
+        s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        act, slope = x * s, s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif NAME == "gelu_tanh":
+        # (1 + tanh(y)) / 2 is the sigmoid of 2 y, which is exact where tanh is near -1.
+        s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        act, slope = x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        tl.static_assert(NAME == "relu")
+        act, slope = tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+    return act, slope
+
+
+@triton.jit
+def gated_activation_fwd_kernel(gate_ptr, up_ptr, out_ptr, SIZE: tl.constexpr, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    act, _ = _activation(gate, NAME)
+    tl.store(out_ptr + at, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_activation_bwd_kernel(
+    gate_ptr,
+    up_ptr,
+    d_ptr,
+    d_gate_ptr,
+    d_up_ptr,
+    out_ptr,  # the product again, which the gradient of the matmul after it needs; None without
+    SIZE: tl.constexpr,
+    NAME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(d_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    act, slope = _activation(gate, NAME)
+    tl.store(d_gate_ptr + at, (d * up * slope).to(d_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_up_ptr + at, (d * act).to(d_up_ptr.dtype.element_ty), mask=mask)
+    if out_ptr is not None:
+        tl.store(out_ptr + at, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _product(gate, up, activation, cfg):
+    (out,) = triton_launch(
+        gated_activation_fwd_kernel,
+        gate,
+        up,
+        out_shape=(jax.ShapeDtypeStruct(gate.shape, gate.dtype),),
+        grid=(triton.cdiv(gate.size, cfg.block_size),),
+        num_warps=cfg.num_warps,
+        work=work_of_activation(activation_op.bind(gate, up))[0],
+        SIZE=gate.size,
+        NAME=activation,
+        BLOCK=cfg.block_size,
+    )
+    return out
+
+
+def _pull(gate, up, d, activation, cfg, with_product):
+    """Returns (gradient of gate, gradient of up), and the product after them if it is asked for."""
+    shape = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
+    unused: dict[str, Any] = {} if with_product else {"out_ptr": None}
+    return triton_launch(
+        gated_activation_bwd_kernel,
+        gate,
+        up,
+        d,
+        out_shape=(shape,) * (3 if with_product else 2),
+        grid=(triton.cdiv(gate.size, cfg.backward_block_size),),
+        num_warps=cfg.backward_num_warps,
+        work=work_of_activation(activation_op.bind(gate, up))[1],
+        SIZE=gate.size,
+        NAME=activation,
+        BLOCK=cfg.backward_block_size,
+        **unused,
+    )
+
+
+def forward_activation(gate, up, activation, cfg):
+    activation_of(activation)
+    return _product(gate, up, activation, cfg)
+
+
+def backward_activation(saved, gate, up, activation, cfg):
+    d_gate, d_up = _pull(gate, up, saved.d_out, activation, cfg, False)
+    return {"gate": d_gate, "up": d_up}
+
+
+def forward(x, gate, up, down, activation, cfg):
+    activation_of(activation)
+    return output(_product(*hidden(x, gate, up), activation, cfg), down)
+
+
+def backward(saved, x, gate, up, down, activation, cfg):
+    def pull(g, u, dh):
+        dg, du, h = _pull(g, u, dh, activation, cfg, True)
+        return h, dg, du
+
+    return gradients_through(pull, saved.d_out, x, gate, up, down)
+
+
+def heuristic(call, platform):
+    # 16 elements of each array in a thread: two loads of 16 bytes of a 16-bit type.
+    return GatedMLPConfig(block_size=2048, num_warps=4, backward_block_size=2048, backward_num_warps=4)
+
+
+def candidates(call):
+    found = [heuristic(call, "cuda")]
+    found += [GatedMLPConfig(32 * w * each, w, 32 * w * each, w) for w in (4, 8) for each in (8, 16, 32)]
+    return list(dict.fromkeys(found))
+
+
+def rejects(call):
+    if any(x.size == 0 for x in (call.arguments.get(n) for n in ("x", "gate")) if x is not None):
+        return "an array has no elements"
+    return None
+
+
+FACTS: Any = {
+    "platforms": {"cuda"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "rejects": rejects,
+    "heuristic": heuristic,
+    "candidates": candidates,
+}
+op.register(forward, backward, **FACTS)
+activation_op.register(forward_activation, backward_activation, **FACTS)

@@ -1,0 +1,260 @@
+"""KL divergence on GPUs: one pass over both models' logits for all outputs, and one for the gradient; matmuls are XLA's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from kernels._core.triton import triton_launch
+from kernels._core.work import Work
+from kernels.ops.kl_divergence import blocks
+from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op, op
+
+# A thread takes the largest of so many neighbours before it rescales its sums: 16 bytes of float32.
+LANE = 4
+
+
+@triton.jit
+def _bent(x, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """Returns (logits under the softmax, their derivative)."""
+    slope = 1.0 / TEMPERATURE
+    if CAP > 0:
+        tanh = 1.0 - 2.0 / (tl.exp(2.0 * (x / CAP)) + 1.0)
+        z, slope = tanh * (CAP / TEMPERATURE), (1.0 - tanh * tanh) / TEMPERATURE
+    else:
+        z = x / TEMPERATURE
+    return z, slope
+
+
+@triton.jit
+def _finite(x):
+    """Returns x, 0 where it is the logarithm of nothing."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def _lse(largest, total):
+    """Returns the log-sum-exp of what the lanes have."""
+    top = tl.max(largest, axis=0)
+    return top + tl.log(tl.sum(total * tl.exp(largest - _finite(top)), axis=0))
+
+
+@triton.jit
+def kl_divergence_fwd_kernel(
+    student_ptr,
+    teacher_ptr,
+    student_lse_ptr,
+    teacher_lse_ptr,
+    gap_ptr,
+    V: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    CAP: tl.constexpr,  # 0: none
+    TEACHER_CAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    # Each lane has largest entries and sums of its own, so that nothing is exchanged until the end.
+    largest_p = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
+    largest_q = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
+    total_p = tl.zeros([BLOCK_V // LANE], tl.float32)
+    total_q = tl.zeros([BLOCK_V // LANE], tl.float32)
+    gap = tl.zeros([BLOCK_V // LANE], tl.float32)
+    for start in range(0, V, BLOCK_V):
+        inside = start + cols < V
+        at = row * V + start + cols
+        p, _ = _bent(tl.load(student_ptr + at, mask=inside, other=0.0).to(tl.float32), CAP, TEMPERATURE)
+        q, _ = _bent(tl.load(teacher_ptr + at, mask=inside, other=0.0).to(tl.float32), TEACHER_CAP, TEMPERATURE)
+        if not REVERSE:
+            p, q = q, p
+        p, q = tl.where(inside, p, float("-inf")), tl.where(inside, q, float("-inf"))
+        new_p, new_q = tl.maximum(largest_p, tl.max(p, axis=1)), tl.maximum(largest_q, tl.max(q, axis=1))
+        rescaled = tl.exp(largest_p - _finite(new_p))
+        share = tl.exp(p - _finite(new_p)[:, None])
+        total_p = total_p * rescaled + tl.sum(share, axis=1)
+        # An entry that p gives nothing counts nothing, and a sum that is 0 stays 0 however far q is.
+        apart = tl.where(share > 0, share * (p - q), 0.0)
+        gap = tl.where(rescaled > 0, gap * rescaled, 0.0) + tl.sum(apart, axis=1)
+        total_q = total_q * tl.exp(largest_q - _finite(new_q)) + tl.sum(tl.exp(q - _finite(new_q)[:, None]), axis=1)
+        largest_p, largest_q = new_p, new_q
+    lse_p, lse_q = _lse(largest_p, total_p), _lse(largest_q, total_q)
+    part = tl.exp(largest_p - _finite(lse_p))
+    tl.store(gap_ptr + row, tl.sum(tl.where(part > 0, gap * part, 0.0), axis=0))
+    if REVERSE:
+        tl.store(student_lse_ptr + row, lse_p)
+        tl.store(teacher_lse_ptr + row, lse_q)
+    else:
+        tl.store(student_lse_ptr + row, lse_q)
+        tl.store(teacher_lse_ptr + row, lse_p)
+
+
+@triton.jit
+def kl_divergence_bwd_kernel(
+    student_ptr,
+    teacher_ptr,
+    student_lse_ptr,
+    teacher_lse_ptr,
+    gap_ptr,
+    d_student_lse_ptr,
+    d_gap_ptr,
+    d_logits_ptr,
+    V: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    CAP: tl.constexpr,
+    TEACHER_CAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    at = row * V + cols
+    raw = tl.load(student_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
+    student, slope = _bent(raw, CAP, TEMPERATURE)
+    raw = tl.load(teacher_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
+    teacher, _ = _bent(raw, TEACHER_CAP, TEMPERATURE)
+    d_gap, gap = tl.load(d_gap_ptr + row), tl.load(gap_ptr + row)
+    own = tl.exp(student - _finite(tl.load(student_lse_ptr + row)))
+    d = tl.load(d_student_lse_ptr + row) * own
+    if REVERSE:
+        more = tl.where(own > 0, own * (1.0 + (student - teacher) - gap), 0.0)
+        # The gap of a token that is not counted may be infinite, and its cotangent is 0.
+        d += tl.where(d_gap == 0.0, 0.0, d_gap * more)
+    else:
+        d -= d_gap * tl.exp(teacher - _finite(tl.load(teacher_lse_ptr + row)))
+    tl.store(d_logits_ptr + at, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
+
+
+def _options(how):
+    reverse, temperature, cap, teacher_cap = how
+    return {"REVERSE": reverse, "TEMPERATURE": temperature, "CAP": cap or 0.0, "TEACHER_CAP": teacher_cap or 0.0}
+
+
+def _outputs(student, teacher, how, cfg):
+    """Returns the outputs of the contract, of raw logits [rows, V]."""
+    rows, V = student.shape
+    return triton_launch(
+        kl_divergence_fwd_kernel,
+        student,
+        teacher,
+        out_shape=(jax.ShapeDtypeStruct((rows,), jnp.float32),) * 3,
+        grid=(rows,),
+        num_warps=cfg.num_warps,
+        work=Work(8 * student.size, student.size * (student.dtype.itemsize + teacher.dtype.itemsize) + 12 * rows),
+        V=V,
+        BLOCK_V=cfg.block_vocab,
+        LANE=LANE,
+        **_options(how),
+    )
+
+
+def _pull(student, teacher, row, dtype, how, cfg):
+    """Returns the gradient of the student's raw logits [rows, V]."""
+    rows, V = student.shape
+    sizes = student.dtype.itemsize + teacher.dtype.itemsize + jnp.dtype(dtype).itemsize
+    (d_logits,) = triton_launch(
+        kl_divergence_bwd_kernel,
+        student,
+        teacher,
+        *(row[name] for name in blocks.PER_ROW),
+        out_shape=(jax.ShapeDtypeStruct(student.shape, dtype),),
+        grid=(rows, triton.cdiv(V, cfg.block_vocab)),
+        num_warps=cfg.num_warps,
+        work=Work(8 * student.size, student.size * sizes + 20 * rows),
+        V=V,
+        BLOCK_V=cfg.block_vocab,
+        **_options(how),
+    )
+    return d_logits
+
+
+def forward(
+    hidden,
+    lm_head,
+    teacher_hidden,
+    teacher_lm_head,
+    reverse,
+    temperature,
+    logits_soft_cap,
+    teacher_logits_soft_cap,
+    cfg,
+):
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
+
+    def outputs_of(student, teacher):
+        return _outputs(student, teacher, how, cfg)
+
+    return blocks.forward_in_blocks(outputs_of, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
+
+
+def backward(
+    saved,
+    hidden,
+    lm_head,
+    teacher_hidden,
+    teacher_lm_head,
+    reverse,
+    temperature,
+    logits_soft_cap,
+    teacher_logits_soft_cap,
+    cfg,
+):
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
+
+    def pull(student, teacher, row, dtype):
+        return _pull(student, teacher, row, dtype, how, cfg)
+
+    return blocks.backward_in_blocks(pull, saved, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
+
+
+def forward_logits(logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
+    lead, V = logits.shape[:-1], logits.shape[-1]
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
+    return tuple(x.reshape(lead) for x in _outputs(logits.reshape(-1, V), teacher_logits.reshape(-1, V), how, cfg))
+
+
+def backward_logits(saved, logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
+    V, row = logits.shape[-1], {name: saved[name].reshape(-1) for name in blocks.PER_ROW}
+    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
+    d = _pull(logits.reshape(-1, V), teacher_logits.reshape(-1, V), row, logits.dtype, how, cfg)
+    return {"logits": d.reshape(logits.shape)}
+
+
+def _config(call, rows, most):
+    block_vocab = max(16, min(most, triton.next_power_of_2(call.dims["V"])))
+    # 8 float32 of each model in a thread: four loads of 16 bytes.
+    return KLDivergenceConfig(rows, block_vocab, max(1, min(16, block_vocab // 256)))
+
+
+def heuristic(call, platform):
+    return _config(call, blocks.block_rows(call) if "hidden" in call.arguments else None, 2048)
+
+
+def candidates(call):
+    rows = blocks.candidates(call) if "hidden" in call.arguments else [None]
+    return list(dict.fromkeys(_config(call, r, most) for r in rows for most in (2048, 1024, 4096)))
+
+
+def rejects(call):
+    arrays = (call.arguments.get(n) for n in ("hidden", "teacher_hidden", "lm_head", "logits"))
+    if any(x.size == 0 for x in arrays if x is not None):
+        return "an array has no elements"
+    if any(cap is not None and cap <= 0 for cap in (call.logits_soft_cap, call.teacher_logits_soft_cap)):
+        return "a soft cap is not positive"
+    return None
+
+
+FACTS: Any = {
+    "platforms": {"cuda"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "rejects": rejects,
+    "heuristic": heuristic,
+    "candidates": candidates,
+}
+op.register(forward, backward, **FACTS)
+logits_op.register(forward_logits, backward_logits, **FACTS)
