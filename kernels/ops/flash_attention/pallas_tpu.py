@@ -232,8 +232,8 @@ def _call(
         scalars["seeds"] = lax.bitcast_convert_type(jnp.broadcast_to(dropout_seed, (B, N)), jnp.int32).reshape(-1)
 
     inputs.append(_Input("query", _heads_first(query, bq), (None, None, bq, H), lambda b, n, i, j: (b, n, i, 0)))
-    inputs.append(_Input("key", _heads_first(key, bk), (None, None, bk, H), lambda b, n, i, j: (b, n // G, j, 0)))
-    inputs.append(_Input("value", _heads_first(value, bk), (None, None, bk, Hv), lambda b, n, i, j: (b, n // G, j, 0)))
+    inputs.append(_Input("key", _heads_first(key, bk), (None, None, bk, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0)))
+    inputs.append(_Input("value", _heads_first(value, bk), (None, None, bk, Hv), lambda b, n, i, j: (b, lax.div(n, G), j, 0)))
 
     def vectors(name: str, of_queries: Any, of_keys: Any, beyond: int) -> None:
         q, k = (jnp.asarray(x, jnp.int32)[:, None] for x in (of_queries, of_keys))
@@ -689,7 +689,7 @@ def backward(
         extra,
         matmuls=3,
     )
-    at = lambda b, n, i, j: (b, n // G, j, 0)  # noqa: E731
+    at = lambda b, n, i, j: (b, lax.div(n, G), j, 0)  # noqa: E731
     dk, dv = _launch(
         flash_attention_bwd_dkv_kernel,
         call,
@@ -729,7 +729,7 @@ def _bias_gradient(call: _Call, extra: tuple[_Input, ...], bias: jax.Array) -> j
         call,
         call.united(q == 1 and k > 1),
         (rows, heads, shared_rows * shared_heads),
-        lambda b, n, r: (b + r // shared_heads, n + r % shared_heads),
+        lambda b, n, r: (b + lax.div(r, shared_heads), n + lax.rem(r, shared_heads)),
         [_Output("d_bias", given.array.shape, jnp.float32, given.block, given.at)],
         {"bias_sum": (given.block[2] or 1, given.block[3] or 1)},
         extra,
