@@ -87,21 +87,23 @@ WITH_WEIGHTS = (
 )  # fmt: skip
 # What differs from a case beside it in one number or one shape only: in the full grid.
 SLOW = frozenset({"slow"})
+# What the quick tests interpret kernels for: several blocks, every kind of mask, every option; the full grid has all of them.
+KERNELS = frozenset({"kernels"})
 CASES = (
     Case("causal", SMALL, make=_mask(causal=True), tags=frozenset({"smoke"})),
     Case("full", SMALL),
     Case("mha", {**SMALL, "K": 4}, make=_mask(causal=True), tags=SLOW),
     Case("mqa", {**SMALL, "K": 1}, make=_mask(causal=True), tags=SLOW),
-    Case("long", {**SMALL, "B": 1, "T": 300, "S": 300}, make=_mask(causal=True), tags=frozenset({"smoke"})),
+    Case("long", {**SMALL, "B": 1, "T": 300, "S": 300}, make=_mask(causal=True), tags=KERNELS | {"smoke"}),
     Case("cross", CROSS),
     Case("cross_causal", CROSS, make=_mask(causal=True)),
     Case("more_queries_than_keys", {**CROSS, "T": 53, "S": 29}, make=_mask(causal=True), tags=SLOW),
     Case("window", SMALL, make=_mask(causal=True, window=(7, 0))),
     Case("window_two_sided", SMALL, make=_mask(window=(5, 3))),
     Case("window_open_left", SMALL, make=_mask(window=(None, 2)), tags=SLOW),
-    Case("chunk", SMALL, make=_mask(causal=True, chunk_size=8)),
-    Case("prefix", SMALL, make={"mask": _prefix}),
-    Case("segments", SMALL, make=_segments(causal=True), tags=frozenset({"smoke"})),
+    Case("chunk", SMALL, make=_mask(causal=True, chunk_size=8), tags=KERNELS),
+    Case("prefix", SMALL, make={"mask": _prefix}, tags=KERNELS),
+    Case("segments", SMALL, make=_segments(causal=True), tags=KERNELS | {"smoke"}),
     Case("segments_window", SMALL, make=_segments(causal=True, window=(4, 0)), tags=SLOW),
     Case("segments_full", SMALL, make=_segments(), tags=SLOW),
     Case("segments_chunk", SMALL, make=_segments(causal=True, chunk_size=5)),
@@ -113,14 +115,14 @@ CASES = (
     Case("dense_mask", SMALL, make={"mask": _dense}),
     Case("dense_mask_per_head", CROSS, make={"mask": _dense_per_head}, tags=SLOW),
     Case("one_query", {**CROSS, "T": 1}, arrays=("bias",), make=_mask(causal=True, window=(20, 0))),
-    Case("value_width", {**SMALL, "H": 24, "Hv": 16}, make=_mask(causal=True)),
+    Case("value_width", {**SMALL, "H": 24, "Hv": 16}, make=_mask(causal=True), tags=KERNELS),
     Case("scale", SMALL, options={"softmax_scale": 0.7}, make=_mask(causal=True)),
     Case("soft_cap", SMALL, options={"logits_soft_cap": 1.5}, make=_mask(causal=True)),
     Case("bias", SMALL, arrays=("bias",), make=_mask(causal=True)),
-    Case("bias_per_head", CROSS, arrays=("bias",), shapes={"bias": (1, 4, 29, 53)}),
+    Case("bias_per_head", CROSS, arrays=("bias",), shapes={"bias": (1, 4, 29, 53)}, tags=KERNELS),
     Case("bias_per_key", SMALL, arrays=("bias",), shapes={"bias": (2, 1, 1, 37)}, tags=SLOW),
     Case("sinks", {**SMALL, "sinks": 1}, arrays=("softmax_aux",), make=_mask(causal=True, window=(7, 0))),
-    Case("several_sinks", {**SMALL, "sinks": 3}, arrays=("softmax_aux",), make={"mask": _dense}),
+    Case("several_sinks", {**SMALL, "sinks": 3}, arrays=("softmax_aux",), make={"mask": _dense}, tags=KERNELS),
     Case("alibi", SMALL, arrays=("alibi_slopes",), shapes={"alibi_slopes": (1, 4)}, make=_mask(causal=True)),
     Case("alibi_per_row", CROSS, arrays=("alibi_slopes",), tags=SLOW),
     Case("dropout", SMALL, options={"dropout_prob": 0.3}, make={**_mask(causal=True), "dropout_seed": _seed}),
@@ -130,7 +132,7 @@ CASES = (
         options={"logits_soft_cap": 2.0, "softmax_scale": 0.4, "dropout_prob": 0.2},
         arrays=("bias", "softmax_aux", "alibi_slopes"),
         make={**_permuted(causal=True, window=(11, 0)), "dropout_seed": _seed},
-        tags=frozenset({"smoke"}),
+        tags=KERNELS | {"smoke", "code"},
     ),
     Case(
         "causal_8k",
@@ -142,7 +144,7 @@ CASES = (
         "causal_32k_gqa",
         {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
         make=_mask(causal=True),
-        tags=frozenset({"bench"}),
+        tags=frozenset({"bench", "code"}),
     ),
     Case(
         "window_4k_of_32k",

@@ -37,7 +37,8 @@ LANES = 128
 # A padded key lies beyond every position that there is.
 _BEYOND = 2**30
 _VMEM_BYTES = 48 * 2**20
-_SMEM_BYTES = 768 * 2**10
+# Of scalar memory, for the list of pairs.
+_SMEM_BYTES = 640 * 2**10
 
 
 # -- pairs of blocks --------------------------------------------------------------------------------------------------
@@ -232,22 +233,21 @@ def _call(
         scalars["seeds"] = lax.bitcast_convert_type(jnp.broadcast_to(dropout_seed, (B, N)), jnp.int32).reshape(-1)
 
     inputs.append(_Input("query", _heads_first(query, bq), (None, None, bq, H), lambda b, n, i, j: (b, n, i, 0)))
-    inputs.append(_Input("key", _heads_first(key, bk), (None, None, bk, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0)))
-    inputs.append(_Input("value", _heads_first(value, bk), (None, None, bk, Hv), lambda b, n, i, j: (b, lax.div(n, G), j, 0)))
+    inputs.append(
+        _Input("key", _heads_first(key, bk), (None, None, bk, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0))
+    )
+    inputs.append(
+        _Input("value", _heads_first(value, bk), (None, None, bk, Hv), lambda b, n, i, j: (b, lax.div(n, G), j, 0))
+    )
+
+    def vector(name: str, x: Any, block: int, of_queries: bool, beyond: int = 0) -> None:
+        x = _pad(jnp.asarray(x, jnp.int32)[:, None], 2, block, beyond)
+        rows = x.shape[0] > 1
+        inputs.append(_Input(name, x, (None, 1, block), lambda b, n, i, j: (b * rows, 0, i if of_queries else j)))
 
     def vectors(name: str, of_queries: Any, of_keys: Any, beyond: int) -> None:
-        q, k = (jnp.asarray(x, jnp.int32)[:, None] for x in (of_queries, of_keys))
-        inputs.append(
-            _Input(f"q_{name}", _pad(q, 2, bq), (None, 1, bq), lambda b, n, i, j, one=len(q) == 1: (0 if one else b, 0, i))
-        )
-        inputs.append(
-            _Input(
-                f"k_{name}",
-                _pad(k, 2, bk, beyond),
-                (None, 1, bk),
-                lambda b, n, i, j, one=len(k) == 1: (0 if one else b, 0, j),
-            )
-        )
+        vector(f"q_{name}", of_queries, bq, True)
+        vector(f"k_{name}", of_keys, bk, False, beyond)
 
     if plan.placed:
         vectors("positions", mask.q_positions, mask.kv_positions, _BEYOND)
@@ -270,7 +270,7 @@ def _call(
 
     whole = spans(mask, T, S, bq, bk)
     queries, keys = -(-T // bq), -(-S // bk)
-    most = _most(mask, plan, queries, keys)
+    most = _most(mask, plan.placed, T, S, bq, bk)
     return _Call(
         plan,
         scalars,
@@ -283,14 +283,17 @@ def _call(
     )
 
 
-def _most(mask: MaskInfo, plan: _Plan, queries: int, keys: int) -> tuple[int, int]:
+def _most(mask: MaskInfo, placed: bool, T: int, S: int, block_q: int, block_k: int) -> tuple[int, int]:
     """Returns the most visits that a row can have, by queries and by keys: what the rules that are no data allow."""
-    if plan.placed:
-        return queries * keys, queries * keys
-    rules = MaskInfo(causal=mask.causal and not plan.prefix, window=mask.window, chunk_size=mask.chunk_size)
-    found = spans(rules, plan.T, plan.S, plan.block_q, plan.block_k)
-    most = [int(np.maximum(x[..., LAST] - x[..., FIRST], 1).sum()) for x in found]
-    return most[0], most[1]
+    if placed:
+        pairs = -(-T // block_q) * -(-S // block_k)
+        return pairs, pairs
+    causal = mask.causal and mask.prefix_lengths is None
+    rules = MaskInfo(causal=causal, window=mask.window, chunk_size=mask.chunk_size)
+    by_queries, by_keys = (
+        int(np.maximum(x[..., LAST] - x[..., FIRST], 1).sum()) for x in spans(rules, T, S, block_q, block_k)
+    )
+    return by_queries, by_keys
 
 
 def _of_pairs(name: str, x: jax.Array, block_q: int, block_k: int) -> _Input:
@@ -749,11 +752,32 @@ def _config(forward: tuple[int, int], backward: tuple[int, int]) -> FlashAttenti
 
 
 def heuristic(call: Call, platform: str) -> FlashAttentionConfig:
+    # The longer the sequence, the larger the blocks, so that the list of pairs stays in scalar memory.
+    if call.dims["T"] * call.dims["S"] > 2**36:
+        return _config((1024, 1024), (1024, 1024))
     return _config((512, 1024), (512, 512))
 
 
 def candidates(call: Call) -> list[FlashAttentionConfig]:
-    return [heuristic(call, "tpu")]
+    sizes = [(256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (512, 2048)]
+    found = [_config(size, other) for size, other in zip(sizes, [(256, 512), *sizes[1:5], (1024, 512)], strict=True)]
+    return list(dict.fromkeys([heuristic(call, "tpu"), *found]))
+
+
+def rejects(call: Call) -> str | None:
+    cfg, dims = heuristic(call, "tpu"), call.dims
+    mask = MaskInfo() if call.mask is None else call.mask
+    rules = MaskInfo(causal=mask.causal and mask.prefix_lengths is None, window=mask.window)
+    rows = max([1, *(getattr(mask, name).shape[0] for name in mask.data_fields if name != "attention_mask")])
+    for params in (cfg.fwd_params, cfg.bwd_params):
+        bq, bk = _fitted(dims["T"], params.q_blocksize), _fitted(dims["S"], params.kv_blocksize)
+        most = max(_most(rules, mask.q_positions is not None, dims["T"], dims["S"], bq, bk))
+        if 4 * most * rows > _SMEM_BYTES:
+            return (
+                f"the {most:,} pairs of blocks of {rows} rows take {4 * most * rows / 2**10:,.0f} KiB of scalar memory, and "
+                f"there are {_SMEM_BYTES >> 10}; split the sequence over devices (ring_attention), or the batch"
+            )
+    return None
 
 
 op.register(
@@ -762,6 +786,7 @@ op.register(
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     features=FEATURES,
+    rejects=rejects,
     heuristic=heuristic,
     candidates=candidates,
 )
