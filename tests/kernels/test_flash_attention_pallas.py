@@ -94,6 +94,20 @@ CALLS = {
             "alibi_slopes": jnp.abs(made(2, 2)),
         },
     ),
+    # Padded keys have no segment that would tell them from others, and no query hides what lies after it.
+    "any order": (
+        2,
+        200,
+        200,
+        16,
+        {
+            "mask": MaskInfo(
+                window=(40, None),
+                q_positions=jnp.asarray(np.random.default_rng(0).permutation(200)[None], jnp.int32),
+                kv_positions=jnp.asarray(np.random.default_rng(1).permutation(200)[None], jnp.int32),
+            )
+        },
+    ),
     "chunks": (1, 390, 390, 16, {"mask": MaskInfo(causal=True, chunk_size=130)}),
     "nothing masked": (1, 256, 256, 16, {}),
     "dense": (1, 260, 150, 16, {"mask": MaskInfo(attention_mask=made(1, 2, 260, 150) > 0.2)}),
@@ -195,7 +209,10 @@ def test_visits_are_the_pairs_of_each_row(name):
 
 def test_rules_bound_the_pairs_of_a_traced_mask():
     plan = pallas_tpu._call(
-        *(made(1, 1024, 1, 16),) * 3, MASKS["segments"].replace(window=(100, 0)), *(None,) * 6, 0.0, SMALLEST.fwd_params
+        *(made(1, 1024, 1, 16),) * 3,
+        MASKS["segments"].replace(window=(100, 0)),
+        *((None,) * 6 + (0.0,)),
+        SMALLEST.fwd_params,
     )
     visits = plan.by_queries()
     alone = spans(MaskInfo(causal=True, window=(100, 0)), 1024, 1024, 128, 128)[0]

@@ -112,7 +112,6 @@ class _Plan:
     T: int
     S: int
     N: int
-    K: int
     scale: float
     cap: float | None
     dropout: float
@@ -176,45 +175,36 @@ def _per_query(x: jax.Array, block: int, value: Any = 0) -> jax.Array:
     return _pad(x.swapaxes(1, 2)[:, :, None], 3, block, value)
 
 
-def _fitted(length: int, block: int) -> int:
-    """Returns the size of the blocks that share a length evenly, none of them larger than asked for."""
-    even = -(-length // -(-length // block))
-    return -(-even // LANES) * LANES
+def _blocks(params: FwdParams, T: int, S: int) -> tuple[int, int]:
+    """Returns the sizes of the blocks that share each length evenly, none of them larger than asked for."""
+    sizes = []
+    for length, block in ((T, params.q_blocksize), (S, params.kv_blocksize)):
+        if block is None or block % LANES:
+            raise ValueError(f"block sizes of queries and keys must be multiples of {LANES} on a TPU, got {params}")
+        even = -(-length // -(-length // block))
+        sizes.append(-(-even // LANES) * LANES)
+    return sizes[0], sizes[1]
 
 
-def _call(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    softmax_aux,
-    alibi_slopes,
-    dropout_seed,
-    softmax_scale,
-    logits_soft_cap,
-    dropout_prob,
-    params,
-) -> _Call:
+def _call(query, key, value, mask, options, params) -> _Call:
+    bias, softmax_aux, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob = options
     (B, T, N, H), (S, K, Hv) = query.shape, (key.shape[1], key.shape[2], value.shape[3])
-    bq, bk = (_fitted(n, b) for n, b in ((T, params.q_blocksize), (S, params.kv_blocksize)))
+    bq, bk = _blocks(params, T, S)
     G = N // K
     mask = MaskInfo() if mask is None else mask.resolved()
-    causal = mask.causal
     plan = _Plan(
-        bq,
-        bk,
-        T,
-        S,
-        N,
-        K,
-        1 / math.sqrt(H) if softmax_scale is None else softmax_scale,
-        logits_soft_cap,
-        dropout_prob,
-        causal,
-        mask.window or (None, None),
+        block_q=bq,
+        block_k=bk,
+        T=T,
+        S=S,
+        N=N,
+        scale=1 / math.sqrt(H) if softmax_scale is None else softmax_scale,
+        cap=logits_soft_cap,
+        dropout=dropout_prob,
+        causal=mask.causal,
+        window=mask.window or (None, None),
         placed=mask.q_positions is not None,
-        prefix=causal and mask.prefix_lengths is not None,
+        prefix=mask.causal and mask.prefix_lengths is not None,
         ids=(mask.q_segment_ids is not None) + (mask.chunk_size is not None),
         dense=mask.attention_mask is not None,
         bias=bias is not None,
@@ -222,7 +212,7 @@ def _call(
         sinks=softmax_aux is not None,
     )
     scalars, inputs = {}, []
-    if plan.prefix:
+    if mask.causal and mask.prefix_lengths is not None:
         scalars["prefix"] = jnp.broadcast_to(mask.prefix_lengths, (B,)).astype(jnp.int32)
     if alibi_slopes is not None:
         scalars["slopes"] = jnp.broadcast_to(alibi_slopes.astype(jnp.float32), (B, N)).reshape(-1)
@@ -257,7 +247,8 @@ def _call(
         vectors(f"ids{ids}", jnp.where(mask.q_segment_ids < 0, -2, mask.q_segment_ids), mask.kv_segment_ids, -1)
         ids += 1
     if mask.chunk_size is not None:
-        vectors(f"ids{ids}", *(p // mask.chunk_size for p in mask.positions(T, S)), -1)
+        q_at, k_at = mask.positions(T, S)
+        vectors(f"ids{ids}", q_at // mask.chunk_size, k_at // mask.chunk_size, -1)
     for name, x in (("bias", bias), ("dense", mask.attention_mask)):
         if x is None:
             continue
@@ -354,8 +345,8 @@ def _visible(plan: _Plan, refs: dict[str, Any], at: _Step, i: Any, j: Any) -> An
         limit = i
         if plan.prefix:
             limit = jnp.maximum(i, refs["prefix"][at.b] - 1)
-        left_open = jnp.full_like(i, _BEYOND - 1 if plan.placed else plan.S - 1)
-        limit = jnp.minimum(limit, left_open) if plan.causal else left_open
+        end = jnp.full_like(i, _BEYOND - 1 if plan.placed else plan.S - 1)
+        limit = jnp.minimum(limit, end) if plan.causal else end
         if plan.window[1] is not None:
             limit = jnp.minimum(limit, i + plan.window[1])
         seen.append(j <= limit)
@@ -379,19 +370,21 @@ class _Tile(NamedTuple):
 
 def _tile(plan: _Plan, refs: dict[str, Any], at: _Step, masked: bool) -> _Tile:
     x = _dot(refs["key"][...], refs["query"][...], 1, 1) * plan.scale
-    bend = distance = keep = i = j = None
+    bend = distance = keep = None
     if plan.cap is not None:
         bent = jnp.tanh(x / plan.cap)
         x, bend = plan.cap * bent, 1 - bent * bent
-    if masked or plan.alibi or plan.dropout:
-        i, j = _positions(plan, refs, at)
     if plan.bias:
         x = x + refs["bias"][...].astype(jnp.float32)
+    if not (masked or plan.alibi or plan.dropout):
+        return _Tile(x, bend, distance, keep)
+    i, j = _positions(plan, refs, at)
+    head = at.b * plan.N + at.n
     if plan.alibi:
         distance = jnp.abs(i - j).astype(jnp.float32)
-        x = x - refs["slopes"][at.b * plan.N + at.n] * distance
+        x = x - refs["slopes"][head] * distance
     if plan.dropout:
-        keep = _keep(refs["seeds"][at.b * plan.N + at.n], i, j, plan.dropout)
+        keep = _keep(refs["seeds"][head], i, j, plan.dropout)
     if masked:
         x = jnp.where(_visible(plan, refs, at, i, j), x, -jnp.inf)
     return _Tile(x, bend, distance, keep)
@@ -626,7 +619,7 @@ def forward(
 ):
     (B, T, N, _), Hv = query.shape, value.shape[3]
     options = (bias, softmax_aux, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob)
-    call = _call(query, key, value, mask, *options, cfg.fwd_params)
+    call = _call(query, key, value, mask, options, cfg.fwd_params)
     bq, rows = call.plan.block_q, call.inputs[0].array.shape[2]
     out, lse = _launch(
         flash_attention_fwd_kernel,
@@ -660,7 +653,7 @@ def backward(
 ):
     (B, T, N, H), (S, K, Hv) = query.shape, (key.shape[1], key.shape[2], value.shape[3])
     options = (bias, softmax_aux, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob)
-    call = _call(query, key, value, mask, *options, cfg.bwd_params)
+    call = _call(query, key, value, mask, options, cfg.bwd_params)
     bq, bk, G = call.plan.block_q, call.plan.block_k, call.G
     # A query with no key gives nothing, whatever the cotangents of its infinite lse may be: its weights are exp(-inf).
     some = saved.lse > -jnp.inf
@@ -770,7 +763,7 @@ def rejects(call: Call) -> str | None:
     rules = MaskInfo(causal=mask.causal and mask.prefix_lengths is None, window=mask.window)
     rows = max([1, *(getattr(mask, name).shape[0] for name in mask.data_fields if name != "attention_mask")])
     for params in (cfg.fwd_params, cfg.bwd_params):
-        bq, bk = _fitted(dims["T"], params.q_blocksize), _fitted(dims["S"], params.kv_blocksize)
+        bq, bk = _blocks(params, dims["T"], dims["S"])
         most = max(_most(rules, mask.q_positions is not None, dims["T"], dims["S"], bq, bk))
         if 4 * most * rows > _SMEM_BYTES:
             return (
