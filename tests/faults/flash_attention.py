@@ -56,14 +56,20 @@ FAULTS = (
     Fault(
         "Pallas: pairs that are masked in part taken as full",
         PALLAS,
-        "full = active & (other >= of(span[..., FULL_FIRST])) & ",
-        "full = active & (other >= of(first)) & ",
-        f"{BLOCKS} -k window",
+        "full = active & (other >= of(span[..., FULL_FIRST])) & (other < of(span[..., FULL_LAST]))",
+        "full = active",
+        f"{BLOCKS} -k documents",
     ),
     Fault(
-        "Pallas: output not rescaled", PALLAS, "turned[...] * rescale + _dot", "turned[...] + _dot", on_pallas("long")
+        "Pallas: output not rescaled",
+        PALLAS,
+        "turned[...] * rescale + _dot",
+        "turned[...] + _dot",
+        f"{BLOCKS} -k documents",
     ),
-    Fault("Pallas: denominator not rescaled", PALLAS, "total[...] * rescale + ", "total[...] + ", on_pallas("long")),
+    Fault(
+        "Pallas: denominator not rescaled", PALLAS, "total[...] * rescale + ", "total[...] + ", f"{BLOCKS} -k documents"
+    ),
     Fault(
         "Pallas: sinks counted twice",
         PALLAS,
