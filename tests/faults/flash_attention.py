@@ -123,8 +123,8 @@ FAULTS = (
     Fault(
         "Pallas: a shared bias takes the pairs of some rows",
         PALLAS,
-        "last = span[..., LAST].max(0)",
-        "last = span[..., LAST].min(0)",
+        "span[..., FIRST], 2**30).min(0)",
+        "span[..., FIRST], 2**30).max(0)",
         f"{BLOCKS} -k shared",
     ),
     Fault(
