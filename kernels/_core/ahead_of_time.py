@@ -52,7 +52,7 @@ __all__ = [
 # Compute capabilities: A100; H100 and H200.
 CUDA_TARGETS = (80, 90)
 # The smallest slice of each generation whose host has every chip.
-TPU_TOPOLOGIES = ("v5e:2x4", "v5p:2x2x1", "v6e:2x2")
+TPU_TOPOLOGIES = ("v5e:2x4", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
 # -- what to check ----------------------------------------------------------------------------------------------------

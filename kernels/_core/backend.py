@@ -27,7 +27,8 @@ class Case:
       shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or function of dims
         that gives it (a width that is a sum of two).
       tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick
-        tests), "bench" (timed on accelerators, too large for tests on a CPU).
+        tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (where any case has it: only these are
+        interpreted in the quick tests, for backends that need an interpreter).
     """
 
     name: str

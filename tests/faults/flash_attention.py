@@ -14,6 +14,15 @@ def _triton(case):
     return f"tests/test_ops.py -k flash_attention-{case}-float32-triton"
 
 
+PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
+PALLAS_BLOCKS = "tests/kernels/test_flash_attention_pallas.py"
+
+
+def on_pallas(case: str) -> str:
+    """Returns the test of a case on the Pallas kernels."""
+    return f"tests/test_ops.py -k 'flash_attention-{case}-float32-pallas_tpu'"
+
+
 FAULTS = (
     Fault("mask off by one", MASKS, "        below = j <= i\n", "        below = j < i\n", FLASH),
     Fault("window one key wider", MASKS, "seen &= j >= i - left", "seen &= j >= i - left - 1", FLASH),
@@ -133,5 +142,125 @@ FAULTS = (
         "jnp.where((largest < SMALLEST) & (delta[..., None] != 0), SMALLEST * first, wide)",
         "wide",
         "tests/kernels/test_flash_attention_cudnn.py",
+    ),
+    Fault(
+        "Pallas: a block too many skipped",
+        PALLAS,
+        "there & (other < of(last))",
+        "there & (other < of(last) - 1)",
+        on_pallas("long"),
+    ),
+    Fault(
+        "Pallas: a pair left out at the end",
+        PALLAS,
+        "there = step < total",
+        "there = step < total - 1",
+        f"{PALLAS_BLOCKS} -k visits",
+    ),
+    Fault(
+        "Pallas: pairs that are masked in part taken as full",
+        PALLAS,
+        "full = active & (other >= of(span[..., FULL_FIRST])) & (other < of(span[..., FULL_LAST]))",
+        "full = active",
+        f"{PALLAS_BLOCKS} -k documents",
+    ),
+    Fault(
+        "Pallas: output not rescaled",
+        PALLAS,
+        "turned[...] * rescale + _dot",
+        "turned[...] + _dot",
+        f"{PALLAS_BLOCKS} -k documents",
+    ),
+    Fault(
+        "Pallas: denominator not rescaled",
+        PALLAS,
+        "total[...] * rescale + ",
+        "total[...] + ",
+        f"{PALLAS_BLOCKS} -k documents",
+    ),
+    Fault(
+        "Pallas: sinks counted twice",
+        PALLAS,
+        "1.0 if plan.sinks else 0.0",
+        "2.0 if plan.sinks else 0.0",
+        f"{PALLAS_BLOCKS} -k window",
+    ),
+    Fault(
+        "Pallas: gradients of keys are those of the last head of a group",
+        PALLAS,
+        "@pl.when(at.has(_BEGINS) & (group == 0))",
+        "@pl.when(at.has(_BEGINS))",
+        on_pallas("long"),
+    ),
+    Fault(
+        "Pallas: a query head reads the keys of another group",
+        PALLAS,
+        "(b, lax.div(n, G), j, 0)",
+        "(b, lax.rem(n, K), j, 0)",
+        on_pallas("long"),
+    ),
+    Fault(
+        "Pallas: delta, and with it the cotangent of lse, dropped",
+        PALLAS,
+        'dp - refs["delta"][...]',
+        "dp",
+        on_pallas("long"),
+    ),
+    Fault("Pallas: tail of keys unmasked", PALLAS, " or self.S % self.block_k > 0", "", on_pallas("bias_per_head")),
+    Fault(
+        "Pallas: window one key narrower",
+        PALLAS,
+        "seen.append(j >= i - ",
+        "seen.append(j > i - ",
+        f"{PALLAS_BLOCKS} -k window",
+    ),
+    Fault(
+        "Pallas: prefix hidden",
+        PALLAS,
+        'limit = jnp.maximum(i, refs["prefix"][at.b] - 1)',
+        "limit = i",
+        on_pallas("prefix"),
+    ),
+    Fault(
+        "Pallas: rows without a key get gradients",
+        PALLAS,
+        "jnp.where(some, saved.lse, jnp.inf)",
+        "saved.lse",
+        f"{PALLAS_BLOCKS} -k documents",
+    ),
+    Fault(
+        "Pallas: a shared bias takes the pairs of some rows",
+        PALLAS,
+        "span[..., FIRST], 2**30).min(0)",
+        "span[..., FIRST], 2**30).max(0)",
+        f"{PALLAS_BLOCKS} -k shared",
+    ),
+    Fault(
+        "Pallas: all rows drop the same weights",
+        PALLAS,
+        'refs["seeds"][head]',
+        'refs["seeds"][at.n]',
+        on_pallas("together"),
+    ),
+    Fault(
+        "Pallas: dropout missing in the backward",
+        PALLAS,
+        "dp if keep is None else dp * keep",
+        "dp",
+        on_pallas("together"),
+    ),
+    Fault(
+        "Pallas: slope of the soft cap dropped",
+        PALLAS,
+        "ds if bend is None else ds * bend",
+        "ds",
+        on_pallas("together"),
+    ),
+    Fault(
+        "Pallas: products of float32 in bfloat16",
+        PALLAS,
+        "lax.Precision.HIGHEST if a.dtype",
+        "None if a.dtype",
+        f"{PALLAS_BLOCKS} -k float32",
     ),
 )

@@ -1,5 +1,6 @@
 """Flash attention: its contract against loops and finite differences, its blocks, its public functions, its refusals."""
 
+import contextlib
 import functools
 import math
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from kernels._core.binding import is_float_array
 from kernels._core.config import BwdParams, FwdParams
+from kernels._core.interpret import interpret
 from kernels._core.masks import MaskInfo
 from kernels.ops.flash_attention import (
     FlashAttentionConfig,
@@ -131,8 +133,8 @@ def test_the_block_size_is_not_in_the_numbers(name):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), run(blocks(q, k)), wanted)
 
 
-@pytest.mark.parametrize("name", ["cross_causal", "together"])
-def test_keys_in_two_parts_with_the_global_lse_give_the_gradients_of_the_whole(name):
+@pytest.mark.parametrize(("name", "platform"), [("cross_causal", "xla"), ("together", "xla"), ("together", "pallas")])
+def test_keys_in_two_parts_with_the_global_lse_give_the_gradients_of_the_whole(name, platform):
     """What a ring does: each part's backward gets the lse and delta of the whole, never its own."""
     given = op.case_inputs(next(c for c in CASES if c.name == name))
     given.pop("softmax_aux", None)  # a ring joins the sinks itself, once
@@ -164,7 +166,8 @@ def test_keys_in_two_parts_with_the_global_lse_give_the_gradients_of_the_whole(n
     d_out = jnp.asarray(np.random.default_rng(5).standard_normal(out.shape), jnp.float32)
     (whole,) = jax.vjp(lambda f: op(**f, **rest)[0], floats)[1](d_out)
     saved = {"d_out": d_out, "lse": lse, "delta": jnp.sum(d_out * out, axis=-1)}
-    first, second = (op.backward(saved, **h) for h in halves)
+    with interpret() if platform != "xla" else contextlib.nullcontext():
+        first, second = (op.backward(saved, **h, platform=platform) for h in halves)
     for n, wanted in whole.items():
         dim = {"key": 1, "value": 1, "bias": 3}.get(n)
         got = first[n] + second[n] if dim is None else jnp.concatenate([first[n], second[n]], dim)

@@ -106,7 +106,7 @@ def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bflo
     from kernels._core.target import compile_for
     from kernels.ops.grouped_matmul import triton_gpu as gpu
 
-    names, launch = [], gpu.triton_launch
+    names, launch, backend = [], gpu.triton_launch, op.backends["triton_gpu"]
 
     def recorded(kernel, *args, **named):
         names.append(kernel.fn.__name__)
@@ -126,8 +126,8 @@ def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bflo
         cfg = GroupedMatmulConfig(*(replace(t, specialised=specialised) for t in (cfg.forward, cfg.d_lhs, cfg.d_rhs)))
 
     def both(given, d):
-        gpu.forward(**given, **options, cfg=cfg)
-        return gpu.backward(SimpleNamespace(d_out=d), **given, **options, cfg=cfg)
+        backend.forward(**given, **options, cfg=cfg)
+        return backend.backward(SimpleNamespace(d_out=d), **given, **options, cfg=cfg)
 
     with monkeypatch.context() as patch, compile_for(target):
         patch.setattr(gpu, "triton_launch", recorded)
