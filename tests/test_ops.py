@@ -30,8 +30,8 @@ def _rows():
                 quick &= "slow" not in case.tags
                 # The backends side by side: the truth that they are compared with is the same.
                 for backend in op.backends.values():
-                    # Kernels are slow to interpret, so an operation of many cases may say which are for them.
-                    left_out = chosen and "cpu" not in backend.platforms and "kernels" not in case.tags
+                    # Pallas is slow to interpret, so an operation of many cases may say which are for it.
+                    left_out = chosen and backend.toolchain == "pallas" and "kernels" not in case.tags
                     marks = () if quick and not left_out else (pytest.mark.slow,)
                     name = f"{op.name}-{case.name}-{dtype}-{backend.name}"
                     yield pytest.param(op, backend, case, dtype, marks=marks, id=name)
