@@ -93,9 +93,10 @@ def body(sources: Sources, path: str, *names: str) -> Cost:
 
 def operation(s: Sources) -> Cost:
     # A model that uses it is not part of it, nor is a peer to compare it with.
-    own = r"^kernels/(ops/)?gated_mlp/"
+    folder = r"^kernels/(ops/)?gated_mlp/"
+    own = rf"{folder}(?!triton_gpu|pallas_tpu)"  # other backends have a row of their own
     return whole(s, own) + naming(
-        s, r"\bgated_mlp", r"^(kernels|ejdist)/", rf"{own}|^ejdist/models/|^ejdist/(bound|operations)"
+        s, r"\bgated_mlp", r"^(kernels|ejdist)/", rf"{folder}|^ejdist/models/|^ejdist/(bound|operations)"
     )
 
 
