@@ -28,6 +28,8 @@ SPILLS = {
     # Tiles are those of Hopper, which reads them without registers; here the addresses of two of them are held beside the sums.
     ("grouped_matmul", "qwen3_gate_up", 80): 192,
     ("grouped_matmul", "qwen3_down", 80): 352,
+    # Of the gradient of the matrices: a warp that writes keeps addresses there, and reads them once for 64 columns of a tile.
+    ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
 }
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # what a block may have

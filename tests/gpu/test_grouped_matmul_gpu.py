@@ -72,7 +72,6 @@ def test_numbers_of_specialised_warps(specialised, D, F, transposed, dtype):
             want = exact(wide, jnp.where(mine, d, 0).astype(jnp.float32))
             floats["lhs"], d = jnp.where(mine, floats["lhs"], jnp.nan), jnp.where(mine, d, jnp.nan)
             made = jax.jit(functools.partial(run, "triton", cfg, sizes, offset, transposed)).lower(floats, d).compile()
-            assert made.as_text().count("specialised_") >= 3, "another kernel"
             for again in range(3):
                 poison = [jnp.full(x.shape, jnp.nan, dtype) for x in want.values()]
                 jax.block_until_ready(poison)

@@ -170,7 +170,7 @@ def test_nothing_is_specialised_where_kernels_are_interpreted(monkeypatch):
 @pytest.mark.parametrize("specialised", ["wide", pytest.param("tall", marks=pytest.mark.slow)])
 def test_specialised_warps_are_compiled(specialised, transposed):
     """Columns that end in half of a tile, so that all bodies are there; registers are those that the kernels share out. What
-    spills here is 13 values of a whole tile at most; models' shapes, in tests/test_code.py, spill nothing."""
+    spills is 13 values at most: SPILLS of tests/test_code.py says where."""
 
     def both(lhs, rhs, sizes):
         def forward(lhs, rhs):
