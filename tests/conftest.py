@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from shared import once
 
-if not any("gpu" in argument for argument in sys.argv):
+if any("gpu" in argument for argument in sys.argv):
+    os.environ["EJDIST_TESTS_ON_GPU"] = "1"  # workers have other arguments
+if "EJDIST_TESTS_ON_GPU" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"
     given = os.environ.get("XLA_FLAGS", "")
     flags = {"xla_force_host_platform_device_count": 8}

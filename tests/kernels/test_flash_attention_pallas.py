@@ -211,7 +211,7 @@ def test_rules_bound_the_pairs_of_a_traced_mask():
     plan = pallas_tpu._call(
         *(made(1, 1024, 1, 16),) * 3,
         MASKS["segments"].replace(window=(100, 0)),
-        *((None,) * 6 + (0.0,)),
+        (None,) * 6 + (0.0,),
         SMALLEST.fwd_params,
     )
     visits = plan.by_queries()
