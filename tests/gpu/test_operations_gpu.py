@@ -48,8 +48,10 @@ def off(op, backend, case, dtype, cfg=None):
     """Returns what is farther from the contract in float32 than twice its own rounding, by name."""
     arguments = inputs(op, backend, case, dtype)
     exact = {k: v.astype(jnp.float32) if is_float_array(v) else v for k, v in arguments.items()}
-    truth, true_gradients, d = value_and_gradients(op.function, exact, None, op.no_gradient)
-    rounded, rounded_gradients, _ = value_and_gradients(op.function, arguments, d, op.no_gradient)
+    # A contract says what is meant, not how: on a GPU its products of float32 would be rounded to tf32.
+    with jax.default_matmul_precision("highest"):
+        truth, true_gradients, d = value_and_gradients(op.function, exact, None, op.no_gradient)
+        rounded, rounded_gradients, _ = value_and_gradients(op.function, arguments, d, op.no_gradient)
     run = functools.partial(op, platform=backend, cfg=cfg)
     got, gradients, _ = value_and_gradients(lambda **a: run(**a), arguments, d, op.no_gradient)
     rows = [*zip(op.outputs, got, truth, rounded)]
