@@ -81,7 +81,7 @@ def test_for_cuda(op, backend, case, dtype, target):
     assert names[0], "the forward has no kernel"
     assert names[-1][: len(names[0])] == names[0], names
     assert len(names) == 1 or len(names[1]) > len(names[0]), f"the backward has no kernel of its own: {names[1]}"
-    assert set(names[-1]) <= set(vars(sys.modules[backend.forward.__module__])), names
+    assert set(names[-1]) <= set(vars(sys.modules[f"{op.package}.{backend.name}"])), names
     for kernel in reports[-1]:
         assert re.search(rf"^\.target sm_{target}", kernel.ptx, re.M), kernel.name
         spilled = max(kernel.resources["spill_stores"], kernel.resources["spill_loads"])

@@ -36,10 +36,12 @@ def marks_of(op):
     return (pytest.mark.slow,) if op.name in BUILT_ON_ANOTHER else ()
 
 
+# Numbers are compared in float32; what has none (cuDNN) is transformed in tests of its own.
 ROWS = [
     pytest.param(op, b, id=f"{op.name}-{b.name}", marks=marks_of(op))
     for op in OPS.values()
     for b in op.backends.values()
+    if "float32" in b.dtypes
 ]
 each = pytest.mark.parametrize(("op", "backend"), ROWS)
 DIFFERENTIABLE = {name: op for name, op in OPS.items() if differentiable(op)}
@@ -228,7 +230,7 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
     exported = jax.export.export(jax.jit(run))({n: symbolic(n, x) for n, x in arrays.items()})
     close(exported.call(arrays), plain(op, None)(floats), 1e-6)
     for backend in op.backends.values():
-        if not backend.symbolic:
+        if not backend.symbolic and "float32" in backend.dtypes:
             with pytest.raises(Unsupported, match=r"needs the size of .* when it is compiled"):
                 jax.export.export(jax.jit(lambda a: op(**a, **rest, platform=backend.name)))(  # noqa: B023
                     {n: symbolic(n, x) for n, x in arrays.items()}

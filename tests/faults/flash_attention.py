@@ -7,11 +7,13 @@ FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 XLA = "kernels/ops/flash_attention/xla.py"
 BLOCKS = "kernels/_core/blocks.py"
 KERNELS = "kernels/ops/flash_attention/triton_kernels.py"
+GRADIENTS = "kernels/ops/flash_attention/triton_gradients.py"
+PARTS = "kernels/ops/flash_attention/triton_parts.py"
 CUDNN = "kernels/ops/flash_attention/cudnn_gpu.py"
 
 
 def _triton(case):
-    return f"tests/test_ops.py -k flash_attention-{case}-float32-triton"
+    return f"tests/test_ops.py -m 'slow or not slow' -k flash_attention-{case}-float32-triton"
 
 
 PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
@@ -73,51 +75,51 @@ FAULTS = (
     Fault("Triton: sink in units of e", KERNELS, "sink_ptr + n) * LOG2E", "sink_ptr + n)", _triton("several_sinks")),
     Fault(
         "Triton: a window one key narrower",
-        KERNELS,
+        PARTS,
         "seen & (k_at >= q_at - O.LEFT)",
         "seen & (k_at > q_at - O.LEFT)",
         _triton("window"),
     ),
-    Fault("Triton: keys past the last", KERNELS, "seen = kj < O.S", "seen = kj >= 0", _triton("full")),
+    Fault("Triton: keys past the last", PARTS, "seen = kj < O.S", "seen = kj >= 0", _triton("full")),
     Fault(
         "Triton: padding attends",
-        KERNELS,
+        PARTS,
         "(q_segment == k_segment) & (q_segment >= 0)",
         "(q_segment == k_segment)",
         _triton("padding"),
     ),
-    Fault("Triton: one head of a group", KERNELS, "for g in range(G):", "for g in range(1):", _triton("causal")),
+    Fault("Triton: one head of a group", GRADIENTS, "for g in range(G):", "for g in range(1):", _triton("causal")),
     Fault(
         "Triton: slope of the soft cap dropped for keys",
-        KERNELS,
+        GRADIENTS,
         "raw = p * (dp - delta[None, :]) * bend * O.SCALE",
         "raw = p * (dp - delta[None, :]) * O.SCALE",
         _triton("soft_cap"),
     ),
     Fault(
         "Triton: dropout missing in the gradient of the values",
-        KERNELS,
+        GRADIENTS,
         "dropped = p * keep\n",
         "dropped = p\n",
         _triton("dropout"),
     ),
     Fault(
         "Triton: a prefix does not soften the causal mask",
-        KERNELS,
+        PARTS,
         "below = below | (k_at < prefix)",
         "below = below | (k_at < 0)",
         _triton("prefix"),
     ),
     Fault(
         "Triton: the gradient of a broadcast bias of one row of the batch",
-        KERNELS,
+        GRADIENTS,
         "b_begin, b_end = 0, O.B",
         "b_begin, b_end = 0, 1",
         _triton("bias_per_head"),
     ),
     Fault(
         "Triton: a row without keys divides",
-        KERNELS,
+        PARTS,
         'tl.where(some, lse * LOG2E, float("inf"))',
         "lse * LOG2E",
         _triton("dense_mask"),

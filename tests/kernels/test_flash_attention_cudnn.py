@@ -114,6 +114,43 @@ def test_the_backward_of_a_part_of_the_keys():
         assert jnp.linalg.norm(d.astype(jnp.float32) - want[name]) < 1e-2 * jnp.linalg.norm(want[name]), name
 
 
+def loss(platform, window=None):
+    """Returns a function of query, key and value whose gradient takes cotangents of both outputs."""
+
+    def run(q, k, v):
+        options = {"causal": True, "sliding_window": window, "return_lse": True, "platform": platform}
+        out, lse = flash_attention(q, k, v, **options)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
+
+    return run
+
+
+def near(got, want):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
+        assert jnp.linalg.norm(g - w) < 2e-2 * jnp.linalg.norm(w)
+
+
+def test_vmap_scan_remat_shard_map_and_second_derivatives():
+    """As XLA's backend has them, in bfloat16."""
+    arrays, names = (QUERY, KEY, VALUE), (0, 1, 2)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def transformed(platform):
+        f = loss(platform, window=17)
+        gradient = jax.grad(f, names)
+        stacked = [jnp.stack([x, -x]) for x in arrays]
+        found = [jax.vmap(gradient)(*stacked), jax.grad(jax.checkpoint(f), names)(*arrays)]
+        found.append(jax.lax.scan(lambda c, x: (c + f(*x), gradient(*x)), jnp.float32(0), tuple(stacked)))
+        split = jax.shard_map(gradient, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+        found.append(split(*arrays))
+        return found, jax.grad(lambda q: jnp.sum(jnp.square(gradient(q, KEY, VALUE)[0].astype(jnp.float32))))(QUERY)
+
+    with interpret():
+        got = jax.jit(lambda: transformed("cudnn"))()
+    near(got, jax.jit(lambda: transformed("xla"))())
+
+
 def test_what_it_cannot_do_is_refused_by_name():
     x, other = jnp.zeros((1, 16, 2, 24), jnp.bfloat16), jnp.zeros((1, 8, 2, 24), jnp.bfloat16)
     for words, arrays, options in (

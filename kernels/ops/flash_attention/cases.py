@@ -77,8 +77,8 @@ def _prefix(rng, dims):
 
 
 def _documents(rng, dims):
-    """Returns a packed axis of documents of 4,096 tokens on average."""
-    cuts = np.sort(rng.choice(np.arange(1, dims["T"]), dims["T"] // 4096 - 1, replace=False))
+    """Returns a packed axis of documents of 4,096 tokens on average, two of them at least."""
+    cuts = np.sort(rng.choice(np.arange(1, dims["T"]), max(1, dims["T"] // 4096 - 1), replace=False))
     ids = np.searchsorted(cuts, np.arange(dims["T"]), side="right")[None]
     return MaskInfo.from_segments(jnp.asarray(ids, jnp.int32), causal=True)
 

@@ -17,13 +17,13 @@ from kernels._core.masks import MaskInfo
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
-from kernels.ops.flash_attention.triton_kernels import (
-    Options,
+from kernels.ops.flash_attention.triton_gradients import (
     bias_gradient_kernel,
-    forward_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
 )
+from kernels.ops.flash_attention.triton_kernels import forward_kernel
+from kernels.ops.flash_attention.triton_parts import Options
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 
 WIDEST = 256

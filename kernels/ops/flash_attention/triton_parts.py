@@ -1,0 +1,179 @@
+"""What the Triton kernels of flash attention are made of: what is compiled in, the logits of a block pair, reads and writes."""
+
+# Triton declares tensors where its compiler takes constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compiled into a kernel: sizes, strides in entries (0 where a dim is broadcast), and the meaning of the call.
+
+    Names are those of the contract; `THRESHOLD` and `FACTOR` are of the bits of dropout and of a weight that is kept.
+    """
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    HV: int
+    SCALE: float
+    CAP: float | None
+    CAUSAL: bool
+    LEFT: int | None
+    RIGHT: int | None
+    CHUNK: int | None
+    PREFIX: bool
+    SEGMENTS: bool
+    THRESHOLD: int
+    FACTOR: float
+    SPAN_BATCH: int
+    Q_AT_BATCH: int
+    K_AT_BATCH: int
+    Q_SEGMENT_BATCH: int
+    K_SEGMENT_BATCH: int
+    PREFIX_BATCH: int
+    DENSE_BATCH: int
+    DENSE_HEAD: int
+    DENSE_ROW: int
+    DENSE_COLUMN: int
+    BIAS_BATCH: int
+    BIAS_HEAD: int
+    BIAS_ROW: int
+    BIAS_COLUMN: int
+    SLOPE_BATCH: int
+    SEED_BATCH: int
+    SEED_HEAD: int
+    BLOCK_Q: int
+    BLOCK_K: int
+    BLOCK_H: int
+    BLOCK_V: int
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * tl.full([1], 0x85EBCA6B, tl.uint32)
+    x = (x ^ (x >> 13)) * tl.full([1], 0xC2B2AE35, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def kept(seed, i, j, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
+    """Returns 0 or FACTOR for positions i and j, two that broadcast: the bits of `dropout.py`."""
+    row = _mix(seed ^ _mix(i.to(tl.uint32) * tl.full([1], 0x9E3779B1, tl.uint32)))
+    bits = _mix(row ^ (j.to(tl.uint32) * tl.full([1], 0x85EBCA77, tl.uint32)))
+    return tl.where(bits >= tl.full([1], THRESHOLD, tl.uint32), FACTOR, 0.0)
+
+
+@triton.jit
+def _tanh(x):
+    # Of a large x the exponential is infinite, or 0, and the result 1, or -1.
+    return 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def positions_of(ptr, at, SHIFT: tl.constexpr, LENGTH: tl.constexpr):
+    """Returns the positions of the tokens `at`: the array's, or where there is none, counted."""
+    if ptr is None:
+        positions = at + SHIFT
+    else:
+        positions = tl.load(ptr + at, mask=at < LENGTH, other=0)
+    return positions
+
+
+@triton.jit
+def segments_of(ptr, at, LENGTH: tl.constexpr):
+    if ptr is None:
+        segments = at
+    else:
+        segments = tl.load(ptr + at, mask=at < LENGTH, other=-1)
+    return segments
+
+
+@triton.jit
+def _pair(ptr, qi, kj, ROW: tl.constexpr, COLUMN: tl.constexpr, T: tl.constexpr, S: tl.constexpr, other: tl.constexpr):
+    """Returns the entries of a dense array for queries qi and keys kj, two that broadcast."""
+    return tl.load(ptr + qi.to(tl.int64) * ROW + kj * COLUMN, mask=(qi < T) & (kj < S), other=other)
+
+
+@triton.jit
+def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O: tl.constexpr,
+            MASKED: tl.constexpr):  # fmt: skip
+    """Returns the logits of the products qk, in units of log 2, -inf where masked; and the slope of the soft cap, or 1.
+
+    Rows and columns are told by what qi, q_at, kj and k_at broadcast to, so that qk may lie either way.
+    """
+    bend = 1.0
+    if O.CAP is None:
+        x = qk * (O.SCALE * LOG2E)
+    else:
+        bent = _tanh(qk * (O.SCALE / O.CAP))
+        x = bent * (O.CAP * LOG2E)
+        bend = 1.0 - bent * bent
+    if bias_ptr is not None:
+        x += _pair(bias_ptr, qi, kj, O.BIAS_ROW, O.BIAS_COLUMN, O.T, O.S, 0.0).to(tl.float32) * LOG2E
+    if slope is not None:
+        x -= (slope * LOG2E) * tl.abs(q_at - k_at).to(tl.float32)
+    if MASKED:
+        seen = kj < O.S
+        if O.CAUSAL:
+            below = k_at <= q_at
+            if O.PREFIX:
+                below = below | (k_at < prefix)
+            seen = seen & below
+        if O.LEFT is not None:
+            seen = seen & (k_at >= q_at - O.LEFT)
+        if O.RIGHT is not None:
+            seen = seen & (k_at <= q_at + O.RIGHT)
+        if O.CHUNK is not None:
+            # Of positions below 0 the division would round up, not down.
+            low = (q_at >= 0) == (k_at >= 0)
+            i = tl.where(q_at >= 0, q_at, -1 - q_at)
+            j = tl.where(k_at >= 0, k_at, -1 - k_at)
+            seen = seen & low & (i // O.CHUNK == j // O.CHUNK)
+        if O.SEGMENTS:
+            seen = seen & (q_segment == k_segment) & (q_segment >= 0)
+        if dense_ptr is not None:
+            seen = seen & (_pair(dense_ptr, qi, kj, O.DENSE_ROW, O.DENSE_COLUMN, O.T, O.S, 0) != 0)
+        x = tl.where(seen, x, float("-inf"))
+    return x, bend
+
+
+@triton.jit
+def rows_of(ptr, at, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns [rows, BLOCK] of a row of the batch [LENGTH, heads, WIDTH] at the tokens `at` of a head; zeros past the ends."""
+    cols = tl.arange(0, BLOCK)
+    where = ptr + (at.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
+    mask = (at < LENGTH)[:, None]
+    if BLOCK != WIDTH:
+        mask = mask & (cols < WIDTH)[None, :]
+    return tl.load(where, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, x, at, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    where = ptr + (at.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
+    mask = (at < LENGTH)[:, None] & (cols < WIDTH)[None, :]
+    tl.store(where, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def statistics(lse_ptr, delta_ptr, at, n, O: tl.constexpr):
+    """Returns (lse in units of log 2, delta) of the rows `at`; of a row without a key, and past the last row, such that its
+    weights are zero, whatever its cotangents are."""
+    lse = tl.load(lse_ptr + at * O.N + n, mask=at < O.T, other=float("-inf"))
+    delta = tl.load(delta_ptr + at * O.N + n, mask=at < O.T, other=0.0)
+    some = lse > float("-inf")
+    return tl.where(some, lse * LOG2E, float("inf")), tl.where(some, delta, 0.0)
