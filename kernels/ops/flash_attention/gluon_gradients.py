@@ -7,7 +7,7 @@ have work while weights are made.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
-# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, not-iterable]
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.ops.flash_attention.gluon_parts import (
     BLOCK,
     BLOCK_OF_SUMS,
+    ROW,
     TILE,
     TILE_OF_SUMS,
     after,
-    ROW,
     positions_of,
     segments_of,
     tanh,
@@ -103,6 +103,14 @@ def _row(rows, index, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
+    """Begins the products of keys and queries; without a soft cap less lse."""
+    q_tiles, d_tiles, rows, full, free = ring
+    s = zeros if O.CAP is not None else _row(rows, 2 * stage, zeros.shape, zeros.type.layout)
+    return warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
 def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dk_ptr, dv_ptr, k_tile, v_tile,
                kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = O.N // O.K
@@ -134,14 +142,15 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
     mbarrier.wait(kv_full, 0)
     if steps > 0:
         mbarrier.wait(full.index(0), 0)
-        s = no_pair if O.CAP is not None else _row(rows, 0, SHAPE, PAIRS)
-        s = warpgroup_mma(k_tile, q_tiles.index(0).permute((1, 0)), s)
+        s = _logits(k_tile, ring, 0, no_pair, O)
+        delta = _row(rows, 1, SHAPE, PAIRS)
+        s = warpgroup_mma_wait(0, (s,))
         stage, phase = 0, 0
         m, n = first, head * G
         for i in range(steps):
             # The gradients of weights less delta, under which the weights are made.
-            dp = _row(rows, 2 * stage + 1, SHAPE, PAIRS)
-            dp = warpgroup_mma(v_tile, d_tiles.index(stage).permute((1, 0)), dp, is_async=True)
+            dp = warpgroup_mma(v_tile, d_tiles.index(stage).permute((1, 0)), delta, is_async=True)
+            mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=i > 0)
             if O.CAP is None:
                 p = gl.exp2(s * UNIT)
             else:
@@ -165,18 +174,17 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, no_query, use_acc=False, is_async=True)
             dk = warpgroup_mma(ds_tile, q_tiles.index(stage), dk, is_async=True)
             next_stage, next_phase = after(stage, phase, STAGES)
-            # After the last block the logits are of whatever lies there, and nobody reads them.
+            # After the last block these are of whatever lies there, and nobody reads them.
             mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < steps)
-            s = no_pair if O.CAP is not None else _row(rows, 2 * next_stage, SHAPE, PAIRS)
-            s = warpgroup_mma(k_tile, q_tiles.index(next_stage).permute((1, 0)), s, is_async=True)
+            s = _logits(k_tile, ring, next_stage, no_pair, O)
             dq, dv = warpgroup_mma_wait(2, (dq, dv))
             tma.store_wait(0)
             dq_tile.store(dq)
             fence_async_shared()
             part = dq_tile.reinterpret(shape=[1, O.BLOCK_Q, 1, O.BLOCK_H], layout=BLOCK_OF_SUMS)
             tma.async_atomic_add(dq_desc, [b, m * O.BLOCK_Q, n, 0], part)
+            delta = _row(rows, 2 * next_stage + 1, SHAPE, PAIRS)
             s, dk = warpgroup_mma_wait(0, (s, dk))
-            mbarrier.arrive(free.index(stage))
             stage, phase = after(stage, phase, STAGES)
             m += 1
             ended = m == last

@@ -29,7 +29,9 @@ segments_of = gluon.jit(triton_parts.segments_of.fn)
 
 
 @gluon.jit
-def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, READERS: gl.constexpr):
+def make_ring(
+    STAGES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, READERS: gl.constexpr
+):
     """Returns the ring of tiles [ROWS, WIDTH] that so many partitions read."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

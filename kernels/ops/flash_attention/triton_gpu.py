@@ -13,8 +13,8 @@ from kernels._core.blocks import spans
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.execute import Saved
-from kernels._core.masks import MaskInfo
 from kernels._core.interpret import interpreting
+from kernels._core.masks import MaskInfo
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
@@ -31,8 +31,13 @@ from kernels.ops.flash_attention.triton_parts import Options
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 
 WIDEST = 256
-# Warps of a program whose warps are specialised: two warpgroups that multiply, and one that loads.
+# Warps of a program of Hopper's kernels, which specialise them: two warpgroups that multiply, and one that loads. A plain
+# program has a power of two.
 SPECIALISED = 12
+# What those kernels do not take, by the argument that asks for it.
+_NOT_SPECIALISED = {
+    "bias": "bias_ptr", "alibi_slopes": "slope_ptr", "dropout_prob": "seed_ptr", "attention_mask": "dense_ptr",
+}  # fmt: skip
 
 
 class _Call(NamedTuple):
@@ -41,6 +46,30 @@ class _Call(NamedTuple):
     arrays: dict[str, Any]
     options: dict[str, Any]
     mask: MaskInfo
+
+    def params(self, given: Any, itemsize: int) -> Any:
+        """Returns the tiles to launch with: those of the plain kernels where Hopper's are given, and cannot be launched because
+        it is not compiled for Hopper.
+
+        Raises:
+          ValueError: Hopper's are given, and have no kernel for the call.
+        """
+        if given.num_warps != SPECIALISED:
+            return given
+        wide, tall = self.options["BLOCK_H"], self.options["BLOCK_V"]
+        direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
+        made = getattr(_specialised(wide, tall, itemsize, self.options["SCALE"]), direction)
+        asks = [name for name, array in _NOT_SPECIALISED.items() if self.arrays[array] is not None]
+        if asks or (given.q_blocksize, given.kv_blocksize) != (made.q_blocksize, made.kv_blocksize):
+            raise ValueError(
+                f"flash_attention: argument 'cfg': {direction} has {SPECIALISED} warps, those of the kernel for Hopper, with "
+                f"blocks of {given.q_blocksize} queries and {given.kv_blocksize} keys"
+                + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {made}")
+                + ": use 4 or 8 warps"
+            )
+        if interpreting() or compute_capability() != 90:
+            return getattr(_plain(max(wide, tall), itemsize), direction)
+        return given
 
     def spans(self, q_block: int, k_block: int) -> tuple[jax.Array, jax.Array]:
         by_query, by_key = spans(self.mask, self.options["T"], self.options["S"], q_block, k_block)
@@ -69,13 +98,6 @@ class _Call(NamedTuple):
         names = [p.name for p in kernel.params if not p.is_constexpr]
         arrays = {name: value for name, value in self.arrays.items() if name in names}
         return triton_launch(kernel, *first, spans, O=options, **arrays, **rest)
-
-    def specialises(self, params: FwdParams, dtype: Any) -> bool:
-        """Returns whether a kernel of Hopper makes the call: if it is asked for, and there is one for what is compiled for."""
-        o = self.options
-        plain = [self.arrays[name] is None for name in ("dense_ptr", "bias_ptr", "slope_ptr", "seed_ptr")]
-        fits = dtype.itemsize == 2 and o["SCALE"] > 0 and o["BLOCK_V"] <= o["BLOCK_H"]
-        return params.num_warps == SPECIALISED and all(plain) and fits and not interpreting() and compute_capability() == 90
 
 
 def _stride(x: Any, dim: int) -> int:
@@ -114,7 +136,7 @@ def _prepare(
         K=K,
         H=H,
         HV=HV,
-        SCALE=1 / math.sqrt(H) if softmax_scale is None else float(softmax_scale),
+        SCALE=_scale(softmax_scale, H),
         CAP=logits_soft_cap,
         CAUSAL=mask.causal,
         LEFT=left,
@@ -127,8 +149,8 @@ def _prepare(
         SLOPE_BATCH=_stride(alibi_slopes, 0),
         SEED_BATCH=_stride(seed, 0),
         SEED_HEAD=_stride(seed, 1),
-        BLOCK_H=max(16, triton.next_power_of_2(H)),
-        BLOCK_V=max(16, triton.next_power_of_2(HV)),
+        BLOCK_H=_width(H),
+        BLOCK_V=_width(HV),
         **batch,
         **strides,
     )
@@ -159,19 +181,19 @@ def forward(
     call = _prepare(
         query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
     )
-    (B, T, N, _), params = query.shape, cfg.fwd_params
+    (B, T, N, _), params = query.shape, call.params(cfg.fwd_params, query.dtype.itemsize)
     blocks = params.q_blocksize, params.kv_blocksize
-    rest: dict[str, Any] = dict(
-        sink_ptr=None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1),
-        out_shape=(
+    rest: dict[str, Any] = {
+        "sink_ptr": None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1),
+        "out_shape": (
             jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct((B, T, N), jnp.float32),
         ),
-        grid=(triton.cdiv(T, blocks[0]) * N * B,),
-        work=_work(query, key, value, call.mask, (1, 1)),
-    )
+        "grid": (triton.cdiv(T, blocks[0]) * N * B,),
+        "work": _work(query, key, value, call.mask, (1, 1)),
+    }
     spans, options = call.spans(*blocks)[0], call.options
-    if not call.specialises(params, query.dtype):
+    if params.num_warps != SPECIALISED:
         return call.launch(forward_kernel, (query, key, value), spans, blocks, params, **rest)
     wide, tall = options["BLOCK_H"], options["BLOCK_V"]
     arrays = _block_of(query, 64, wide), _block_of(key, blocks[1], wide), _block_of(value, blocks[1], tall)
@@ -191,8 +213,8 @@ def _block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
     return tensor_descriptor(x, x.shape, (1, rows, 1, width), layout.value)
 
 
-def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params: BwdParams) -> dict[str, jax.Array]:
-    (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
+def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
+    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
     length = triton.cdiv(T, q_block) * q_block
@@ -255,8 +277,9 @@ def backward(
     call = _prepare(
         query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
     )
-    (B, T, N, _), S, K, params = query.shape, key.shape[1], key.shape[2], cfg.bwd_params
-    if call.specialises(params, query.dtype):
+    (B, T, N, _), S, K = query.shape, *key.shape[1:3]
+    params = call.params(cfg.bwd_params, query.dtype.itemsize)
+    if params.num_warps == SPECIALISED:
         gradients = _specialised_gradients(call, saved, query, key, value, params)
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
@@ -324,9 +347,9 @@ def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, i
     return FlashAttentionConfig(FwdParams(*forward), BwdParams(*backward))
 
 
-def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
-    width = max(16, triton.next_power_of_2(max(call.dims["H"], call.dims["Hv"])))
-    if call.query.dtype.itemsize == 4:  # multiplied outside of the matrix units, in true float32
+def _plain(width: int, itemsize: int) -> FlashAttentionConfig:
+    """Returns the tiles of the plain kernels for heads that are padded to so many entries."""
+    if itemsize == 4:  # multiplied outside of the matrix units, in true float32
         forward = (32, 32, 8, 2) if width <= 64 else (32, 16, 4, 2)
         return _config(forward, (32, 32, 8, 2) if width <= 128 else (16, 16, 4, 2))
     if width <= 128:
@@ -334,9 +357,36 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     return _config((128, 64, 8, 2), (64, 64, 8, 2))
 
 
+def _specialised(wide: int, tall: int, itemsize: int, scale: float) -> FlashAttentionConfig:
+    """Returns the tiles of Hopper's kernels for keys and values that are padded to so many entries; of a direction that has
+    no such kernel, those of the plain one."""
+    plain = _plain(max(wide, tall), itemsize)
+    if itemsize != 2 or not 64 <= tall <= wide or scale <= 0:
+        return plain
+    forward = FwdParams(128, 128 if wide <= 128 else 64, SPECIALISED, 2)
+    return FlashAttentionConfig(forward, BwdParams(64, 128, SPECIALISED, 2) if wide <= 128 else plain.bwd_params)
+
+
+def _width(entries: int) -> int:
+    return max(16, triton.next_power_of_2(entries))
+
+
+def _scale(softmax_scale: float | None, entries: int) -> float:
+    return 1 / math.sqrt(entries) if softmax_scale is None else float(softmax_scale)
+
+
+def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
+    wide, tall, itemsize = _width(call.dims["H"]), _width(call.dims["Hv"]), call.query.dtype.itemsize
+    dense = call.mask is not None and call.mask.attention_mask is not None
+    if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
+        return _plain(max(wide, tall), itemsize)
+    return _specialised(wide, tall, itemsize, _scale(call.softmax_scale, call.dims["H"]))
+
+
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
-    found = [_heuristic(call, "cuda")]
-    if call.query.dtype.itemsize == 2:
+    wide, tall, itemsize = _width(call.dims["H"]), _width(call.dims["Hv"]), call.query.dtype.itemsize
+    found = [_heuristic(call, "cuda"), _plain(max(wide, tall), itemsize)]
+    if itemsize == 2:
         others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
         backwards = [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)]
         found += [_config(*pair) for pair in zip(others, backwards, strict=True)]
