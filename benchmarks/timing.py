@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,32 +27,58 @@ def wall_seconds(run: Callable[[int], Any], block: Callable[[Any], Any], calls: 
     return (time.perf_counter() - start) / calls
 
 
+class Kernel(NamedTuple):
+    """A kernel that the profiler saw: its device, its name, when it ran, in ns, and of which instruction of XLA's program it
+    was, where that is known."""
+
+    device: str
+    name: str
+    start: float
+    end: float
+    hlo_op: str
+
+
 def kernel_seconds(run: Callable[[int], Any], block: Callable[[Any], Any], calls: int) -> float:
     """Returns the seconds in which some kernel of one call ran: without the host, without the gaps between kernels.
 
     Raises:
       RuntimeError: the profiler shows no kernel, so there is nothing to report.
     """
+
+    def several() -> None:
+        result = None
+        for n in range(calls):
+            result = run(n)
+        block(result)
+
+    return union([(kernel.start, kernel.end) for kernel in traced(several)]) * 1e-9 / calls
+
+
+def traced(run: Callable[[], Any]) -> list[Kernel]:
+    """Returns the kernels that ran on this host's accelerators until `run` returned.
+
+    Raises:
+      RuntimeError: the profiler shows no kernel, so there is nothing to report.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            result = None
-            for n in range(calls):
-                result = run(n)
-            block(result)
+            run()
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        return _busy_nanoseconds(path) * 1e-9 / calls
-
-
-def _busy_nanoseconds(path: str) -> float:
-    spans = []
-    for plane in jax.profiler.ProfileData.from_file(path).planes:
-        line_name = next((line for prefix, line in _KERNELS.items() if plane.name.startswith(prefix)), None)
-        for line in plane.lines if line_name else ():
-            if line.name.startswith(line_name):
-                spans += [(event.start_ns, event.start_ns + event.duration_ns) for event in line.events]
-    if not spans:
+        found = []
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            line_name = next((line for prefix, line in _KERNELS.items() if plane.name.startswith(prefix)), None)
+            for line in plane.lines if line_name else ():
+                if line.name.startswith(line_name):
+                    found += [_kernel(plane.name, event) for event in line.events]
+    if not found:
         raise RuntimeError("the profiler saw no kernel on an accelerator")
-    return union(spans)
+    return found
+
+
+def _kernel(device: str, event: Any) -> Kernel:
+    said = {name: value for name, value in event.stats if name is not None}
+    start = event.start_ns
+    return Kernel(device, event.name, start, start + event.duration_ns, str(said.get("hlo_op", "")))
 
 
 def union(spans: list[tuple[float, float]]) -> float:

@@ -51,7 +51,7 @@ _MOST_CPUS = 512
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
-def _start_jax(recipe) -> None:
+def start_jax(recipe) -> None:
     """Joins the cluster, and says how many CPU devices there are to be; the devices are made after this."""
     import glob
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         recipe = compose(arguments)
-        _start_jax(recipe)
+        start_jax(recipe)
         hint = _how_to_scale()
         if hint:
             print(hint, flush=True)

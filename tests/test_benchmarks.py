@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from small_run import TINY
 
 import kernels
-from benchmarks import measure, peers, race, report, timing
+from benchmarks import measure, peers, race, report, sequence, step, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
+from ejdist import make_mesh
 
 OPERATIONS = kernels.operations()
 RMS, FLASH = OPERATIONS["rms_norm"], OPERATIONS["flash_attention"]
@@ -264,3 +266,104 @@ def test_copies_outgrow_the_cache():
     x = {"x": jnp.ones(1000)}
     assert race.copies(x, cache=6000, memory_bound=True) == 3
     assert race.copies(x, cache=6000, memory_bound=False) == 1
+
+
+def test_the_kernels_of_a_step_are_told_apart():
+    """The instructions of a compiled program, and kernels as the profiler would name them."""
+
+    def run(x, w):
+        with jax.named_scope("optimizer"):
+            w = w - 0.1 * jnp.sin(w)
+        return jnp.tanh(x @ w).sum(), x.T.astype(jnp.bfloat16), w
+
+    x = jnp.ones((64, 32))
+    text = jax.jit(run).lower(x, jnp.ones((32, 32))).compile().as_text()
+    text += """
+%called (a: f32[4]) -> f32[4] {
+  %triton.1 = (f32[4]{0}, f32[]) custom-call(%a), custom_call_target="triton_kernel_call_ffi", metadata={op_name="jit(f)/\
+layer/flash_attention.triton_gpu.backward/triton_kernel_call" source_file="/x/y/z.py" source_line=7}, backend_config={name = \
+"query_gradient_kernel", opaque = "..."}
+  %norm.1 = f32[4]{0} custom-call(%a), custom_call_target="triton_kernel_call_ffi", metadata={op_name="jit(f)/rms_norm.\
+triton_gpu/triton_kernel_call"}, backend_config={name = "rms_norm_fwd_kernel"}
+  %fmha.1 = f32[4]{0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %all-reduce-start.2 = f32[4]{0} all-reduce-start(%a)
+}
+""".replace("\\\n", "")
+    names = step.Names(text)
+    made = {i.opcode: name for name, i in names.found.items()}
+    optimizer = next(
+        n for n, i in names.found.items() if i.opcode == "fusion" and any("/optimizer/" in s for s in i.scopes)
+    )
+    assert names.found["triton.1"].source == "y/z.py:7"
+    spans = [
+        ("query_gradient_kernel", "", 0, 10),
+        ("rms_norm_fwd_kernel", "norm.1", 10, 20),
+        ("cudnn_sdpa", "fmha.1", 20, 30),
+        ("nvjet_tst_128x256", made["dot"], 30, 50),
+        (optimizer.replace(".", "_"), "call", 60, 70),
+        ("ncclDevKernel_AllReduce", "all-reduce-start.2", 65, 90),
+        ("MemcpyD2D", "", 100, 110),
+        ("mystery", "", 110, 120),
+    ]
+    kernels = [timing.Kernel(f"/device:GPU:{n}", name, a, b, hlo) for n in (0, 1) for name, hlo, a, b in spans]
+    found = step.summary(kernels, text, steps=2, top=3)
+    assert {name: round(x["ms"] * 2e6) for name, x in found["classes"].items()} == {
+        "attention backward": 20,
+        "Triton rms_norm_fwd_kernel": 10,
+        "matmuls": 20,
+        "optimizer": 10,
+        "collectives": 25,
+        "copies": 10,
+        "unknown": 10,
+    }
+    assert round(found["window_ms"] * 2e6) == 120 and round(found["gaps"]["ms"] * 2e6) == 20
+    assert round(found["exposed_collectives"]["ms"] * 2e6) == 20 and found["kernels_of_a_step"] == len(spans) / 2
+    assert found["largest"][0]["class"] == "collectives" and found["largest_of_xla"][0]["class"] == "optimizer"
+
+
+def test_a_step_is_measured_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "start_jax", lambda sections: None)
+    words = [
+        *TINY,
+        f"run.dir={tmp_path}/run",
+        "documents=32",
+        "warmup=1",
+        "timed=1",
+        "steps=1",
+        f"out={tmp_path}/out.json",
+    ]
+    step.main(words)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (
+        found["devices"] == 2 and found["step_ms"] > 0 and len(found["losses"]) == 2 and not (tmp_path / "run").exists()
+    )
+
+
+def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeypatch, capsys):
+    small = [
+        "tokens=32",
+        "heads=2",
+        "kv_heads=1",
+        "width=16",
+        "dtype=float32",
+        "check=16",
+        "rounds=1",
+        "directions=both",
+    ]
+    small += ["orders=zigzag", f"out={tmp_path}/out.json"]
+    mesh = make_mesh(sp=2)
+    monkeypatch.setattr(sequence.ejdist, "make_mesh", lambda sp: mesh)
+    sequence.main([*small, "backends=auto,cudnn"])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    ring, refused = (rows[f"32 tokens, both, ring, zigzag, {backend}"] for backend in ("auto", "cudnn"))
+    assert ring["error"] < 1e-5 and ring["efficiency"] > 0 and {"whole_ms", "work_ms"} <= ring.keys()
+    assert (
+        "dtype float32" in refused["refused"]
+        and "| 32 tokens, both, all_gather, zigzag, auto | " in capsys.readouterr().out
+    )
+
+    monkeypatch.setattr(sequence, "split", lambda *a: lambda q, k, v: 1.01 * q)
+    sequence.main([*small, "schemes=ring"])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    wrong = rows["32 tokens, both, ring, zigzag, auto"]
+    assert "wrong by" in wrong["refused"] and "whole_ms" not in wrong

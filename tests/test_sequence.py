@@ -1,21 +1,27 @@
 """Sequence parallelism gives the numbers of one device: every order, scheme and mask, in value and in every gradient."""
 
 import functools
+import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kernels
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.sequence import SCHEMES, Ring, Scheme, exchange, merge
 from ejdist.sequence.schedule import hops, needed
 from ejdist.sharded import map_shards
 from kernels import MaskInfo, Unsupported, flash_attention
 from kernels._core.dispatch import vary_alike, varying_axes
+from kernels._core.interpret import interpret
 
 B, T, N, K, H = 2, 64, 4, 2, 8
 RNG = np.random.default_rng(0)
@@ -329,9 +335,14 @@ def test_bfloat16_is_as_near_to_float32_as_one_device():
     exact = gradients(flash_attention, *(x.astype(jnp.float32) for x in (q, k, v)))
     one = gradients(flash_attention, q, k, v)
     ring = gradients(functools.partial(ring_attention, mesh=make_mesh(sp=4)), q, k, v)
-    for e, o, r in zip(exact, one, ring, strict=True):
-        assert r.dtype == jnp.bfloat16
+    with interpret():
+        zigzag = functools.partial(ring_attention, mesh=make_mesh(sp=4), order="zigzag", platform="cudnn_gpu")
+        order = Order("zigzag", 4)
+        cudnn = gradients(lambda *a, **causal: order.inverse(zigzag(*map(order.permute, a), **causal)), q, k, v)
+    for e, o, r, c in zip(exact, one, ring, cudnn, strict=True):
+        assert r.dtype == c.dtype == jnp.bfloat16
         assert jnp.linalg.norm(r - e) < 1.5 * jnp.linalg.norm(o - e)
+        assert jnp.linalg.norm(c - e) < 1.5 * jnp.linalg.norm(o - e)
 
 
 def test_a_row_that_sees_nothing_has_no_gradient_whatever_the_cotangent_of_its_lse():
@@ -507,6 +518,63 @@ def test_a_hop_nobody_needs_is_not_sent():
     for scheme in ("ring", "all_gather"):
         assert sends({"causal": True, "chunk_size": 16}, scheme=scheme) == 0, "a chunk that is one rank's shard"
     assert sends({"causal": True}, scheme="all_gather") == 2
+
+
+KERNELS = re.compile(r"fmhaSoftmax(Backward)?\b|triton_kernel_call")
+
+
+def kernels_of_hops(order, platform, gradient, **options):
+    """Returns, of each hop in the program of a rank on a GPU, the numbers of kernel calls that ranks choose between. Hops
+    between the first and the last are one loop."""
+    ring = functools.partial(
+        ring_attention, mesh=make_mesh(sp=4), order=order, causal=True, platform=platform, **options
+    )
+
+    def run(q, k, v):
+        out, pull = jax.vjp(ring, q, k, v)
+        return pull(out) if gradient else out
+
+    arrays = [jax.ShapeDtypeStruct((1, 512, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+    with kernels.compile_for(90) as checks:
+        module = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=checks)(*arrays).mlir_module()
+    return hops_in(module)
+
+
+def hops_in(module):
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        functions = {str(f.name).strip('"'): f for f in parsed.body.operations}
+
+        def calls(operation):
+            """Returns (calls of kernels in an operation, those of each branch of each case in it)."""
+            name, attributes = operation.operation.name, operation.operation.attributes
+            if name == "func.call":
+                return calls(functions[str(attributes["callee"]).strip('@"')])
+            inside = [[calls(o) for block in region for o in block] for region in operation.operation.regions]
+            if name == "stablehlo.case":
+                return 0, [[sum(n for n, _ in branch) for branch in inside]]
+            inside = [found for region in inside for found in region]
+            own = name == "stablehlo.custom_call" and bool(KERNELS.search(str(attributes["call_target_name"])))
+            return own + sum(n for n, _ in inside), [case for _, cases in inside for case in cases]
+
+        own, cases = calls(functions["main"])
+        return [[own], *map(sorted, cases)]
+
+
+@pytest.mark.parametrize(("platform", "of_gradient"), [(None, 1), ("triton", 2)])
+def test_a_hop_is_one_kernel_and_a_hop_that_a_rank_does_not_need_none(platform, of_gradient):
+    """Of a rank's own keys, then at each hop the earlier and the later ranks: without positions cuDNN has every one."""
+    assert kernels_of_hops("zigzag", platform, False) == [[1], [1, 1], [1, 1]]
+    assert kernels_of_hops("contiguous", platform, False) == [[1], [0, 1], [0, 1]]
+    n = of_gradient
+    assert kernels_of_hops("zigzag", platform, True) == [[1 + n], [1, 1], [1, 1], [n, n], [n, n]]
+    assert kernels_of_hops("contiguous", platform, True) == [[1 + n], [0, 1], [0, 1], [0, n], [0, n]]
+
+
+def test_where_positions_are_compared_a_hop_is_one_kernel_for_all_ranks():
+    """The kernel skips the blocks that nobody sees."""
+    assert kernels_of_hops("zigzag", None, False, sliding_window=300) == [[3]]
+    assert kernels_of_hops("zigzag", None, False, logits_soft_cap=5.0) == [[1], [1, 1], [1, 1]], "which is no mask"
 
 
 @pytest.mark.parametrize(("scheme", "transfer"), [("ring", "collective-permute"), ("all_gather", "all-gather")])

@@ -108,6 +108,86 @@ class Local:
                 **arguments, **dict(self.static.options), platform=self.static.platform, cfg=self.static.cfg
             )
 
+    @property
+    def plain(self) -> bool:
+        """Whether what a rank sees of another's keys follows from the two ranks alone: all of some part of them, or none. Then
+        no positions are compared, and the operation is asked for whole blocks of pairs, which every backend has."""
+        mask, order = self.mask, self.static.order
+        by_rank = order.name != "striped" or not mask.causal
+        bare = not mask.data_fields and mask.window is None and mask.chunk_size is None
+        return by_rank and bare and self.static.op is flash and self.own.keys() == {"query"}
+
+    def _at_hop(self, hop: Any, attention: Any, nothing: Any) -> Any:
+        """Returns `attention(queries, keys, causal)` of the parts of this rank's tokens, and of those that are here at a hop,
+        that see each other; `nothing()` where none do."""
+        own = self.query.shape[1]
+        every = slice(0, own), slice(0, own)
+        if isinstance(hop, int) and hop == 0:
+            return attention(*every, self.mask.causal)
+        if not self.mask.causal:
+            return attention(*every, False)
+
+        def of(earlier: bool) -> Any:
+            parts = self.static.order.joined(earlier, own)
+            return nothing() if parts is None else attention(*parts, False)
+
+        # What the other half of the ranks does is not computed here, and need not be of one shape with it.
+        return jax.lax.cond(exchange.rank(self.axis) >= hop, lambda: of(True), lambda: of(False))
+
+    def _plainly(self, function: Any, keys: dict[str, jax.Array], queries: slice, part: slice, causal: bool) -> Any:
+        arguments = {"query": self.query[:, queries], "key": keys["key"][:, part], "value": keys["value"][:, part]}
+        options = dict(self.static.options)
+        with jax.named_scope("hop"):
+            return function(
+                **arguments,
+                **options,
+                mask=MaskInfo(causal=causal),
+                platform=self.static.platform,
+                cfg=self.static.cfg,
+            )
+
+    def _whole(self, x: jax.Array, part: slice, fill: float = 0.0) -> jax.Array:
+        """Returns the array over all tokens of a rank of one over a part of them."""
+        before, after = part.start, self.query.shape[1] - part.stop
+        pad = [(0, 0), (before, after), *((0, 0),) * (x.ndim - 2)]
+        return jnp.pad(x, pad, constant_values=fill) if before or after else x
+
+    def attend_at(self, hop: Any, keys: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Returns (out, lse) of this rank's queries over the keys that are here at a hop of the ring."""
+        if not self.plain:
+            return self.attend(keys, self.holder(hop))
+
+        def attention(queries: slice, part: slice, causal: bool) -> tuple[jax.Array, jax.Array]:
+            out, lse = self._plainly(self.static.op, keys, queries, part, causal)
+            return self._whole(out, queries), self._whole(lse, queries, -jnp.inf)
+
+        def nothing() -> tuple[jax.Array, jax.Array]:
+            shape = (*self.query.shape[:3], self.value.shape[3])
+            return self.full(shape).astype(self.query.dtype), self.full(shape[:3], -jnp.inf)
+
+        return self._at_hop(hop, attention, nothing)
+
+    def pull_at(self, hop: Any, saved: dict[str, jax.Array], keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the gradients by argument name, as `pull`, over the keys that are here at a hop of the ring."""
+        if not self.plain:
+            return self.pull(saved, keys, self.holder(hop))
+
+        def attention(queries: slice, part: slice, causal: bool) -> dict[str, jax.Array]:
+            mine = {n: x[:, queries] for n, x in saved.items()}
+            grads = self._plainly(functools.partial(self.static.op.backward, mine), keys, queries, part, causal)
+            places = {"query": queries, "key": part, "value": part}
+            return {n: self._whole(grads[n], place) for n, place in places.items()}
+
+        def nothing() -> dict[str, jax.Array]:
+            like = {"query": self.query, "key": self.key, "value": self.value}
+            return {n: self.full(x.shape).astype(x.dtype) for n, x in like.items()}
+
+        return self._at_hop(hop, attention, nothing)
+
+    def holder(self, hop: Any) -> Any:
+        """Returns the rank whose keys are here at a hop of the ring."""
+        return (exchange.rank(self.axis) - hop) % self.ranks
+
     def attend(self, keys: dict[str, jax.Array], holders: Any) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`: a rank, or several in order."""
         return self._over(self.static.op, keys, holders)

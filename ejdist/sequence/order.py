@@ -62,6 +62,19 @@ class Order:
         part = xp.arange(own // 2, dtype=xp.int32)
         return xp.concatenate([first * (own // 2) + part, (2 * n - 1 - first) * (own // 2) + part], axis=-1)
 
+    def joined(self, earlier: bool, own: int) -> tuple[slice, slice] | None:
+        """Returns (queries, keys) of the `own` tokens of two ranks: the parts of which causal attention joins every query of
+        one rank with every key of another that is `earlier` in the order, or later; None where it joins none.
+
+        Of a rank's own tokens causal attention joins what lies in order, for every order is ascending on a rank. Striped
+        tokens of two ranks are joined one by one, and have no such parts.
+        """
+        assert self.name != "striped", self
+        if self.name == "contiguous":
+            return (slice(0, own), slice(0, own)) if earlier else None
+        half = own // 2
+        return (slice(0, own), slice(0, half)) if earlier else (slice(half, own), slice(0, own))
+
     def indices(self, length: int) -> np.ndarray:
         """Returns int32 [length]: place p of the permuted sequence holds token indices[p].
 

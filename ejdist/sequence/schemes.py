@@ -71,7 +71,7 @@ class Ring(Scheme):
 
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
             out, lse = sofar
-            return merge(out, lse, *local.attend(keys, _holder(local, hop))), travel
+            return merge(out, lse, *local.attend_at(hop, keys)), travel
 
         nothing = local.full((B, T, N, local.value.shape[3])), local.full((B, T, N), -jnp.inf)
         (out, lse), _ = _over_hops(local, attend, nothing, ())
@@ -79,7 +79,7 @@ class Ring(Scheme):
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def pull(hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any) -> tuple[Any, Any]:
-            grads = local.pull(saved, keys, _holder(local, hop))
+            grads = local.pull_at(hop, saved, keys)
             return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
 
         own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
@@ -87,11 +87,6 @@ class Ring(Scheme):
         sums = {"key": local.full(local.key.shape), "value": local.full(local.value.shape)}
         own, sums = _over_hops(local, pull, own, sums)
         return own | sums
-
-
-def _holder(local: Local, hop: Any) -> Any:
-    """Returns the rank whose keys are here at a hop."""
-    return (exchange.rank(local.axis) - hop) % local.ranks
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,10 @@ def make_train_step(
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
             (found, grads), _ = jax.lax.scan(add, ({name: m.start() for name, m in shapes[0].items()}, zeros), parts)
         count = jnp.maximum(found["tokens"].value, 1)
-        grads = jax.tree.map(lambda g: g / count, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            grads = jax.tree.map(lambda g: g / count, grads)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         buffers = update(state.buffers, {name: m.value for name, m in found.items() if m.how == "update"})
         metrics = {name: m.reported(count) for name, m in found.items() if m.how != "update"}
         metrics |= report(metrics)

@@ -4,6 +4,7 @@ from faults import Fault
 
 SCHEMES = "ejdist/sequence/schemes.py"
 SEQUENCE = "tests/test_sequence.py"
+ORDER = "ejdist/sequence/order.py"
 LOCAL = "ejdist/sequence/local.py"
 RING = "ejdist/sequence/attention.py"
 EXCHANGE = "ejdist/sequence/exchange.py"
@@ -11,7 +12,44 @@ DISPATCH = "kernels/_core/dispatch.py"
 SCHEDULE = "ejdist/sequence/schedule.py"
 
 FAULTS = (
-    Fault("wrong hop", SCHEMES, "- hop) %", "+ hop) %", SEQUENCE),
+    Fault("wrong hop", LOCAL, "- hop) %", "+ hop) %", SEQUENCE),
+    Fault(
+        "a rank takes the keys of the one before it for later ones",
+        LOCAL,
+        "(self.axis) >= hop,",
+        "(self.axis) > hop,",
+        SEQUENCE,
+    ),
+    Fault("a zigzag sees the wrong half of earlier keys", ORDER, "slice(0, half))", "slice(half, own))", SEQUENCE),
+    Fault(
+        "a zigzag sees later keys from the wrong half",
+        ORDER,
+        "else (slice(half, own),",
+        "else (slice(0, half),",
+        SEQUENCE,
+    ),
+    Fault(
+        "rows that see nothing at a hop have weight there",
+        LOCAL,
+        "self._whole(lse, queries, -jnp.inf)",
+        "self._whole(lse, queries)",
+        SEQUENCE,
+    ),
+    Fault("a window is dropped between ranks", LOCAL, "and mask.window is None", "", f"{SEQUENCE} -k window"),
+    Fault(
+        "the positions of a dropout are dropped between ranks",
+        LOCAL,
+        'self.own.keys() == {"query"}',
+        '"alibi_slopes" not in self.own',
+        f"{SEQUENCE} -k dropout",
+    ),
+    Fault(
+        "a rank computes with keys that it does not see",
+        ORDER,
+        "if earlier else None",
+        "if earlier else (slice(0, own), slice(0, own))",
+        f"{SEQUENCE} -k contiguous",
+    ),
     Fault("merge without rescale", LOCAL, "return out * a[..., None] + ", "return out + ", SEQUENCE),
     Fault(
         "ring counts the sink twice",
