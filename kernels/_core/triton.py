@@ -66,7 +66,7 @@ def triton_launch(
     with warnings.catch_warnings():
         # The replacement (a Ref argument) is an effect, which custom VJPs and remat do not allow.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return jax_triton.triton_call(
+        results = jax_triton.triton_call(
             *args,
             kernel=kernel,
             out_type=out_shape,
@@ -81,6 +81,9 @@ def triton_launch(
             cost_estimate=cost or None,
             **named,
         )
+    # Where a result goes into a stacked array, as what a scan keeps for its backward does, XLA launches the kernel a second
+    # time to write it there, and the first time for everybody else. It does not look through a barrier.
+    return jax.lax.optimization_barrier(results)
 
 
 def compute_capability() -> int:
