@@ -1,0 +1,172 @@
+"""flash_attention's kernels for Hopper on a CUDA device, which no interpreter runs. Run with: pytest -n 0 -m gpu tests/gpu
+
+Every mask and option that they take, beside the plain kernels and the contract in float32. What lies past the ends of a row of
+the batch is another row, full of NaN: a kernel that reads a token too many shows it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import FLOOR, error
+
+from kernels import MaskInfo
+from kernels.ops.flash_attention.contract import flash_attention, op
+from kernels.ops.flash_attention.triton_gpu import SPECIALISED, _plain
+
+
+def is_hopper():
+    try:
+        return jax.devices("cuda")[0].compute_capability == "9.0"
+    except RuntimeError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not is_hopper(), reason="JAX sees no GPU of compute capability 9.0 here"),
+]
+
+B, T, S, N, K = 2, 650, 650, 4, 2
+RNG = np.random.default_rng(0)
+DOCUMENTS = np.sort(RNG.integers(0, 6, (B, T)), axis=1)
+PADDED = np.where(np.arange(T) < 500, DOCUMENTS, -1)
+SHUFFLED = np.stack([RNG.permutation(T) for _ in range(B)])
+ZIGZAG = np.concatenate([np.arange(T // 2), 3 * T + np.arange(T - T // 2)])[None]
+
+
+def segments(ids, **rest):
+    ids = jnp.asarray(ids, jnp.int32)
+    return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, **rest)
+
+
+def at(positions, **rest):
+    positions = jnp.asarray(positions, jnp.int32)
+    return MaskInfo(q_positions=positions, kv_positions=positions, **rest)
+
+
+SINKS = {"softmax_aux": RNG.standard_normal((N, 2))}
+CALLS = {
+    "full": (MaskInfo(), {}),
+    "causal": (MaskInfo(causal=True), {}),
+    "window": (MaskInfo(causal=True, window=(200, 0)), {}),
+    "both_sides": (MaskInfo(window=(70, 90)), {}),
+    "chunks": (MaskInfo(causal=True, chunk_size=150), {}),
+    "prefix": (MaskInfo(causal=True, prefix_lengths=jnp.asarray([100, 333])), {}),
+    "packed": (segments(DOCUMENTS, causal=True), {}),
+    "padded": (segments(PADDED, causal=True), {}),
+    "shuffled": (at(SHUFFLED, causal=True), {}),
+    "zigzag": (at(ZIGZAG, causal=True), {}),
+    "soft_cap": (MaskInfo(causal=True), {"logits_soft_cap": 3.0}),
+    "sinks": (MaskInfo(causal=True), SINKS),
+    "scale": (MaskInfo(causal=True), {"softmax_scale": 0.3}),
+    "together": (segments(PADDED, causal=True, window=(100, 0)), {"logits_soft_cap": 3.0, **SINKS}),
+}
+LENGTHS = {"tails": (T, S), "one_key_block": (130, 40), "more_keys": (300, 901), "more_queries": (500, 200)}
+
+
+def arrays(t, s, width, value_width, dtype, key_heads=K):
+    shapes = {"query": (N, width), "key": (key_heads, width), "value": (key_heads, value_width)}
+    made = {name: RNG.standard_normal((B, t if name == "query" else s, *shape)) for name, shape in shapes.items()}
+    return {name: jnp.asarray(x, dtype) for name, x in made.items()}
+
+
+def outcome(function, floats, d_out, d_lse):
+    """Returns outputs and gradients by name, for cotangents of both outputs."""
+    (out, lse), pull = jax.vjp(lambda x: function(**x), floats)
+    found = pull((d_out.astype(out.dtype), jnp.where(jnp.isfinite(lse), d_lse, 0)))[0]
+    return {"out": out, "lse": lse, **found}
+
+
+def compare(floats, mask, options, *, cfg=None):
+    """Holds a call against the contract in float32, and as close to it as the plain kernels are."""
+    width = max(floats["query"].shape[3], floats["value"].shape[3])
+    options = dict(options)
+    wide = {name: x.astype(jnp.float32) for name, x in floats.items()}
+    for name in ("softmax_aux",):
+        if name in options:
+            wide[name] = jnp.asarray(options.pop(name), jnp.float32)
+            floats = {**floats, name: wide[name]}
+    shape = (*floats["query"].shape[:3], floats["value"].shape[3])
+    d_out = jnp.asarray(RNG.standard_normal(shape), floats["query"].dtype)
+    d_lse = jnp.asarray(RNG.standard_normal(shape[:3]), jnp.float32)
+
+    def ours(cfg):
+        return lambda **x: op(**x, mask=mask, platform="triton", cfg=cfg, **options)
+
+    def contract(**x):
+        return flash_attention(**x, mask=mask, **options)
+
+    exact = jax.jit(lambda x: outcome(contract, x, d_out.astype(jnp.float32), d_lse))(wide)
+    plain = jax.jit(lambda x: outcome(ours(_plain(width, 2)), x, d_out, d_lse))(floats)
+    made = jax.jit(lambda x: outcome(ours(cfg), x, d_out, d_lse)).lower(floats).compile()
+    assert "specialised_forward_kernel" in made.as_text()
+    for _ in range(2):
+        poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in exact.values()]
+        jax.block_until_ready(poison)
+        del poison
+        got = made(floats)
+        for name, want in exact.items():
+            allowed = 2 * error(plain[name], want) + FLOOR[str(floats["query"].dtype)]
+            assert error(got[name], want) <= allowed, name
+
+
+@pytest.mark.parametrize("width", [(64, 64), (128, 128)], ids=["64", "128"])
+@pytest.mark.parametrize("call", CALLS)
+def test_numbers_of_specialised_warps(call, width):
+    mask, options = CALLS[call]
+    compare(arrays(T, S, *width, "bfloat16"), mask, options)
+
+
+@pytest.mark.parametrize("call", ["causal", "together"])
+@pytest.mark.parametrize("width", [(256, 256), (96, 96), (192, 128), (128, 64)], ids=str)
+def test_other_widths(call, width):
+    mask, options = CALLS[call]
+    compare(arrays(T, S, *width, "bfloat16"), mask, options)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_lengths_and_groups_of_heads(lengths, key_heads):
+    floats = arrays(*LENGTHS[lengths], 128, 128, "float16", key_heads)
+    compare(floats, MaskInfo(causal=True), {})
+
+
+def test_other_rows_of_the_batch_are_not_read():
+    floats = arrays(T, S, 128, 128, "bfloat16")
+    rows = {name: x.at[1].set(jnp.nan) for name, x in floats.items()}
+    d_out, d_lse = jnp.ones((B, T, N, 128), jnp.bfloat16), jnp.ones((B, T, N))
+
+    def run(x):
+        return outcome(lambda **x: op(**x, mask=MaskInfo(causal=True), platform="triton"), x, d_out, d_lse)
+
+    clean, other = jax.jit(run)(floats), jax.jit(run)(rows)
+    for name in ("out", "lse", "key", "value"):
+        np.testing.assert_array_equal(np.float32(clean[name][0]), np.float32(other[name][0]), err_msg=name)
+    # Summed in any order: not the same bits.
+    assert error(other["query"][0], clean["query"][0]) <= FLOOR["bfloat16"]
+
+
+def test_a_backward_with_lse_and_delta_of_more_keys():
+    """What a ring needs: two halves of the keys, each with the whole's lse and delta, add up to the whole's gradients."""
+    floats = arrays(T, S, 128, 128, "bfloat16")
+    d_out = jnp.asarray(RNG.standard_normal((B, T, N, 128)), jnp.bfloat16)
+    whole = at(np.arange(T)[None], causal=True)
+    out, lse = op(**floats, mask=whole, platform="triton")
+    saved = {"d_out": d_out, "lse": lse, "delta": jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)}
+
+    def back(x, mask):
+        return op.backward(saved, **x, mask=mask, platform="triton")
+
+    want, half = back(floats, whole), S // 2
+    parts = []
+    for keys in (slice(0, half), slice(half, None)):
+        x = {name: v if name == "query" else v[:, keys] for name, v in floats.items()}
+        parts.append(back(x, dataclasses.replace(whole, kv_positions=whole.kv_positions[:, keys])))
+    joined = {name: jnp.concatenate([p[name] for p in parts], 1) for name in ("key", "value")}
+    joined["query"] = sum(p["query"].astype(jnp.float32) for p in parts)
+    for name, x in joined.items():
+        assert error(x, want[name].astype(jnp.float32)) <= 2 * FLOOR["bfloat16"], name
+    assert SPECIALISED == 12
