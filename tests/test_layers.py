@@ -190,6 +190,19 @@ def test_a_step_of_mixed_layers(remat, accumulation, by_plain_layers):
     assert int(state.step) == STEP + 1 and np.abs(np.asarray(moved - buffers["probe"]["bias"])).max() > 0
 
 
+@pytest.mark.parametrize("config", [MIXED, dataclasses.replace(MIXED, layer_pattern=("window",))], ids=["two", "one"])
+def test_the_forward_writes_no_second_copy_of_the_weights_for_the_backward(config):
+    """What a scan hands to the backward is written, a row a layer, unless it is what was scanned over."""
+    (params, buffers), batch = state_of(config), batch_of(config)
+    context = StepContext(jnp.int32(0), jnp.int32(0), buffers)
+    loss = functools.partial(decoder.loss, c=config, ops=OPS, context=context)
+    closed = jax.make_jaxpr(jax.grad(lambda p: loss(p, batch)[0]))(params)
+    forward = next(e for e in closed.jaxpr.eqns if e.primitive.name == "scan")
+    written = {v.aval.shape[1:] for v in forward.outvars}
+    weights = {w.shape[1:] for name, w in params["layers"].items() if "norm" not in name}
+    assert (*batch["tokens"].shape, config.model_dim) in written and not written & weights
+
+
 def test_flops_of_mixed_layers():
     ids = np.zeros((1, 32), int)
     per_layer = 2 * 16 * 8 * 12 + 2 * 3 * 16 * 24, 2 * 16 * 8 * 12 + 7

@@ -233,7 +233,7 @@ def test_remat_changes_memory_not_numbers(remat, with_flash_attention):
     assert_close(got, with_flash_attention, 1e-5, 1e-6)
 
 
-def test_attention_is_computed_again_only_under_full():
+def test_what_a_remat_policy_computes_again():
     """Counted in calls of the gradient's program, after what is not needed was removed."""
     params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
 
@@ -242,15 +242,28 @@ def test_attention_is_computed_again_only_under_full():
         gradient = jax.grad(lambda p: mean_loss(p, batch, config, FLASH))
         closed = jax.make_jaxpr(gradient)(params)
         needed, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-        names = ("flash_attention", "flash_attention_backward", "gated_mlp", "gated_mlp_backward")
-        return tuple(calls_of(needed, name) for name in names)
+        names = ("flash_attention", "gated_mlp", "gated_activation")
+        named = [(calls_of(needed, name), calls_of(needed, f"{name}_backward")) for name in names]
+        return *named, products_of(needed)
 
     counts = {remat: calls(remat) for remat in REMAT}
-    forward, backward, *mlp = counts["none"]
-    assert forward == backward == 1 and mlp == [1, 1]
-    for remat in ("dots", "attention", "offload"):
-        assert counts[remat] == counts["none"], remat
-    assert counts["full"] == (2, 1, *mlp)
+    attention, mlp, activation, products = counts["none"]
+    assert (attention, mlp, activation) == ((1, 1), (0, 0), (1, 1)), "with all kept, the MLP's products are too"
+    assert counts["dots"] == (attention, mlp, (2, 1), products), "no product is made twice"
+    # Four projections are, and the operation that is the MLP then has its three forward and eight backward for itself.
+    assert counts["attention"] == (attention, (1, 1), (0, 0), products + 4 - 9)
+    assert counts["offload"] == counts["attention"]
+    assert counts["full"] == ((2, 1), *counts["attention"][1:])
+
+
+def products_of(jaxpr):
+    """Returns how many products of matrices a program has."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += eqn.primitive.name == "dot_general"
+        for p in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            count += products_of(getattr(p, "jaxpr", p)) if is_jaxpr(p) else 0
+    return count
 
 
 def calls_of(jaxpr, name):

@@ -36,6 +36,7 @@ LAYOUTS = {
     "sp2_zigzag_all_gather": ["mesh.sp=2", "sequence.scheme=all_gather"],
     "fsdp2_sp2": ["mesh.fsdp=2", "mesh.sp=2"],
     "tp2_sp2": ["mesh.tp=2", "mesh.sp=2"],
+    "tp2_fsdp2_kept_products": ["mesh.tp=2", "mesh.fsdp=2", "mesh.sp=1", "model.remat=dots"],
     "dp2_accumulation": ["mesh.dp=2", "mesh.sp=1", "data.global_batch=4", "accumulation=2"],
 }
 MORE_LAYOUTS = {

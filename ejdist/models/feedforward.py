@@ -13,7 +13,7 @@ from ejdist.experts.metrics import Stats, dead_experts, max_violation
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext, Part, residual_std
+from ejdist.models.part import LayerContext, Part, einsum, residual_std
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,18 @@ class MLP(Part):
         }
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        norm = at.ops.gather(params["mlp_norm"], "norm")
-        matrices = {name: params[name] for name in ("gate", "up", "down")}  # which the operation gathers itself
-        h = at.ops.rms_norm(x, norm, eps=at.config.norm_eps)
-        return x + at.ops.gated_mlp(h, **matrices, activation=at.config.activation), {}
+        c, ops = at.config, at.ops
+        norm = ops.gather(params["mlp_norm"], "norm")
+        h = ops.rms_norm(x, norm, eps=c.norm_eps)
+        matrices = {name: params[name] for name in ("gate", "up", "down")}
+        if c.remat not in ("none", "dots"):  # the operation gathers its weights itself, and keeps nothing of width F
+            return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
+        # Its backward would compute two of the three products again, which these policies have the memory to keep.
+        declared = self.declare(c)
+        p = {name: ops.gather(w, declared[name].dims) for name, w in matrices.items()}
+        gate, up = (ops.constrain(einsum("btd,df->btf", h, p[name]), "B T F") for name in ("gate", "up"))
+        product = ops.gated_activation(gate, up, activation=c.activation)
+        return x + ops.constrain(einsum("btf,fd->btd", product, p["down"]), "B T D"), {}
 
     def flops(self, c: DecoderShape) -> Flops:
         return Flops(2 * 3 * c.model_dim * c.ffn_dim)

@@ -166,21 +166,25 @@ def run_layers(
         weights = {k: params[k].astype(x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
         stacks[name] = (weights, buffers.get(name, {}))
 
-    def rows(name: str, start: int, stop: int | None) -> Any:
-        return jax.tree.map(lambda w: w[start:stop], stacks[name])
+    def rows(name: str, start: int, stop: int, step: int) -> Any:
+        return jax.tree.map(lambda w: w[start:stop:step], stacks[name])
 
-    def in_rounds(name: str) -> Any:
-        n = each[name]
-        mine = rows(name, first[name], first[name] + rounds * n)
-        return jax.tree.map(lambda w: w.reshape(rounds, n, *w.shape[1:]), mine)
+    def row(name: str, i: int) -> Any:
+        return jax.tree.map(lambda w: w[i], stacks[name])
+
+    def of_layers(layers: list[list[Part]], of: Callable[[str, int], Any]) -> list[dict[str, Any]]:
+        """Returns each layer's own parameters and buffers, by part: `of(part, which of these layers that have it)`."""
+        before, found = Counter(), []
+        for parts in layers:
+            found.append({p.name: of(p.name, before[p.name]) for p in parts})
+            before += _counts([parts])
+        return found
 
     def run(
-        x: jax.Array, stacks: Any, first: Any, layers: list[list[Part]], in_scan: bool
+        x: jax.Array, own: list[dict[str, Any]], first: Any, layers: list[list[Part]], in_scan: bool
     ) -> tuple[jax.Array, Metrics]:
-        metrics, before = [], Counter()
-        for i, parts in enumerate(layers):
-            mine = {p.name: jax.tree.map(lambda w, row=before[p.name]: w[row], stacks[p.name]) for p in parts}
-            before += _counts([parts])
+        metrics = []
+        for i, (parts, mine) in enumerate(zip(layers, own, strict=True)):
             layer = partial(_layer, parts=parts, at=at)
             w, b = ({name: both[k] for name, both in mine.items()} for k in (0, 1))
             with jax.named_scope("layer"):
@@ -188,18 +192,24 @@ def run_layers(
             metrics.append(given)
         return x, _stacked(metrics)
 
-    def one_round(x: jax.Array, stacked: Any) -> tuple[jax.Array, Metrics]:
-        return run(x, stacked[0], stacked[1], pattern, in_scan=rounds > 1)
+    def one_round(x: jax.Array, given: Any) -> tuple[jax.Array, Metrics]:
+        return run(x, *given, pattern, in_scan=rounds > 1)
+
+    def every_round(name: str, i: int) -> Any:
+        n, start = each[name], first[name]
+        return rows(name, start + i, start + rounds * n, n)
 
     found = []
     if head:
-        x, metrics = run(x, {name: rows(name, 0, n) for name, n in first.items()}, jnp.int32(0), head, in_scan=False)
+        x, metrics = run(x, of_layers(head, row), jnp.int32(0), head, in_scan=False)
         found.append(metrics)
     firsts = len(head) + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
-    x, metrics = jax.lax.scan(one_round, x, ({name: in_rounds(name) for name in each}, firsts))
+    # What is scanned over is what a layer takes, not a part of it: then the backward reads the same stacks again, and the
+    # forward writes no second copy of every weight for it.
+    x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
     found.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
     if tail:
-        rest = {name: rows(name, first[name] + rounds * each[name], None) for name in _counts(tail)}
+        rest = of_layers(tail, lambda name, i: row(name, first[name] + rounds * each[name] + i))
         x, metrics = run(x, rest, jnp.int32(c.num_layers - left), tail, in_scan=False)
         found.append(metrics)
     return x, {name: m.over_layers() for name, m in _concatenated(found).items()}

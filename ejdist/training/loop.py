@@ -160,7 +160,7 @@ def _steps(s, program, train_step, data: Data, state, checkpoints, writer, start
         if writer is not None:
             share = s.data.global_batch / (rows.stop - rows.start)
             host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
-            writer.put(step, metrics, {"learning_rate": float(program.schedule(step - 1)), **host})
+            writer.put(step, metrics, host)
         stopped = stop.after(step)
         saves = checkpoints.due(step) or step == end or stopped
         watch.add(step, metrics, all_of_them=saves)

@@ -102,7 +102,6 @@ class Program:
     init: Any  # jitted () -> state
     state: Any  # tree of jax.ShapeDtypeStruct with shardings
     batch: dict[str, jax.ShapeDtypeStruct]
-    schedule: Any
     num_parameters: int
     notes: list[str]  # what was chosen, and why; complete once the step is lowered
 
@@ -159,14 +158,20 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
 
     step = jax.jit(
         make_train_step(
-            loss, optimizer, accumulation=s.accumulation, place=place, update=model.update, report=model.report
+            loss,
+            optimizer,
+            accumulation=s.accumulation,
+            place=place,
+            update=model.update,
+            report=model.report,
+            schedule=schedule,
         ),
         donate_argnums=0,
         in_shardings=(shardings, dict.fromkeys(fields, at)),
         out_shardings=(shardings, replicated(mesh)),
     )
     init = jax.jit(make_state, out_shardings=shardings)
-    return Program(model, mesh, order, step, init, state, batch, schedule, num_parameters(model.declared), notes)
+    return Program(model, mesh, order, step, init, state, batch, num_parameters(model.declared), notes)
 
 
 def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -45,6 +45,7 @@ def make_train_step(
     place: Callable[[Any], Any] = lambda gradients: gradients,
     update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers,
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {},
+    schedule: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the function (state, batch) -> (state, metrics).
 
@@ -56,6 +57,8 @@ def make_train_step(
         compiler is free to keep a sum whole on every device.
       update: (buffers, the "update" metrics of the whole batch) -> buffers; once a step.
       report: (the numbers of the whole batch) -> more that follow from them.
+      schedule: steps made before -> the learning rate, which is then among the metrics. The host need not compute it, which
+        on an accelerator would wait for the step.
     """
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
@@ -87,6 +90,8 @@ def make_train_step(
         metrics = {name: m.reported(count) for name, m in found.items() if m.how != "update"}
         metrics |= report(metrics)
         metrics["grad_norm"] = optax.tree.norm(grads)
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return TrainState(state.step + 1, params, opt_state, buffers), metrics
 
     return train_step
