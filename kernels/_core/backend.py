@@ -61,6 +61,13 @@ class Operation(Protocol):
     residuals: tuple[str, ...]
     kept: Callable | None
     no_gradient: tuple[str, ...]
+    local_dims: frozenset[str]
+    sum_dims: frozenset[str]
+    tied_dims: tuple[tuple[str, str], ...]
+    elsewhere: dict[str, str]
+    offset_of: dict[str, str]
+    weights: tuple[str, ...]
+    same_dtype: tuple[str, ...]
     backward_inputs: Callable[[dict, dict], dict] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
 
+from kernels._core.backend import Operation
 from kernels._core.binding import Call
 from kernels._core.dims import check_vocabulary
 
-if TYPE_CHECKING:
-    from kernels._core.contract import Op
 
-
-def check_facts(op: Op) -> None:
+def check_facts(op: Operation) -> None:
     """Raises TypeError where what is said of an operation does not fit its contract."""
     dims = {d.name for p in op.parameters.values() for d in p.dims} | {
         d.name for output in op.output_dims for d in output
