@@ -26,6 +26,7 @@ from ejdist.sharded import ShardedFunction, sharded
 # What communicates has a file of its own, named for what it does.
 _COMMUNICATING = (
     vocabulary_parallel.fused_cross_entropy,
+    vocabulary_parallel.fused_loss_sums,
     vocabulary_parallel.fused_token_losses,
     vocabulary_parallel.fused_kl_divergence,
     latent_attention.flash_mla,

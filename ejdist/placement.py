@@ -104,9 +104,15 @@ def resolve_axes(
 def _may_be_split(op: Op, name: str, value: Any, handles: Collection[str]) -> set[str]:
     """Returns the dims of an argument that may be split."""
     local = {*op.local_dims, *op.sum_dims, *handles}
-    if any(d.variadic and d.name in op.local_dims for d in op.parameters[name].dims):
+    if any(d.variadic and d.name in op.local_dims | op.sum_dims for d in op.parameters[name].dims):
         local |= set(leading(value.ndim - len(op.parameters[name].dims) + 1))
     return local
+
+
+def summed_dims(op: Op, call: Call) -> set[str]:
+    """Returns the dims of a call that every output is a sum over; `*lead` by the names that its dims have."""
+    lead = leading(len(call.dims["lead"])) if "lead" in op.sum_dims else ()
+    return {*(op.sum_dims - {"lead"}), *lead} - {"_"}
 
 
 def _needs_whole(op: Op, name: str, dim: str, axes: Sequence[str]) -> ValueError:

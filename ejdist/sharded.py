@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ejdist.layout import Axes, axes_in, check_out_specs, spec
 from ejdist.mesh import is_explicit
-from ejdist.placement import apart, check_local, mesh_of, not_one, resolve_axes, spec_tree, stored_specs
+from ejdist.placement import apart, check_local, mesh_of, not_one, resolve_axes, spec_tree, stored_specs, summed_dims
 from kernels._core import select
 from kernels._core.binding import typed
 from kernels._core.contract import Op
@@ -131,7 +131,8 @@ def run(
     gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}
     # A dim that is 1 in every argument was not split, so it is not in the outputs either.
     split = not_one(op, call)
-    lies = {d: a for d, a in axes.items() if d in split and d not in op.sum_dims}
+    summed = summed_dims(op, call)
+    lies = {d: a for d, a in axes.items() if d in split and d not in summed}
     lead = len(call.dims["lead"]) if "lead" in call.dims else 0
     outputs = [
         named(dims, len(dims) - 1 + lead if any(d.variadic for d in dims) else len(dims)) for dims in op.output_dims
@@ -147,7 +148,7 @@ def run(
             several = dims if any(isinstance(d, tuple) for d in dims) else (dims,)
             wanted = tuple(spec(d, lies) for d in several)
         check_out_specs(out_specs, wanted, mesh)
-    sums = tuple(a for d in sorted(op.sum_dims & split.keys()) for a in axes.get(d, ()))
+    sums = tuple(a for d in sorted(summed & split.keys()) for a in axes.get(d, ()))
     offsets = {
         n: (axes[d], call.dims[d] // math.prod(mesh.shape[a] for a in axes[d]))
         for n, d in op.offset_of.items()

@@ -7,6 +7,7 @@ join them (Shoeybi et al., Megatron-LM, 2019).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 import kernels
 from ejdist.sharded import sharded
-from kernels.ops.cross_entropy.contract import logits_op, op
+from kernels.ops.cross_entropy.contract import logits_op, op, summed, sums_op, token_losses
 from kernels.ops.kl_divergence import contract as kl
 
 
@@ -38,6 +39,33 @@ def _joined(axes: dict[str, tuple[str, ...]], targets: jax.Array, **arguments: A
     return _joined_lse(lse, vocabulary), jax.lax.psum(at_target, vocabulary), jax.lax.pmean(mean, vocabulary)
 
 
+def _sums(
+    axes: dict[str, tuple[str, ...]],
+    targets: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    **arguments: Any,
+) -> tuple[jax.Array, ...]:
+    """Returns (cross entropy and z-loss, each by itself) summed over this device's tokens.
+
+    Gradients that are made in the forward need the softmax of a block of tokens while its logits are there. Where the
+    vocabulary is split it is known after the parts of all devices, so there the logits are computed again in the backward.
+    """
+    how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    if not axes["V"]:
+        return sums_op(targets=targets, weights=weights, **how, **arguments)
+    size = arguments["lm_head"].shape[-1] * math.prod(map(jax.lax.axis_size, axes["V"]))
+    return summed(token_losses(*_joined(axes, targets, **arguments), targets=targets, vocabulary=size, **how), weights)
+
+
+def _reduced(axes: dict[str, tuple[str, ...]], **arguments: Any) -> tuple[jax.Array, ...]:
+    """Returns what `fused_cross_entropy` is made of: sums, or the terms of each token."""
+    return (_sums if "ignore_index" in arguments else _joined)(axes, **arguments)
+
+
 def _joined_gap(axes: dict[str, tuple[str, ...]], reverse: bool, **arguments: Any) -> tuple[jax.Array, ...]:
     """Returns (student's lse, teacher's lse, gap) of this device's tokens over the whole vocabulary."""
     vocabulary = axes["V"]
@@ -51,6 +79,7 @@ def _joined_gap(axes: dict[str, tuple[str, ...]], reverse: bool, **arguments: An
     return *whole, jax.lax.psum(jnp.exp(parts[p] - whole[p]) * gap, vocabulary)
 
 
-fused_cross_entropy = sharded(kernels.fused_cross_entropy, local=_joined, handles=("V",))
+fused_cross_entropy = sharded(kernels.fused_cross_entropy, local=_reduced, handles=("V",))
+fused_loss_sums = sharded(kernels.fused_loss_sums, local=_sums, handles=("V",))
 fused_token_losses = sharded(kernels.fused_token_losses, local=_joined, handles=("V",))
 fused_kl_divergence = sharded(kernels.fused_kl_divergence, local=_joined_gap, handles=("V",))

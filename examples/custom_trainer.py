@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ejdist import Order, fused_token_losses, gated_mlp, make_mesh, ring_attention, rms_norm, rotary_embedding
+from ejdist import Order, fused_loss_sums, gated_mlp, make_mesh, ring_attention, rms_norm, rotary_embedding
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 
 B, T, L, D, N, K, H, F, V = 4, 128, 2, 64, 4, 2, 16, 128, 256
@@ -51,8 +51,8 @@ def loss(params: dict, batch: dict, order: Order) -> jax.Array:
         return x + gated_mlp(rms_norm(x, p["mlp_norm"]), p["gate"], p["up"], p["down"]), None
 
     x, _ = jax.lax.scan(layer, params["embedding"][batch["tokens"]], {name: params[name] for name in PER_LAYER})
-    terms = fused_token_losses(rms_norm(x), params["head"], batch["targets"])
-    return terms.loss.sum() / terms.counted.sum()
+    sums = fused_loss_sums(rms_norm(x), params["head"], batch["targets"])
+    return sums.total / sums.counted
 
 
 def main() -> None:

@@ -214,6 +214,50 @@ def test_a_backend_that_does_not_fit_the_contract_is_refused_when_it_registers(o
         op.register(lambda x: None, **{**facts, "platforms": {"gpu"}})
 
 
+def summing_op():
+    """A sum of squares, whose forward may make the gradient."""
+
+    def kept(x: jax.Array) -> dict[str, jax.Array]:
+        return {"gradient": 2 * x}
+
+    def summing(x: Float[Array, "*lead D"]) -> Float[Array, ""]:
+        return jnp.sum(x * x)
+
+    return Op(summing, sum_dims={"lead"}, kept=kept)
+
+
+def test_what_a_forward_keeps_is_made_where_it_is_differentiated_alone():
+    op, facts = summing_op(), {"name": "xla", "platforms": {"cpu"}, "dtypes": {"float32"}}
+    made = []
+
+    def keeping(x):
+        made.append(x.shape)
+        return jnp.sum(x * x), {"gradient": 2 * x}
+
+    def backward(saved, x):
+        return {"x": saved.d_out * saved.gradient}
+
+    with pytest.raises(TypeError, match=r"`keeping` goes with a backward and .* it is missing"):
+        op.register(op.function, backward, **facts)
+    with pytest.raises(TypeError, match="must take what summing takes"):
+        op.register(op.function, backward, keeping=lambda y: None, **facts)
+    op.register(op.function, backward, keeping=keeping, **facts)
+    x = jnp.arange(6.0).reshape(2, 3)
+    assert op(x) == 55 and not made
+    np.testing.assert_allclose(jax.grad(lambda x: 3 * op(x))(x), 6 * x)
+    assert set(made) == {(2, 3)}
+    np.testing.assert_allclose(jax.vmap(op)(x), jnp.sum(x * x, 1))  # a sum over rows is not one over the batch
+    np.testing.assert_allclose(jax.vmap(jax.grad(op))(x), 2 * x)
+    policy = jax.checkpoint_policies.save_only_these_names("summing.gradient")
+    saved, free = (jax.make_jaxpr(jax.grad(jax.checkpoint(op, policy=p)))(x) for p in (policy, None))
+    assert 0 < str(saved).count("ejdist_call") < str(free).count("ejdist_call")
+    op.register(op.function, backward, keeping=lambda x: (jnp.sum(x), {"other": x}), **facts)
+    with pytest.raises(TypeError, match=r"keeps \['other'\], not \['gradient'\]"):
+        jax.grad(op)(x)
+    with pytest.raises(TypeError, match="must have the parameters of the contract"):
+        Op(op.function, kept=lambda y: {})
+
+
 def test_an_option_that_only_the_forward_names_is_refused_where_there_is_a_gradient(op):
     op.register(lambda x, flip: op.function(x, flip=flip), lambda saved, x: {"x": x}, name="flips",
                 platforms={"cpu"}, dtypes={"float32"})  # fmt: skip

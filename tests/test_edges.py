@@ -58,6 +58,7 @@ CALLS = {
     "flash": ("flash_attention", QKV, 3, {"causal": True}),
     "attention": ("attention", QKV, 3, {"causal": True}),
     "losses": ("fused_token_losses", (X, HEAD, TARGETS), 2, {"z_loss": 1e-2}),
+    "sums": ("fused_loss_sums", (X, HEAD, TARGETS), 2, {"z_loss": 1e-2}),
     "mean": ("fused_cross_entropy", (X, HEAD, TARGETS), 2, {}),
     "each": ("fused_cross_entropy", (X, HEAD, TARGETS), 2, {"reduction": "none"}),
 }
@@ -167,6 +168,7 @@ RIGHT = {
     "flash": P(("dp", "fsdp"), None, ("tp",), None),
     "attention": (P("fsdp", None, "tp"), P("fsdp", "tp")),
     "losses": P(("fsdp", "ep")),
+    "sums": P(),
     "mean": P(None),
     "each": P("fsdp", "sp"),
 }
@@ -176,7 +178,7 @@ RIGHT = {
 def test_out_specs_only_say_again_what_follows_from_the_inputs(name):
     function, arrays, _ = call(name, mesh=make_mesh(fsdp=2, tp=2))
     jax.eval_shape(functools.partial(function, out_specs=RIGHT[name]), *arrays)
-    for wrong in (P("tp"), P("fsdp", "tp", None)) + ((P(),) if name != "mean" else ()):
+    for wrong in (P("tp"), P("fsdp", "tp", None)) + ((P(),) if name not in ("mean", "sums") else ()):
         said(["'out_specs'", "follows"], lambda: function(*arrays, out_specs=wrong))  # noqa: B023
 
 
@@ -193,7 +195,7 @@ def test_out_specs_of_a_ring_and_of_a_result_that_lies_elsewhere():
 # -- inside a shard_map, on explicit axes, on a mesh of one's own ------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in CALLS if n != "mean"])
+@pytest.mark.parametrize("name", [n for n in CALLS if n not in ("mean", "sums")])  # each device has one of its own
 def test_inside_the_callers_own_shard_map(name):
     """A device's own arrays, with JAX's own check of what varies; weights are on every device, and their gradient is summed
     once. A mapping may be over one axis of two."""
@@ -222,6 +224,8 @@ def test_a_ring_inside_a_shard_map_over_some_axes():
         ("gated_mlp", [P("x"), P("x", "y"), P(None, "y"), P("y", "x")]),
         ("gated_mlp", [P("one"), P(None, "one"), P(None, "one"), P("one")]),
         ("mean", [P("x"), P(None, "y"), P()]),
+        ("mean", [P("x", "y"), P(), P("x")]),
+        ("mean", [P("one"), P(), P("one")]),
         ("each", [P("one"), P(None, "one"), P("one")]),
         ("flash", [P("x", None, "y")] * 3),
         ("ring", [P("x", "y")] * 3),

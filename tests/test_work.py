@@ -68,6 +68,8 @@ def test_counts_by_hand():
     assert (forward.flops, backward.flops) == (2 * 12 * 8 * 20, 6 * 12 * 8 * 20)
     assert forward.bytes == 4 * (96 + 160 + 4 * 12)
     assert (forward + backward).bytes == 4 * (3 * (96 + 160) + 9 * 12)
+    forward, backward = OPERATIONS["cross_entropy_sums"].work(bound(OPERATIONS["cross_entropy_sums"], "small"))
+    assert (forward.flops, backward.flops) == (2 * 12 * 8 * 20, 4 * 12 * 8 * 20)
     forward, backward = FLASH.work(bound(FLASH, "mqa"))
     pairs = 2 * 4 * 37 * 38 // 2
     assert (forward.flops, backward.flops) == (4 * 16 * pairs, 10 * 16 * pairs)

@@ -11,6 +11,7 @@ every configuration that tuning would try. `divide`: rows divided by that, for a
 
 import dataclasses
 import json
+import math
 import random
 import statistics
 import sys
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 
 import kernels
 from kernels._core.binding import floats_apart, is_float_array, merged
+from kernels.ops.cross_entropy import CrossEntropyConfig
 
 OPS = kernels.operations()
 # operation -> cases; those after the first are left out by `quick`
@@ -166,7 +168,7 @@ def bound_by_memory(name, case, divide, candidates, rounds):
             yield row | {"GB_s": work.bytes / seconds / 1e9, "of_copy": times["copy"] / seconds}
 
 
-def gated_mlp(divide):
+def gated_mlp(divide, candidates):
     """Returns (case, name -> function of the arrays, arrays) of a gated MLP, value and gradients."""
     op = OPS["gated_mlp"]
     case = shrunk(next(c for c in op.cases if c.name == "llama_8b"), divide)
@@ -176,19 +178,25 @@ def gated_mlp(divide):
     def of(platform):
         return lambda **a: jnp.sum(kernels.gated_mlp(**a, platform=platform).astype(jnp.float32) ** 2)
 
-    return case.name, {"triton": of("triton"), "xla": of("xla")}, scaled
+    return case.name, {"xla": of("xla"), "triton": of("triton")}, scaled
 
 
-def projection(divide):
-    """Returns the same of hidden states, a projection and cross entropy: in blocks, and with whole logits."""
-    op = OPS["cross_entropy"]
+def projection(divide, candidates):
+    """Returns the same of hidden states, a projection and cross entropy, the mean: with gradients made in the forward, with
+    logits computed twice, and with whole logits. `candidates`: in blocks of other sizes too."""
+    op = OPS["cross_entropy_sums"]
     case = shrunk(next(c for c in op.cases if c.name == "llama_8b"), divide)
     made = inputs_of(op, case)
     targets = made.pop("targets")
     made["lm_head"] = (made["lm_head"] * 0.02).astype(jnp.bfloat16)
 
-    def of(platform):
-        return lambda **a: kernels.fused_cross_entropy(**a, targets=targets, platform=platform)
+    def of(platform, rows=None):
+        cfg = CrossEntropyConfig(block_rows=rows)
+        return lambda **a: kernels.fused_cross_entropy(**a, targets=targets, platform=platform, cfg=cfg)
+
+    def twice(**a):
+        terms = kernels.fused_token_losses(**a, targets=targets, platform="triton")
+        return jnp.sum(terms.loss) / jnp.sum(terms.counted)
 
     def whole(hidden, lm_head):
         logits = (hidden @ lm_head).astype(jnp.float32)
@@ -197,11 +205,14 @@ def projection(divide):
         each = jax.nn.logsumexp(logits, axis=-1) - at
         return jnp.sum(jnp.where(counted, each, 0)) / jnp.sum(counted)
 
-    return case.name, {"triton": of("triton"), "xla": of("xla"), "whole logits": whole}, made
+    contestants = {"whole logits": whole, "triton": of("triton"), "xla": of("xla"), "triton, logits twice": twice}
+    sizes = (512, 2048, 4096) if candidates else ()
+    return case.name, contestants | {f"triton, {n} rows": of("triton", n) for n in sizes}, made
 
 
 def programs(name, made, rounds):
-    """Yields a row for each program: value and gradients, its time and what memory it takes beside arguments and results."""
+    """Yields a row for each program: value and gradients, its time, its speed beside the first, which is plain JAX, and what
+    memory it takes beside arguments and results."""
     case, functions, arrays = made
     compiled, memory, wanted = {}, {}, None
     for who, function in functions.items():
@@ -220,14 +231,16 @@ def programs(name, made, rounds):
             continue
         memory[who] = program.memory_analysis().temp_size_in_bytes
         compiled[who] = lambda program=program: program(arrays)
-    for who, seconds in race(compiled, rounds).items():
+    times = race(compiled, rounds)
+    plain = times.get(next(iter(functions)), math.nan)
+    for who, seconds in times.items():
         row = {"op": name, "case": case, "direction": "value and gradients", "who": who, "us": seconds * 1e6}
-        yield row | {"scratch_MiB": memory[who] / 2**20}
+        yield row | {"of_plain": plain / seconds, "scratch_MiB": memory[who] / 2**20}
 
 
 def printed(rows):
     """Prints the rows as a table."""
-    columns = ("op", "case", "direction", "who", "us", "GB_s", "of_copy", "scratch_MiB")
+    columns = ("op", "case", "direction", "who", "us", "GB_s", "of_copy", "of_plain", "scratch_MiB")
     cells = [columns]
     for row in rows:
         if "failed" in row:
@@ -250,7 +263,7 @@ def main(ops="", quick="", candidates="", divide="1", out=""):
     def take(found):
         for row in found:
             rows.append(row)
-            share = f", {row['of_copy']:.2f} of a copy" if "of_copy" in row else ""
+            share = "".join(f", {row[n]:.2f} {n}" for n in ("of_copy", "of_plain") if n in row)
             said = row.get("failed") or f"{row['us']:.1f} us{share}"
             print(f"{row['op']} {row['case']} {row.get('direction', '')} {row['who']}: {said}", flush=True)
             if out:
@@ -265,10 +278,11 @@ def main(ops="", quick="", candidates="", divide="1", out=""):
             take(bound_by_memory(name, cases[case], int(divide), bool(candidates), rounds))
     for name, make in {"gated_mlp": gated_mlp, "cross_entropy": projection}.items():
         if not asked or name in asked:
-            take(programs(name, make(int(divide)), rounds))
+            take(programs(name, make(int(divide), bool(candidates)), rounds))
     failed = [row for row in rows if "failed" in row]
     print(
-        f"\n{jax.devices()[0].device_kind}, bfloat16, {time.perf_counter() - start:.0f} s; of_copy: 1 is as fast as a copy"
+        f"\n{jax.devices()[0].device_kind}, bfloat16, {time.perf_counter() - start:.0f} s; of_copy, of_plain: 1 is as "
+        "fast as a copy, as plain JAX"
     )
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['who']}: {row['failed']}")

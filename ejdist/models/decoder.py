@@ -126,16 +126,15 @@ def loss(
     Sums, not means, so that microbatches and devices with different numbers of tokens add up to the exact mean.
     """
     hidden, of_layers = _forward(params, batch, c, ops, context)
-    terms = ops.fused_token_losses(
+    sums = ops.fused_loss_sums(
         hidden, output_projection(params, c), batch["targets"], z_loss=z_loss, logits_soft_cap=c.logits_soft_cap
     )
     metrics = {
-        "loss": Metric(jnp.sum(terms.loss), "loss"),
-        "z_loss": Metric(jnp.sum(terms.z_loss), "loss"),
-        "tokens": Metric(jnp.sum(terms.counted), "sum"),
+        "loss": Metric(sums.loss, "loss"),
+        "z_loss": Metric(sums.z_loss, "loss"),
+        "tokens": Metric(sums.counted, "sum"),
     }
     taken = sorted(of_layers.keys() & metrics.keys())
     if taken:
         raise ValueError(f"a layer gives the metric {taken[0]!r}, which is the model's own; rename it")
-    metrics |= of_layers
-    return reduce(add, (m.value for m in metrics.values() if m.how == "loss")), metrics
+    return reduce(add, (m.value for m in of_layers.values() if m.how == "loss"), sums.total), metrics | of_layers

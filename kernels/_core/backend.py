@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels._core.binding import Call, Parameter, is_float_array
+from kernels._core.dims import Dim
 from kernels._core.platforms import PLATFORMS
 
 
@@ -56,8 +57,17 @@ class Operation(Protocol):
     function: Callable
     parameters: dict[str, Parameter]
     outputs: tuple[str, ...]
+    output_dims: tuple[tuple[Dim, ...], ...]
     residuals: tuple[str, ...]
+    kept: Callable | None
     no_gradient: tuple[str, ...]
+    local_dims: frozenset[str]
+    sum_dims: frozenset[str]
+    tied_dims: tuple[tuple[str, str], ...]
+    elsewhere: dict[str, str]
+    offset_of: dict[str, str]
+    weights: tuple[str, ...]
+    same_dtype: tuple[str, ...]
     backward_inputs: Callable[[dict, dict], dict] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -106,6 +116,7 @@ class Backend:
     features: frozenset[str]
     forward: Callable
     backward: Callable | None
+    keeping: Callable | None
     rejects: Callable[[Call], str | None] | None
     heuristic: Callable[[Call, str], Any] | None
     candidates: Callable[[Call], Iterable[Any]] | None
@@ -144,14 +155,19 @@ class Backend:
         return self.rejects(call) if self.rejects else None
 
     def run(self, direction: str, arguments: Mapping[str, Any], cfg: Any, *first: Any) -> Any:
-        """Returns the result of `forward` or `backward` on the arguments of the contract that it takes."""
+        """Returns the result of `forward`, `keeping` or `backward` on the arguments of the contract that it takes."""
         function, names = getattr(self, direction), self.names(direction == "backward")
         own = {name: value for name, value in arguments.items() if name in names}
         return function(*first, **own, **({"cfg": cfg} if "cfg" in names else {}))
 
 
 def make_backend(
-    op: Operation, forward: Callable, backward: Callable | None, name: str | None, facts: Mapping[str, Any]
+    op: Operation,
+    forward: Callable,
+    backward: Callable | None,
+    keeping: Callable | None,
+    name: str | None,
+    facts: Mapping[str, Any],
 ) -> Backend:
     """Returns the backend, after checking what it claims.
 
@@ -181,9 +197,16 @@ def make_backend(
                 + (f"; it lacks {', '.join(lost)}" if lost else "")
                 + (f"; there is no {', '.join(strange)}" if strange else "")
             )
+    if (keeping is None) != (op.kept is None or backward is None):
+        raise TypeError(
+            f"{op.name} on {stem}: `keeping` goes with a backward and with the contract's `kept`; here "
+            f"{'it is missing' if keeping is None else 'there is none for it'}"
+        )
+    if keeping is not None and {*inspect.signature(keeping).parameters} != {*inspect.signature(forward).parameters}:
+        raise TypeError(f"{op.name} on {stem}: {keeping.__name__} must take what {forward.__name__} takes")
     sets: dict[str, Any] = {n: frozenset(facts[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
     rest: dict[str, Any] = {n: facts[n] for n in ("rejects", "heuristic", "candidates", "version")}
-    return Backend(name=stem, forward=forward, backward=backward, **sets, **rest)
+    return Backend(name=stem, forward=forward, backward=backward, keeping=keeping, **sets, **rest)
 
 
 @dataclass(frozen=True)

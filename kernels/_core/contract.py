@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from kernels._core import execute, select, tuning
 from kernels._core.backend import Backend, Case, Choice, Plan, case_inputs, make_backend
 from kernels._core.binding import Call, bind, is_array, is_float_array, output_dims, parameters_of, resolve_dims
-from kernels._core.dims import check_vocabulary
 from kernels._core.execute import Saved
+from kernels._core.facts import check_facts
 from kernels._core.interpret import interpreting
 from kernels._core.options import of_sizes
 from kernels._core.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
@@ -42,6 +42,9 @@ class Op:
       outputs: a name for each output.
       residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend may be
         followed by the backward of another. The inputs are always available to a backward.
+      kept: function of the contract's parameters -> name -> array: what a differentiated forward hands to the backward beside
+        the residuals, and a call that is not differentiated does not make. It is the meaning and the oracle of what backends
+        register as `keeping`.
       features: feature name -> predicate(call), for what the options alone do not tell. A backend names those it supports;
         an optional parameter needs no feature, since a backend supports what its functions name.
       no_gradient: float arguments without a gradient, as scales and quantised weights. All other floats have one, those
@@ -70,6 +73,7 @@ class Op:
         *,
         outputs: tuple[str, ...] = ("out",),
         residuals: tuple[str, ...] = (),
+        kept: Callable | None = None,
         features: Mapping[str, Callable[[Call], bool]] | None = None,
         no_gradient: Iterable[str] = (),
         local_dims: Iterable[str] = (),
@@ -88,6 +92,7 @@ class Op:
     ):
         self.function, self.name, self.outputs, self.residuals = function, function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
+        self.kept = kept
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
         self.elsewhere, self.offset_of, self.weights = dict(elsewhere or {}), dict(offset_of or {}), weights
@@ -100,40 +105,7 @@ class Op:
         self._loaded = False
         self._loading = threading.RLock()
         self._programs: dict[Any, Callable] = {}
-        self._check_facts()
-
-    def _check_facts(self) -> None:
-        dims = {d.name for p in self.parameters.values() for d in p.dims} | {
-            d.name for output in self.output_dims for d in output
-        }
-        check_vocabulary(self.name, dims)
-        said = {"local_dims": self.local_dims, "sum_dims": self.sum_dims, "elsewhere": set(self.elsewhere)}
-        said |= {"tied_dims": {d for pair in self.tied_dims for d in pair}, "offset_of": set(self.offset_of.values())}
-        parts = {"residuals": (set(self.residuals), set(self.outputs))}
-        parts |= {name: (set(found), dims) for name, found in said.items()}
-        names = {"no_gradient": self.no_gradient, "weights": self.weights, "same_dtype": self.same_dtype}
-        names |= {"offset_of": tuple(self.offset_of)}
-        parts |= {f"{name} (arguments)": (set(found), set(self.parameters)) for name, found in names.items()}
-        for what, (found, known) in parts.items():
-            if found - known:
-                raise TypeError(
-                    f"{self.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
-                )
-        served = {second for _, second in self.tied_dims}
-        for output, dims_of in zip(self.outputs, self.output_dims, strict=True):
-            has = {d.name for d in dims_of}
-            # Heads of keys are split as those of queries are, so an output that has them lacks nothing.
-            lost = self.local_dims - served - has - {first for first, second in self.tied_dims if second in has}
-            if lost:
-                raise TypeError(
-                    f"{self.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: where they are split, "
-                    "each device would have it"
-                )
-        taken = sorted(set(self.parameters) & set(vars(Call)))
-        if taken:  # arguments are attributes of a call
-            raise TypeError(f"{self.name}: a parameter cannot be called {', '.join(taken)}")
-        if self.local_dims & self.sum_dims:
-            raise TypeError(f"{self.name}: {sorted(self.local_dims & self.sum_dims)} cannot be local and summed over")
+        check_facts(self)
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -142,6 +114,7 @@ class Op:
         forward: Callable,
         backward: Callable | None = None,
         *,
+        keeping: Callable | None = None,
         platforms: Iterable[str],
         dtypes: Iterable[str],
         features: Iterable[str] = (),
@@ -158,6 +131,8 @@ class Op:
           forward, backward: functions of the contract's parameters, by name: those that they name are supported, and a call
             that uses another is refused. `backward` takes `saved` before them and returns name -> gradient. Either may
             name `cfg`.
+          keeping: the forward of a differentiated call, where the contract has `kept`: takes what `forward` takes and returns
+            (outputs, name -> array of what is kept), which `backward` finds in `saved`.
           platforms: that it can be lowered for: cpu, cuda, rocm, tpu.
           features: of the contract's `features`, those that it supports.
           rejects: call -> why it cannot run that call, or None.
@@ -173,7 +148,7 @@ class Op:
             raise TypeError(f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.features)}")
         facts = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
         facts |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates, "version": version}
-        backend = make_backend(self, forward, backward, name, facts)
+        backend = make_backend(self, forward, backward, keeping, name, facts)
         self._backends[backend.name] = backend
         self._programs.clear()
 

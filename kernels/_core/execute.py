@@ -34,18 +34,29 @@ def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str,
     return {c.platform: c.reason if c.backend is None else make(c.backend, c.cfg) for c in plan.choices}
 
 
-def _run_forward(op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any]) -> Any:
+def _run_forward(
+    op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], keep: bool = False
+) -> Any:
+    """Returns (outputs, what is kept for a backward by name: with `keep` what the contract says, else nothing)."""
+
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}"):
-                return backend.run("forward", {**static, **arrays}, cfg)
+                found = backend.run("keeping" if keep else "forward", {**static, **arrays}, cfg)
+            outputs, kept = found if keep else (found, {})
+            if set(kept) != set(result[1]):
+                raise TypeError(f"{op.name} on {backend.name}: it keeps {sorted(kept)}, not {sorted(result[1])}")
+            return outputs, kept
 
         return branch
 
-    result = jax.eval_shape(lambda arrays: op.function(**static, **arrays), traced)
+    def meant(arrays: dict[str, Any]) -> Any:
+        return op.function(**static, **arrays), op.kept(**static, **arrays) if keep and op.kept is not None else {}
+
+    result = jax.eval_shape(meant, traced)
 
     def batched(size: int, is_batched: Any, operands: Any) -> Any:
-        return _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
+        return None if keep else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
 
     return apply(op.name, _branches(plan, make), result, traced, batched=batched)
 
@@ -87,7 +98,10 @@ def _batched_forward(
     op: Operation, plan: Plan, static: Mapping[str, Any], result: Any, size: int, is_batched: dict, traced: dict
 ) -> Any:
     """Returns the operation on operands with one dim more, as one call: it joins the batch B, or the `*lead` dims. None where
-    some batched operand has neither, as a weight has not."""
+    some batched operand has neither, as a weight has not, or an output has neither, as a sum over the batch has not."""
+    heads = [next(iter(dims), None) for dims in op.output_dims]
+    if any(d is None or not (d.variadic or d.name == "B") for d in heads):
+        return None
     leads, rows = {}, {}
     for name, value in traced.items():
         first = next(iter(op.parameters[name].dims), None)
@@ -104,8 +118,8 @@ def _batched_forward(
         rows[name] = jnp.broadcast_to(x, (size, largest, *x.shape[2:])).reshape(size * largest, *x.shape[2:])
     folded = {**traced, **leads, **rows}
     again = op.plan(op.bind(**static, **folded), plan.toolchain, plan.cfg, differentiated=False)
-    outputs = _run_forward(op, again, static, folded)
-    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), outputs, result)
+    found = _run_forward(op, again, static, folded)
+    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), found, result)
 
 
 def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str) -> Callable:
@@ -117,31 +131,42 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
     """
     static = call.static()
 
-    def forward_of(plan: Plan) -> Callable:
-        """Returns the forward (inputs, others) -> outputs of a plan, differentiable as often as one likes."""
+    def forward_of(plan: Plan, keep: bool = False) -> Callable:
+        """Returns the forward (inputs, others) -> (outputs, what is kept) of a plan, differentiable as often as one likes."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            return _run_forward(op, plan, static, merged(inputs, others))
+            return _run_forward(op, plan, static, merged(inputs, others), keep)
+
+        def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+            outputs, residuals, kept = differentiated(inputs, others)
+            return (outputs, kept if keep else {}), (inputs, others, {**residuals, **kept})
+
+        def run_bwd(saved: Any, cotangents: Any) -> Any:
+            # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
+            return pull(*saved, cotangents[0]), None
 
         call.__name__ = op.name  # what profiles and programs show
         run = jax.custom_vjp(call)
         run.defvjp(run_fwd, run_bwd)
         return run
 
-    def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+    def differentiated(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+        """Returns (outputs, residuals among them, what is kept) of a call that is differentiated."""
         if gradient is None:
             raise Unsupported(refusal)
-        outputs = _as_tuple(op, forward_of(gradient)(inputs, others))
-        # Named, so that a remat policy can keep what the backward needs instead of running the forward again.
+
+        def known(name: str, value: Any) -> Any:
+            # Named, so that a remat policy can keep what the backward needs instead of running the forward again.
+            return checkpoint_name(value, f"{op.name}.{name}")
+
+        outputs, kept = forward_of(gradient, op.kept is not None)(inputs, others)
         outputs = tuple(
-            checkpoint_name(value, f"{op.name}.{name}") if name in op.residuals else value
-            for name, value in zip(op.outputs, outputs, strict=True)
+            known(name, value) if name in op.residuals else value
+            for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
         )
         residuals = {n: v for n, v in zip(op.outputs, outputs, strict=True) if n in op.residuals}
-        return outputs if len(op.outputs) > 1 else outputs[0], (inputs, others, residuals)
-
-    def run_bwd(kept: Any, cotangents: Any) -> Any:
-        return pull(*kept, cotangents), None
+        kept = {name: known(name, value) for name, value in kept.items()}
+        return outputs if len(op.outputs) > 1 else outputs[0], residuals, kept
 
     @jax.custom_vjp
     def pull(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
@@ -175,7 +200,7 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
 
     def run(traced: dict[str, Any]) -> Any:
         _check_mesh(op, traced)
-        return differentiable(*floats_apart(vary_alike(traced), op.no_gradient))
+        return differentiable(*floats_apart(vary_alike(traced), op.no_gradient))[0]
 
     run.__name__ = op.name
     return jax.jit(run)

@@ -67,4 +67,18 @@ FAULTS = (
         "    def __call__(self, cc):\n        self.value = cc\n        return contextlib.nullcontext()\n_asked = _Asked()",
         "tests/test_toolchains.py -k its_own_target",
     ),
+    Fault(
+        "a sum over the batch is batched as if it had one",
+        "kernels/_core/execute.py",
+        "if any(d is None or not (",
+        "if any(d is not None and not (",
+        "tests/test_core.py -k keeps",
+    ),
+    Fault(
+        "what a forward keeps has other names than its contract says",
+        "kernels/_core/execute.py",
+        "if set(kept) != set(result[1]):",
+        "if False:",
+        "tests/test_core.py -k keeps",
+    ),
 )

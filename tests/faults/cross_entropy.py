@@ -3,6 +3,8 @@
 from faults import Fault
 
 TRITON = "kernels/ops/cross_entropy/triton_gpu.py"
+BLOCKS = "kernels/ops/cross_entropy/blocks.py"
+SUMS = "tests/kernels/test_cross_entropy.py -k sums"
 FAULTS = (
     Fault(
         "cross_entropy in Triton: a lane's sum is not rescaled",
@@ -45,5 +47,61 @@ FAULTS = (
         "_blocks(targets, rows, -1), *(",
         "_blocks(targets + 1, rows, -1), *(",
         "tests/test_ops.py -k cross_entropy-odd-float32",
+    ),
+    Fault(
+        "cross_entropy: gradients of the sum do not know the weights",
+        BLOCKS,
+        "*pull_losses(w))",
+        "*pull_losses(jnp.ones_like(w)))",
+        SUMS,
+    ),
+    Fault(
+        "cross_entropy: padding counts where another index is ignored",
+        BLOCKS,
+        "_blocks(targets, rows, ALSO_IGNORED)",
+        "_blocks(targets, rows, -1)",
+        SUMS,
+    ),
+    Fault(
+        "cross_entropy: the cotangent of the sum is one",
+        BLOCKS,
+        "saved.d_total * x.astype",
+        "x.astype",
+        "tests/kernels/test_cross_entropy.py -k float64",
+    ),
+    Fault(
+        "cross_entropy: the gradient of lm_head is that of the last block",
+        BLOCKS,
+        'return d_head + _dot("td,tv->dv", h, d), (terms',
+        'return _dot("td,tv->dv", h, d), (terms',
+        SUMS,
+    ),
+    Fault(
+        "cross_entropy: reports have a gradient",
+        "kernels/ops/cross_entropy/contract.py",
+        "loss, z_loss = map(jax.lax.stop_gradient, sums)",
+        "loss, z_loss = sums",
+        "tests/test_ops.py -k cross_entropy_sums-small-float32",
+    ),
+    Fault(
+        "cross_entropy: a sum computes its logits twice on a mesh",
+        "ejdist/vocabulary_parallel.py",
+        '    if not axes["V"]:\n        return sums_op(',
+        "    if False:\n        return sums_op(",
+        "tests/kernels/test_cross_entropy.py -k twice",
+    ),
+    Fault(
+        "cross_entropy: targets of another part of the vocabulary are strays of the sum",
+        "ejdist/vocabulary_parallel.py",
+        'arguments["lm_head"].shape[-1] * math.prod(map(jax.lax.axis_size, axes["V"]))',
+        'arguments["lm_head"].shape[-1]',
+        SUMS,
+    ),
+    Fault(
+        "sharded: sums over leading dims are not added up",
+        "ejdist/placement.py",
+        'return {*(op.sum_dims - {"lead"}), *lead} - {"_"}',
+        "return set(op.sum_dims)",
+        "tests/test_edges.py -k 'explicit and mean'",
     ),
 )

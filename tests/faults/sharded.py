@@ -11,7 +11,7 @@ FAULTS = (
     Fault(
         "sharded: sums over split widths dropped",
         SHARDED,
-        "sums = tuple(a for d in sorted(op.sum_dims & split.keys()) for a in axes.get(d, ()))",
+        "sums = tuple(a for d in sorted(summed & split.keys()) for a in axes.get(d, ()))",
         "sums = ()",
         f"{EDGES} -k explicit",
     ),

@@ -14,10 +14,12 @@ from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret
 from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
+    LossSums,
     fused_cross_entropy,
+    fused_loss_sums,
     fused_token_losses,
 )
-from kernels.ops.cross_entropy.contract import logits_op, op
+from kernels.ops.cross_entropy.contract import logits_op, op, sums_op
 
 T, D, V = 23, 8, 37
 
@@ -189,6 +191,93 @@ def test_kernels_with_the_vocabulary_split_over_devices():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6, rtol=1e-5), got, wanted)
 
 
+# -- sums, whose gradients are made in the forward --------------------------------------------------------------------
+
+HOW = {"z_loss": 1e-2, "label_smoothing": 0.1, "logits_soft_cap": 5.0, "ignore_index": 3}
+
+
+def sums_and_gradients(function, dtype="float32", **how):
+    """Returns (sums, gradients of hidden, head and weights for a cotangent of one)."""
+    hidden, head, targets, weights = (jnp.asarray(x) for x in inputs())
+    how = {**HOW, **how}
+
+    def loss(h, w, each):
+        sums = function(h[:22], w[:, :36], targets[:22] % 36, weights=each[:22], **how)
+        return sums.total, sums
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    (_, sums), gradients = run(hidden.astype(dtype), head.astype(dtype), weights.astype(jnp.float32))
+    return sums, gradients
+
+
+def summed_terms(hidden, head, targets, weights, **how):
+    """The same by `fused_token_losses`, which computes logits twice."""
+    terms = fused_token_losses(hidden, head, targets, **how)
+    loss, z_loss, counted = (jnp.sum(x * weights) for x in terms)
+    return LossSums(loss + z_loss, loss, z_loss, counted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [None, 5])
+def test_sums_and_their_gradients_are_those_of_the_terms(rows, dtype):
+    cfg = CrossEntropyConfig(rows)
+    got, want = (sums_and_gradients(f, dtype, cfg=cfg) for f in (fused_loss_sums, summed_terms))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2}], ids=str)
+def test_sums_on_a_mesh(mesh):
+    got = sums_and_gradients(ejdist.fused_loss_sums, mesh=make_mesh(**mesh))
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5, rtol=1e-5), got, sums_and_gradients(summed_terms)
+    )
+
+
+def products(function, differentiated=True, **how):
+    """Returns how many matmuls a program has."""
+    x, w, t = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.zeros(4, jnp.int32)
+
+    def loss(x, w):
+        result = function(x, w, t, **how)
+        return sum(map(jnp.sum, jax.tree.leaves(result)))
+
+    run = jax.grad(loss, (0, 1)) if differentiated else loss
+    return jax.jit(run).lower(x, w).as_text().count("stablehlo.dot_general")
+
+
+def test_logits_are_computed_twice_only_where_it_is_said():
+    split = {"mesh": make_mesh(tp=2)}
+    assert products(fused_loss_sums) == products(fused_cross_entropy, reduction="sum") == 3
+    assert products(ejdist.fused_loss_sums, mesh=make_mesh(dp=2)) == products(fused_cross_entropy) == 3
+    assert products(fused_token_losses) == products(fused_cross_entropy, reduction="none") == 4
+    assert products(ejdist.fused_loss_sums, **split) == products(ejdist.fused_cross_entropy, **split) == 4
+    # Without a derivative nothing is made for one.
+    assert products(fused_loss_sums, differentiated=False) == products(fused_token_losses, differentiated=False) == 1
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton_gpu"])
+def test_what_a_forward_keeps_is_what_the_contract_says(backend):
+    case = next(case for case in sums_op.cases if case.name == "odd")
+    a = {"weights": None, **sums_op.case_inputs(case, dtype="bfloat16")}
+    wanted = sums_op.kept(**a)
+    with interpret():
+        cfg = CrossEntropyConfig(block_rows=64, block_vocab=16, num_warps=1)
+        _, got = sums_op.backends[backend].run("keeping", a, cfg)
+    assert {n: x.dtype for n, x in got.items()} == {n: x.dtype for n, x in wanted.items()}
+    for name, want in wanted.items():
+        assert error(got[name], want) < (1e-4 if name == "losses" else 1e-2), name
+
+
+def test_reports_have_no_gradient_and_flags_are_weights():
+    hidden, head, targets, _ = inputs()
+    x, w, t = jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(targets)
+    assert not np.any(jax.grad(lambda x: fused_loss_sums(x, w, t).loss)(x))
+    flags = jnp.asarray(np.arange(T) % 2 == 0)
+    got, want = (fused_loss_sums(x, w, t, weights=f) for f in (flags, flags.astype(jnp.float32)))
+    assert got == want and got.counted == jnp.sum(flags & (t >= 0))
+
+
 def test_logits_are_read_and_written_16_bytes_at_a_time():
     case = next(case for case in op.cases if case.name == "llama_8b")
     forward, backward = checks.export_cuda(*checks.call_of(op, case)).kernels
@@ -202,7 +291,7 @@ def test_dispatch_and_refusals():
     assert [chosen[p].name for p in ("cpu", "cuda", "rocm", "tpu")] == ["xla", "triton_gpu", "xla", "xla"]
     with interpret(), pytest.raises(Unsupported, match="an array has no elements"):
         fused_cross_entropy(x[:0], w, t[:0], platform="triton")
-    with pytest.raises(Unsupported, match="cross_entropy has no pallas backend"):
+    with pytest.raises(Unsupported, match="cross_entropy_sums has no pallas backend"):
         fused_cross_entropy(x, w, t, platform="pallas")
 
 
@@ -237,6 +326,8 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
         (lambda h, w, t: fused_cross_entropy(h, w, t, label_smoothing=1.0), "label_smoothing"),
         (lambda h, w, t: fused_cross_entropy(h, w, t, logits_soft_cap=0.0), "logits_soft_cap"),
         (lambda h, w, t: fused_cross_entropy(h, w, t, weights=jnp.ones(2)), "'weights' must have shape"),
+        (lambda h, w, t: fused_loss_sums(h, w, t, weights=jnp.ones(2)), "'weights' must have shape"),
+        (lambda h, w, t: fused_loss_sums(h, None, t), "either 'hidden' and 'lm_head', or 'logits'"),
         (lambda h, w, t: fused_cross_entropy(h, w[1:], t), "'lm_head'.*D"),
         (lambda h, w, t: fused_cross_entropy(h.astype(jnp.bfloat16), w, t), "'lm_head' is float32"),
     ],

@@ -1,6 +1,15 @@
 """Cross entropy from hidden states and the output projection, or from logits, with no whole logits in memory."""
 
-from kernels.ops.cross_entropy.contract import CrossEntropyConfig, op
-from kernels.ops.cross_entropy.functions import TokenLosses, fused_cross_entropy, fused_token_losses, token_losses
+from kernels.ops.cross_entropy.contract import CrossEntropyConfig, TokenLosses, op, token_losses
+from kernels.ops.cross_entropy.functions import LossSums, fused_cross_entropy, fused_loss_sums, fused_token_losses
 
-__all__ = ["CrossEntropyConfig", "TokenLosses", "fused_cross_entropy", "fused_token_losses", "op", "token_losses"]
+__all__ = [
+    "CrossEntropyConfig",
+    "LossSums",
+    "TokenLosses",
+    "fused_cross_entropy",
+    "fused_loss_sums",
+    "fused_token_losses",
+    "op",
+    "token_losses",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +62,113 @@ def cross_entropy_of_logits(
     return jax.nn.logsumexp(logits, axis=-1), jnp.where(inside, at_target, 0), jnp.mean(logits, axis=-1)
 
 
-def _targets(rng, dims):
+# What most data pipelines of the field mark tokens with that do not count.
+ALSO_IGNORED = -100
+
+
+class TokenLosses(NamedTuple):
+    """Per-token terms, float32, zero where the target is ignored."""
+
+    loss: jax.Array
+    z_loss: jax.Array
+    counted: jax.Array  # 1 where the token counts, 0 where it is ignored
+
+
+def is_counted(targets: jax.Array, ignore_index: int) -> jax.Array:
+    """Returns which tokens count."""
+    return (targets != ignore_index) & (targets != ALSO_IGNORED)
+
+
+def token_losses(
+    lse: jax.Array,
+    target_logit: jax.Array,
+    mean_logit: jax.Array,
+    targets: jax.Array,
+    *,
+    vocabulary: int,
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> TokenLosses:
+    """Returns the terms of cross entropy from the outputs of the operation, for a vocabulary of that many tokens.
+
+    loss = lse - (1 - s) target_logit - s mean_logit with smoothing s; z_loss = z lse^2. An ignored token is selected
+    away, not multiplied by zero: an infinite lse of padding would otherwise make the loss NaN.
+    """
+    counted = is_counted(targets, ignore_index)
+    loss = lse - (1 - label_smoothing) * target_logit
+    if label_smoothing:  # the mean is -inf where a token of the vocabulary is masked out
+        loss = loss - label_smoothing * mean_logit
+    # A target that is no token and is not ignored is the caller's mistake. Under a trace it cannot raise, so it shows, in
+    # the loss and in the gradients.
+    stray = counted & ((targets < 0) | (targets >= vocabulary))
+    loss = loss * jnp.where(stray, jnp.nan, 1.0)
+    return TokenLosses(
+        jnp.where(counted, loss, 0.0), jnp.where(counted, z_loss * lse * lse, 0.0), counted.astype(jnp.float32)
+    )
+
+
+def summed(terms: TokenLosses, weights: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the outputs of `cross_entropy_sums` from the terms of its tokens."""
+    sums = [jnp.sum(x if weights is None else x * weights) for x in (terms.loss, terms.z_loss)]
+    loss, z_loss = map(jax.lax.stop_gradient, sums)
+    return sums[0] + sums[1], loss, z_loss
+
+
+def cross_entropy_sums(
+    hidden: Float[Array, "*lead D"],
+    lm_head: Float[Array, "D V"],
+    targets: Int[Array, "*lead"],
+    weights: Float[Array, "*lead"] | None = None,
+    *,
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Returns, in float32, sums over the tokens that count, each times its weight: cross entropy and z-loss together, and each
+    by itself.
+
+    The first alone has a gradient; the other two are for reports. With one cotangent for all tokens a differentiated forward
+    can make the gradients while it has the logits, and no logits are computed twice.
+    """
+    outputs = cross_entropy(hidden, lm_head, targets, logits_soft_cap=logits_soft_cap)
+    how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    return summed(token_losses(*outputs, targets=targets, vocabulary=lm_head.shape[1], **how), weights)
+
+
+def kept_of_sums(
+    hidden: jax.Array,
+    lm_head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+) -> dict[str, jax.Array]:
+    """Returns the gradients of the sum for a cotangent of one: of hidden in its dtype, of lm_head in float32, which it is
+    accumulated in, and of weights, the loss of each token."""
+    ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+
+    def total(hidden: jax.Array, lm_head: jax.Array, weights: jax.Array) -> jax.Array:
+        how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        return cross_entropy_sums(hidden, lm_head, targets, weights, logits_soft_cap=logits_soft_cap, **how)[0]
+
+    wide = hidden.astype(jnp.float32), lm_head.astype(jnp.float32)
+    d_hidden, d_lm_head, losses = jax.grad(total, (0, 1, 2))(*wide, ones)
+    return {"hidden_gradient": d_hidden.astype(hidden.dtype), "lm_head_gradient": d_lm_head, "losses": losses}
+
+
+def _targets(rng, dims, ignored=-1):
     targets = rng.integers(0, dims["V"], dims["lead"])
-    targets.reshape(-1)[::5] = -1
+    targets.reshape(-1)[::5] = ignored
     return jnp.asarray(targets, jnp.int32)
+
+
+def _some_at_minus_one_hundred(rng, dims):
+    return _targets(rng, dims, ALSO_IGNORED)
 
 
 def _case(name: str, *lead: int, options: dict | None = None, tags: tuple[str, ...] = (), **dims: int) -> Case:
@@ -88,6 +192,12 @@ def work_of_logits(call: Call) -> tuple[Work, Work]:
     size, rows = call.logits.size, 4 * call.targets.size
     logits, targets = nbytes(call.logits), nbytes(call.targets)
     return Work(4 * size, logits + targets + 3 * rows), Work(4 * size, 2 * logits + targets + 4 * rows)
+
+
+def work_of_sums(call: Call) -> tuple[Work, Work]:
+    """Returns the work of the matmuls: the logits forward, two gradients backward, wherever they are made."""
+    forward, backward = work(call)
+    return forward, Work(backward.flops - forward.flops, backward.bytes)
 
 
 OUTPUTS = ("lse", "target_logit", "mean_logit")
@@ -126,4 +236,28 @@ logits_op = Op(
         _case("llama_8b", 4096, V=128256, tags=("bench", "code")),
     ),
     work=work_of_logits,
+)
+
+EVERY_OPTION = {"ignore_index": 7, "label_smoothing": 0.1, "z_loss": 1e-2, "logits_soft_cap": 3.0}
+sums_op = Op(
+    cross_entropy_sums,
+    outputs=("total", "loss", "z_loss"),
+    kept=kept_of_sums,
+    sum_dims={"lead"},
+    elsewhere=ELSEWHERE,
+    weights=("lm_head",),
+    same_dtype=("hidden", "lm_head"),
+    config=CrossEntropyConfig,
+    cases=(
+        _case("small", 12, D=8, V=20, tags=("smoke",)),
+        Case(
+            "odd",
+            {"lead": (7, 43), "D": 16, "V": 37},
+            EVERY_OPTION,
+            arrays=("weights",),
+            make={"targets": _some_at_minus_one_hundred},
+        ),
+        _case("llama_8b", 16384, D=4096, V=128256, tags=("bench", "code")),
+    ),
+    work=work_of_sums,
 )

@@ -11,47 +11,49 @@ import jax.numpy as jnp
 from kernels._core.binding import is_array
 from kernels._core.dims import leading
 from kernels._core.public import Prepared, public
-from kernels.ops.cross_entropy.contract import logits_op, op
-
-# What most data pipelines of the field mark tokens with that do not count.
-ALSO_IGNORED = -100
+from kernels.ops.cross_entropy.contract import TokenLosses, is_counted, logits_op, op, sums_op, token_losses
 
 
-class TokenLosses(NamedTuple):
-    """Per-token terms, float32, zero where the target is ignored."""
+class LossSums(NamedTuple):
+    """Sums over the counted tokens, each times its weight; float32 scalars."""
 
-    loss: jax.Array
-    z_loss: jax.Array
-    counted: jax.Array  # 1 where the token counts, 0 where it is ignored
+    total: jax.Array  # loss and z_loss together: the one that is differentiated
+    loss: jax.Array  # cross entropy, for reports: it has no gradient
+    z_loss: jax.Array  # for reports too
+    counted: jax.Array  # the weights of the tokens, or their number
 
 
-def token_losses(
-    lse: jax.Array,
-    target_logit: jax.Array,
-    mean_logit: jax.Array,
-    targets: jax.Array,
-    *,
-    vocabulary: int,
-    ignore_index: int = -1,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> TokenLosses:
-    """Returns the terms of cross entropy from the outputs of the operation, for a vocabulary of that many tokens.
+def _check_arrays(hidden: Any, lm_head: Any, targets: Any, logits: Any) -> None:
+    if targets is None:
+        raise ValueError("fused_cross_entropy: argument 'targets' is missing")
+    if (logits is None) == (hidden is None) or (hidden is None) != (lm_head is None):
+        raise ValueError("fused_cross_entropy: give either 'hidden' and 'lm_head', or 'logits'")
+    for name, x in (("hidden", hidden), ("lm_head", lm_head), ("logits", logits), ("targets", targets)):
+        if x is not None and not is_array(x) and not (name == "targets" and isinstance(x, (list, tuple, int))):
+            raise ValueError(f"fused_cross_entropy: argument {name!r} must be an array, got {type(x).__name__}")
 
-    loss = lse - (1 - s) target_logit - s mean_logit with smoothing s; z_loss = z lse^2. An ignored token is selected
-    away, not multiplied by zero: an infinite lse of padding would otherwise make the loss NaN.
-    """
-    counted = (targets != ignore_index) & (targets != ALSO_IGNORED)
-    loss = lse - (1 - label_smoothing) * target_logit
-    if label_smoothing:  # the mean is -inf where a token of the vocabulary is masked out
-        loss = loss - label_smoothing * mean_logit
-    # A target that is no token and is not ignored is the caller's mistake. Under a trace it cannot raise, so it shows, in
-    # the loss and in the gradients.
-    stray = counted & ((targets < 0) | (targets >= vocabulary))
-    loss = loss * jnp.where(stray, jnp.nan, 1.0)
-    return TokenLosses(
-        jnp.where(counted, loss, 0.0), jnp.where(counted, z_loss * lse * lse, 0.0), counted.astype(jnp.float32)
-    )
+
+def _check_options(label_smoothing: float, z_loss: float, logits_soft_cap: float | None) -> None:
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"fused_cross_entropy: argument 'label_smoothing' must be in [0, 1), got {label_smoothing}")
+    if not (z_loss >= 0 and math.isfinite(z_loss)):
+        raise ValueError(f"fused_cross_entropy: argument 'z_loss' must not be negative, got {z_loss}; 0 for none")
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(
+            f"fused_cross_entropy: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap"
+        )
+
+
+def _check_shape(name: str, x: jax.Array, lead: tuple[int, ...]) -> None:
+    if x.shape != lead:
+        of = "" if name == "targets" else ", as targets"
+        raise ValueError(f"fused_cross_entropy: argument {name!r} must have shape {lead}{of}, got {x.shape}")
+
+
+def _as_weights(weights: Any) -> jax.Array:
+    """Returns weights as floats: counts and flags have no gradient."""
+    weights = jnp.asarray(weights)
+    return weights if jnp.issubdtype(weights.dtype, jnp.floating) else weights.astype(jnp.float32)
 
 
 @public(op, logits_op)
@@ -69,33 +71,18 @@ def fused_token_losses(
     """Returns the terms of `fused_cross_entropy` for each token, `TokenLosses` of [*lead], for a caller who sums and counts
     on its own.
 
-    A training step wants this: with gradient accumulation the mean is over the tokens of all its parts.
+    Their cotangents are known only after it, so a backward computes the logits again; `fused_loss_sums` does not.
 
     >>> import jax.numpy as jnp
     >>> terms = fused_token_losses(jnp.zeros((2, 4)), jnp.zeros((4, 8)), jnp.array([1, -1]))
     >>> print(terms.loss.round(4), terms.counted)  # log 8, and a token that is ignored
     [2.0794 0.    ] [1. 0.]
     """
-    if targets is None:
-        raise ValueError("fused_cross_entropy: argument 'targets' is missing")
-    if (logits is None) == (hidden is None) or (hidden is None) != (lm_head is None):
-        raise ValueError("fused_cross_entropy: give either 'hidden' and 'lm_head', or 'logits'")
-    for name, x in (("hidden", hidden), ("lm_head", lm_head), ("logits", logits), ("targets", targets)):
-        if x is not None and not is_array(x) and not (name == "targets" and isinstance(x, (list, tuple, int))):
-            raise ValueError(f"fused_cross_entropy: argument {name!r} must be an array, got {type(x).__name__}")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"fused_cross_entropy: argument 'label_smoothing' must be in [0, 1), got {label_smoothing}")
-    if not (z_loss >= 0 and math.isfinite(z_loss)):
-        raise ValueError(f"fused_cross_entropy: argument 'z_loss' must not be negative, got {z_loss}; 0 for none")
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(
-            f"fused_cross_entropy: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap"
-        )
+    _check_arrays(hidden, lm_head, targets, logits)
+    _check_options(label_smoothing, z_loss, logits_soft_cap)
     targets = jnp.asarray(targets)
     given: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
-    lead = next(iter(given.values())).shape[:-1]
-    if targets.shape != lead:
-        raise ValueError(f"fused_cross_entropy: argument 'targets' must have shape {lead}, got {targets.shape}")
+    _check_shape("targets", targets, next(iter(given.values())).shape[:-1])
     cap = {} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)}
     own = op if logits is None else logits_op
     # The operation knows no ignored index: whatever is no token has logit 0 there.
@@ -116,7 +103,56 @@ def fused_token_losses(
     return Prepared(call, finish=finish, dims=leading(targets.ndim), op=own)
 
 
-@public(op, logits_op)
+@public(sums_op)
+def fused_loss_sums(
+    hidden: jax.Array,
+    lm_head: jax.Array,
+    targets: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+) -> Prepared:
+    """Returns the terms of `fused_cross_entropy` summed over the tokens, `LossSums`. A training step wants this: with gradient
+    accumulation the mean is over the tokens of all its parts.
+
+    All tokens of `total` have one cotangent, so a differentiated call makes its gradients block by block while it has the
+    logits, and the backward only scales them: three products where `fused_token_losses` has four. From forward to backward it
+    keeps the gradient of hidden, in its dtype, and that of lm_head in float32. Where a mesh splits the vocabulary, the softmax
+    of a block is known only after all devices' parts of it: there logits are computed again in the backward, as by
+    `fused_token_losses`.
+
+    >>> import jax.numpy as jnp
+    >>> sums = fused_loss_sums(jnp.zeros((2, 4)), jnp.zeros((4, 8)), jnp.array([1, -1]))
+    >>> print(sums.total.round(4), sums.counted)  # log 8, and a token that is ignored
+    2.0794 1.0
+    """
+    _check_arrays(hidden, lm_head, targets, None)
+    _check_options(label_smoothing, z_loss, logits_soft_cap)
+    targets = jnp.asarray(targets)
+    _check_shape("targets", targets, hidden.shape[:-1])
+    if weights is not None:
+        weights = _as_weights(weights)
+        _check_shape("weights", weights, targets.shape)
+    options: Any = {} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)}
+    options |= {"label_smoothing": float(label_smoothing), "z_loss": float(z_loss), "ignore_index": ignore_index}
+    call = sums_op.bind(hidden, lm_head, targets, weights, **options)
+
+    def finish(total: jax.Array, loss: jax.Array, of_z: jax.Array) -> LossSums:
+        return LossSums(total, loss, of_z, jnp.sum(_counted(targets, ignore_index, weights)))
+
+    return Prepared(call, finish=finish, dims=((), (), (), ()))
+
+
+def _counted(targets: jax.Array, ignore_index: int, weights: jax.Array | None) -> jax.Array:
+    """Returns what each token counts."""
+    counted = is_counted(targets, ignore_index).astype(jnp.float32)
+    return counted if weights is None else counted * weights
+
+
+@public(sums_op, op, logits_op)
 def fused_cross_entropy(
     hidden: jax.Array | None = None,
     lm_head: jax.Array | None = None,
@@ -140,7 +176,8 @@ def fused_cross_entropy(
       label_smoothing: this much of the target is spread evenly over the vocabulary.
       z_loss: weight of lse^2, which keeps the softmax normaliser near 1 (Chowdhery et al., PaLM, 2022).
       weights: float [*lead], of each token; the mean is over their sum.
-      reduction: "mean" over counted tokens (0 if there are none), "sum", or "none" for [*lead].
+      reduction: "mean" over counted tokens (0 if there are none), "sum", or "none" for [*lead]. Of hidden and lm_head the first
+        two are made of `fused_loss_sums`, whose gradients need no second product of logits.
       cfg: `CrossEntropyConfig(block_rows=...)`, tokens whose logits exist at one time.
 
     Raises:
@@ -154,26 +191,30 @@ def fused_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"fused_cross_entropy: argument 'reduction' = {reduction!r}: use mean, sum or none")
     options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    prepared = fused_token_losses.prepare(
-        hidden, lm_head, targets, logits=logits, logits_soft_cap=logits_soft_cap, **options
-    )
-    shape = prepared.call.targets.shape
-    if weights is not None:
-        weights = jnp.asarray(weights)
-        if weights.shape != shape:
-            raise ValueError(
-                f"fused_cross_entropy: argument 'weights' must have shape {shape}, as targets, got {weights.shape}"
-            )
+    options["logits_soft_cap"] = logits_soft_cap
+    weights = None if weights is None else _as_weights(weights)
+    if reduction == "none" or logits is not None:
+        prepared = fused_token_losses.prepare(hidden, lm_head, targets, logits=logits, **options)
+        if weights is not None:
+            _check_shape("weights", weights, prepared.call.targets.shape)
+    else:
+        _check_arrays(hidden, lm_head, targets, None)
+        prepared = fused_loss_sums.prepare(hidden, lm_head, targets, weights=weights, **options)
+    assert prepared.finish is not None
+    finish_terms = prepared.finish
 
     def finish(*outputs: jax.Array) -> jax.Array:
-        assert prepared.finish is not None
-        terms = prepared.finish(*outputs)
-        each, count = terms.loss + terms.z_loss, terms.counted
-        if weights is not None:
-            each, count = each * weights, count * weights
-        if reduction == "none":
-            return each
-        total, count = jnp.sum(each), jnp.sum(count)
+        terms = finish_terms(*outputs)
+        if isinstance(terms, LossSums):
+            total, count = terms.total, terms.counted
+        else:
+            each, count = terms.loss + terms.z_loss, terms.counted
+            if weights is not None:
+                each, count = each * weights, count * weights
+            if reduction == "none":
+                return each
+            total, count = jnp.sum(each), jnp.sum(count)
         return total if reduction == "sum" else total / jnp.where(count == 0, 1, count)
 
-    return Prepared(prepared.call, finish=finish, dims=prepared.dims if reduction == "none" else (), op=prepared.op)
+    dims = prepared.dims if reduction == "none" else ()
+    return Prepared(prepared.call, finish=finish, dims=dims, op=prepared.op or sums_op)

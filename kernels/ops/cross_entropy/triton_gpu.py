@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work
 from kernels.ops.cross_entropy import blocks
-from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op, op
+from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op
 
 # A thread takes the largest of so many neighbours before it rescales its sum: 16 bytes of float32.
 LANE = 4
@@ -131,20 +131,6 @@ def _pull(logits, targets, per_token, dtype, cap, cfg):
     return d_logits
 
 
-def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
-    def outputs_of(logits, targets):
-        return _outputs(logits, targets, logits_soft_cap, cfg)
-
-    return blocks.forward_in_blocks(outputs_of, hidden, lm_head, targets, cfg.block_rows)
-
-
-def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
-    def pull(logits, targets, per_token, dtype):
-        return _pull(logits, targets, per_token, dtype, logits_soft_cap, cfg)
-
-    return blocks.backward_in_blocks(pull, saved, hidden, lm_head, targets, cfg.block_rows)
-
-
 def forward_logits(logits, targets, logits_soft_cap, cfg):
     outputs = _outputs(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), logits_soft_cap, cfg)
     return tuple(x.reshape(targets.shape) for x in outputs)
@@ -187,5 +173,5 @@ FACTS: Any = {
     "heuristic": heuristic,
     "candidates": candidates,
 }
-op.register(forward, backward, **FACTS)
+blocks.register("triton_gpu", _outputs, _pull, **FACTS)
 logits_op.register(forward_logits, backward_logits, **FACTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from kernels.ops.cross_entropy import blocks
-from kernels.ops.cross_entropy.contract import CrossEntropyConfig, cross_entropy_of_logits, logits_op, op
+from kernels.ops.cross_entropy.contract import CrossEntropyConfig, cross_entropy_of_logits, logits_op
 
 
 def _bent(logits, cap):
@@ -17,7 +17,11 @@ def _bent(logits, cap):
     return cap * bent, 1 - bent * bent
 
 
-def _pull(logits, targets, per_token, dtype, cap):
+def _outputs(logits, targets, cap, cfg):
+    return cross_entropy_of_logits(logits, targets, logits_soft_cap=cap)
+
+
+def _pull(logits, targets, per_token, dtype, cap, cfg):
     lse, d_lse, d_target, d_mean = (x[:, None] for x in per_token)
     logits, slope = _bent(logits, cap)
     V = logits.shape[1]
@@ -27,24 +31,12 @@ def _pull(logits, targets, per_token, dtype, cap):
     return (d if slope is None else d * slope).astype(dtype)
 
 
-def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
-    def outputs_of(logits, targets):
-        return cross_entropy_of_logits(logits, targets, logits_soft_cap=logits_soft_cap)
-
-    return blocks.forward_in_blocks(outputs_of, hidden, lm_head, targets, cfg.block_rows)
-
-
-def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
-    def pull(logits, targets, per_token, dtype):
-        return _pull(logits, targets, per_token, dtype, logits_soft_cap)
-
-    return blocks.backward_in_blocks(pull, saved, hidden, lm_head, targets, cfg.block_rows)
-
-
 def backward_logits(saved, logits, targets, logits_soft_cap):
     per_token = [saved[n].reshape(-1) for n in ("lse", "d_lse", "d_target_logit", "d_mean_logit")]
     rows = logits.reshape(-1, logits.shape[-1])
-    return {"logits": _pull(rows, targets.reshape(-1), per_token, logits.dtype, logits_soft_cap).reshape(logits.shape)}
+    return {
+        "logits": _pull(rows, targets.reshape(-1), per_token, logits.dtype, logits_soft_cap, None).reshape(logits.shape)
+    }
 
 
 EVERYWHERE = {
@@ -52,9 +44,10 @@ EVERYWHERE = {
     "dtypes": {"float32", "bfloat16", "float16"},
     "symbolic": {"lead"},
 }
-op.register(
-    forward,
-    backward,
+blocks.register(
+    "xla",
+    _outputs,
+    _pull,
     heuristic=lambda call, platform: CrossEntropyConfig(block_rows=blocks.block_rows(call)),
     candidates=lambda call: [CrossEntropyConfig(block_rows=rows) for rows in blocks.candidates(call)],
     **EVERYWHERE,
