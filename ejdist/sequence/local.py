@@ -93,7 +93,10 @@ class Local:
             # The order alone tells where a rank's tokens are, so their positions do not travel.
             length, order = self.query.shape[1] * self.ranks, self.static.order
             changes["q_positions"] = order.positions(exchange.rank(self.axis), length)[None]
-            changes["kv_positions"] = order.positions(holders, length).reshape(1, -1)
+            at = (
+                jnp.arange(length, dtype=jnp.int32) if holders is None else order.positions(holders, length).reshape(-1)
+            )
+            changes["kv_positions"] = at[None]
         return vary_alike(self.mask.replace(**changes), self.query)
 
     def _over(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
@@ -184,12 +187,24 @@ class Local:
 
         return self._at_hop(hop, attention, nothing)
 
+    def in_order(self, keys: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
+        """Returns the keys of all ranks as `attend` and `pull` take them, of those keys in the order of the ranks: in the order
+        of the sequence, in which a query sees a run of them, and kernels skip what lies before and behind it."""
+        if "block_mask" in self.own:  # whose columns are in the order of the ranks
+            return keys, jnp.arange(self.ranks)
+        return {n: self.static.order.inverse(x) for n, x in keys.items()}, None
+
+    def of_ranks(self, x: jax.Array) -> jax.Array:
+        """Returns a gradient of the keys that `in_order` gave, in the order of the ranks."""
+        return x if "block_mask" in self.own else self.static.order.permute(x)
+
     def holder(self, hop: Any) -> Any:
         """Returns the rank whose keys are here at a hop of the ring."""
         return (exchange.rank(self.axis) - hop) % self.ranks
 
     def attend(self, keys: dict[str, jax.Array], holders: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`: a rank, or several in order."""
+        """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`: a rank, or several in order, or None
+        for those of all in the order of the sequence."""
         return self._over(self.static.op, keys, holders)
 
     def pull(self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], holders: Any) -> dict[str, jax.Array]:

@@ -6,6 +6,7 @@ tokens, so an order never changes what is computed, only where.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +86,26 @@ class Order:
 
     def permute(self, x: Any, axis: int = 1) -> Any:
         """Returns x with its sequence dim in this order. x may be a NumPy or JAX array."""
-        return x if self.name == "contiguous" else x.take(self.indices(x.shape[axis]), axis=axis)
+        if self.name == "striped":
+            return x.take(self.indices(x.shape[axis]), axis=axis)
+        return self._by_parts(x, axis, lambda parts: parts)
 
     def inverse(self, x: Any, axis: int = 1) -> Any:
         """Returns x with its sequence dim back in the original order."""
-        return x if self.name == "contiguous" else x.take(np.argsort(self.indices(x.shape[axis])), axis=axis)
+        if self.name == "striped":
+            return x.take(np.argsort(self.indices(x.shape[axis])), axis=axis)
+        return self._by_parts(x, axis, np.argsort)
+
+    def _by_parts(self, x: Any, axis: int, way: Callable[[np.ndarray], np.ndarray]) -> Any:
+        """Returns x with its parts, which lie whole in either order, where `way` of their order says."""
+        self.check(x.shape[axis])
+        if self.name == "contiguous" or self.shards == 1:
+            return x
+        count = 2 * self.shards
+        parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+        first = np.arange(self.shards)
+        order = np.stack([first, count - 1 - first], axis=1).reshape(-1)
+        return parts.take(way(order), axis=axis).reshape(x.shape)
 
 
 def order_of(order: str | Order, shards: int, where: str) -> Order:

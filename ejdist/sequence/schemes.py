@@ -96,16 +96,14 @@ class AllGather(Scheme):
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # nobody needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
-        keys = exchange.gather(local.keys, local.axis)
-        out, lse = local.attend(keys, jnp.arange(local.ranks))
+        out, lse = local.attend(*local.in_order(exchange.gather(local.keys, local.axis)))
         return out.astype(jnp.float32), lse
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if len(local.hops) == 1:
             return Ring().backward(local, saved)
-        keys = exchange.gather(local.keys, local.axis)
-        grads = local.pull(saved, keys, jnp.arange(local.ranks))
-        parts = {n: grads[n].astype(jnp.float32) for n in ("key", "value")}
+        grads = local.pull(saved, *local.in_order(exchange.gather(local.keys, local.axis)))
+        parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in ("key", "value")}
         return grads | exchange.scatter_sum(parts, local.axis)
 
 
