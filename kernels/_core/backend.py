@@ -58,6 +58,7 @@ class Operation(Protocol):
     outputs: tuple[str, ...]
     residuals: tuple[str, ...]
     no_gradient: tuple[str, ...]
+    classes: Callable[[Call], str | None] | None
     backward_inputs: Callable[[dict, dict], dict] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -188,7 +189,8 @@ def make_backend(
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs on one platform: a backend with its configuration, or the reason why none does."""
+    """What runs on one platform: a backend with its configuration, and the measurement that chose it, if one did; or the
+    reason why none does."""
 
     platform: str
     backend: Backend | None

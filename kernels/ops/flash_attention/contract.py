@@ -14,6 +14,7 @@ from kernels._core.binding import Call
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.contract import Op
 from kernels._core.masks import MaskInfo
+from kernels._core.measured import bucket, power_of_two
 from kernels._core.pairs import visible_pairs
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.cases import CASES, SLOW, WITH_WEIGHTS
@@ -175,6 +176,19 @@ FEATURES = {
     "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
     "value_width": lambda call: call.dims["H"] != call.dims["Hv"],
 }
+
+
+def classes(call: Call) -> str:
+    """Returns the class of a call, as in "bfloat16 causal heads<=128 keys<16384": what is masked and added to the logits, the
+    tile that a head takes, and how long the keys are. Grouped heads are of the same class as as many heads of keys."""
+    used = [name for name, uses in FEATURES.items() if name != "gqa" and uses(call)]
+    used += [n for n in ("bias", "softmax_aux", "alibi_slopes", "logits_soft_cap") if getattr(call, n) is not None]
+    used += ["dropout"] if call.dropout_prob else []
+    width = power_of_two(max(call.dims["H"], call.dims["Hv"]))
+    length = bucket(call.dims["S"], 1024, 4096, 16384)
+    return " ".join([call.dtype, *(used or ["full"]), f"heads<={width}", f"keys{length}"])
+
+
 _RING = "ring_attention"
 # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
 _ON_A_MESH: Any = {
@@ -191,6 +205,7 @@ op = Op(
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
     features=FEATURES,
+    classes=classes,
     config=FlashAttentionConfig,
     cases=CASES,
     work=work,
