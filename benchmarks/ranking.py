@@ -57,21 +57,24 @@ def class_of(op: Op, block: dict[str, Any]) -> str | None:
 
 def _joined(op: Op, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns what was measured of a class: of each backend that all of its cases have, the geometric mean of its medians, and
-    its configuration where it is the same in all of them."""
+    the configuration that it was tuned to. One that was tuned otherwise for each case is left out: a class has one."""
     rows = [
         {r["contestant"]: r for r in b["rows"] if r["ours"] and r["status"] == "timed" and r["contestant"] in op.order}
         for b in blocks
     ]
-    names = [name for name in op.order if all(name in of_case for of_case in rows)]
+    names = [
+        n
+        for n in op.order
+        if all(n in r for r in rows) and all(r[n].get("tuned") == rows[0][n].get("tuned") for r in rows)
+    ]
     result: dict[str, Any] = {"forward": {}, "backward": {}, "configs": {}, "cases": []}
     for name in names:
         for direction in ("forward", "backward"):
             if all(direction in of_case[name] for of_case in rows):
                 medians = [of_case[name][direction][b["basis"]][1] for of_case, b in zip(rows, blocks, strict=True)]
                 result[direction][name] = short(math.exp(sum(map(math.log, medians)) / len(medians)))
-        tuned = [of_case[name].get("tuned") for of_case in rows]
-        if tuned[0] and all(t == tuned[0] for t in tuned):
-            result["configs"][name] = tuned[0]
+        if tuned := rows[0][name].get("tuned"):
+            result["configs"][name] = tuned
     result["cases"] = [{n: b[n] for n in ("case", "date", "commit")} for b in blocks]
     return result
 

@@ -1,8 +1,8 @@
 """What was measured on a kind of device: for classes of calls, how long each backend took, and the configurations that won.
 
 An operation says to which class a call belongs (`Op(classes=...)`). The files, one for each kind of device, are part of the
-package, so all processes of a job read the same. `python -m benchmarks --write` makes them from the results of benchmarks, where
-nothing is timed before its numbers are right. What no file tells, the contract's order and the heuristics decide.
+package, so all processes of a job read the same. `python -m benchmarks --write` makes them from the results of benchmarks, in
+which nothing is timed before its numbers are right. What no file tells, the contract's order and the heuristics decide.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def configuration(op: Operation, call: Call, platform: str, backend: Backend) ->
     shipped = None if found is None else found.configs.get(backend.name)
     if shipped is None or shipped["version"] != backend.version:
         return None
-    assert backend.candidates is not None and backend.heuristic is not None
+    if backend.candidates is None or backend.heuristic is None:
+        return None
     heuristic = backend.heuristic(call, platform)
     cfg = decode(type(heuristic), shipped["config"])
     return completed(cfg, heuristic) if cfg in (heuristic, *backend.candidates(call)) else None

@@ -123,13 +123,12 @@ def memory_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def persistent_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """What this machine, or another process on it, tuned before; else what is shipped for its kind of device."""
-    if request.device_kind is None or request.backend.candidates is None:
+    """What this machine, or another process on it, tuned before."""
+    if chain.persistent is None or request.device_kind is None or request.backend.candidates is None:
         return None
-    cfg = None if chain.persistent is None else chain.persistent.get(request.key(), request.heuristic())
-    if cfg is None:
-        return measured.configuration(request.op, request.call, request.platform, request.backend)
-    chain.cache.put(request.key(), cfg)
+    cfg = chain.persistent.get(request.key(), request.heuristic())
+    if cfg is not None:
+        chain.cache.put(request.key(), cfg)
     return cfg
 
 
@@ -145,7 +144,9 @@ def autotune_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def heuristic_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    return request.heuristic()
+    """What is shipped for the class of the call on this kind of device, else what the backend makes of its sizes."""
+    shipped = measured.configuration(request.op, request.call, request.platform, request.backend)
+    return request.heuristic() if shipped is None else shipped
 
 
 def error_tier(chain: ConfigSelectorChain, request: Request) -> Any:
