@@ -58,15 +58,9 @@ def class_of(op: Op, block: dict[str, Any]) -> str | None:
 def _joined(op: Op, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns what was measured of a class: of each backend that all of its cases have, the geometric mean of its medians, and
     the configuration that it was tuned to. One that was tuned otherwise for each case is left out: a class has one."""
-    rows = [
-        {r["contestant"]: r for r in b["rows"] if r["ours"] and r["status"] == "timed" and r["contestant"] in op.order}
-        for b in blocks
-    ]
-    names = [
-        n
-        for n in op.order
-        if all(n in r for r in rows) and all(r[n].get("tuned") == rows[0][n].get("tuned") for r in rows)
-    ]
+    rows = [{r["contestant"]: r for r in b["rows"] if r["status"] == "timed"} for b in blocks]
+    timed = [name for name in op.order if all(name in r for r in rows)]
+    names = [name for name in timed if all(r[name].get("tuned") == rows[0][name].get("tuned") for r in rows)]
     result: dict[str, Any] = {"forward": {}, "backward": {}, "configs": {}, "cases": []}
     for name in names:
         for direction in ("forward", "backward"):

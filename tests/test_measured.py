@@ -125,9 +125,12 @@ def test_who_refuses_is_passed_over_and_who_was_not_measured_keeps_its_place(chi
 def test_a_backend_asked_for_by_name_is_not_ranked(chip):
     chip({"sine": [9.0, 9.0], "cosine": [1.0, 1.0]})
     op = make_op()
-    assert runs(op, (4, 5), platform="cuda") == "cosine"
     call = op.bind(jnp.ones((4, 5)))
-    assert op.choose(call, "sine")["cuda"].name == "sine"
+    assert [op.choose(call, name)["cuda"].name for name in (None, "sine")] == ["cosine", "sine"]
+    facts = {"platforms": {"cuda"}, "dtypes": {"float32"}}
+    op.register(lambda x: jnp.tanh(x), name="sine_too", **facts)  # of the same toolchain
+    chip({"sine": [9.0, 9.0], "cosine": [5.0, 5.0], "sine_too": [1.0, 1.0]})
+    assert [op.choose(call, name)["cuda"].name for name in (None, "sine")] == ["sine_too", "sine"]
     with pytest.raises(Unsupported, match="cosine: T must not be 13; platform='sine' can"):
         op(jnp.ones((13, 5)), platform="cosine")
 
@@ -139,7 +142,8 @@ def test_a_plan_says_which_measurement_decided(chip):
     reasons = {c.platform: c.reason for c in op.plan(call, None, None, differentiated=True).choices}
     assert reasons["cuda"] == "measured on A Chip 9: cosine 4 µs, sine 18 µs (wide, 2026-01-02, 012345678)"
     assert reasons["cpu"] == "" and "cannot be compiled for tpu" in reasons["tpu"]
-    assert {c.reason for c in op.plan(call, "sine", None, differentiated=True).choices if c.backend} == {""}
+    flipped = op.plan(op.bind(jnp.ones((4, 5)), flip=True), None, None, differentiated=True).choices
+    assert {c.reason for c in flipped if c.backend} == {""}, "only one of those that can was measured"
 
 
 @pytest.mark.parametrize(
