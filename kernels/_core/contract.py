@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from kernels._core import execute, measured, select, tuning
 from kernels._core.backend import Backend, Case, Choice, Plan, case_inputs, make_backend
 from kernels._core.binding import Call, bind, is_array, is_float_array, output_dims, parameters_of, resolve_dims
-from kernels._core.dims import check_vocabulary
 from kernels._core.execute import Saved
+from kernels._core.facts import check_facts
 from kernels._core.interpret import interpreting
 from kernels._core.options import of_sizes
 from kernels._core.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
@@ -103,40 +103,7 @@ class Op:
         self._loaded = False
         self._loading = threading.RLock()
         self._programs: dict[Any, Callable] = {}
-        self._check_facts()
-
-    def _check_facts(self) -> None:
-        dims = {d.name for p in self.parameters.values() for d in p.dims} | {
-            d.name for output in self.output_dims for d in output
-        }
-        check_vocabulary(self.name, dims)
-        said = {"local_dims": self.local_dims, "sum_dims": self.sum_dims, "elsewhere": set(self.elsewhere)}
-        said |= {"tied_dims": {d for pair in self.tied_dims for d in pair}, "offset_of": set(self.offset_of.values())}
-        parts = {"residuals": (set(self.residuals), set(self.outputs))}
-        parts |= {name: (set(found), dims) for name, found in said.items()}
-        names = {"no_gradient": self.no_gradient, "weights": self.weights, "same_dtype": self.same_dtype}
-        names |= {"offset_of": tuple(self.offset_of)}
-        parts |= {f"{name} (arguments)": (set(found), set(self.parameters)) for name, found in names.items()}
-        for what, (found, known) in parts.items():
-            if found - known:
-                raise TypeError(
-                    f"{self.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
-                )
-        served = {second for _, second in self.tied_dims}
-        for output, dims_of in zip(self.outputs, self.output_dims, strict=True):
-            has = {d.name for d in dims_of}
-            # Heads of keys are split as those of queries are, so an output that has them lacks nothing.
-            lost = self.local_dims - served - has - {first for first, second in self.tied_dims if second in has}
-            if lost:
-                raise TypeError(
-                    f"{self.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: where they are split, "
-                    "each device would have it"
-                )
-        taken = sorted(set(self.parameters) & set(vars(Call)))
-        if taken:  # arguments are attributes of a call
-            raise TypeError(f"{self.name}: a parameter cannot be called {', '.join(taken)}")
-        if self.local_dims & self.sum_dims:
-            raise TypeError(f"{self.name}: {sorted(self.local_dims & self.sum_dims)} cannot be local and summed over")
+        check_facts(self)
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
