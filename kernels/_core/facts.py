@@ -9,7 +9,7 @@ from kernels._core.dims import check_vocabulary
 
 
 def check_facts(op: Any) -> None:
-    """Raises TypeError where what an operation states of itop, an `Op`, does not fit its contract."""
+    """Raises TypeError where what an operation states of itself, an `Op`, does not fit its contract."""
     dims = {d.name for p in op.parameters.values() for d in p.dims} | {
         d.name for output in op.output_dims for d in output
     }

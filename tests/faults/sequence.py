@@ -10,7 +10,37 @@ EXCHANGE = "ejdist/sequence/exchange.py"
 DISPATCH = "kernels/_core/dispatch.py"
 SCHEDULE = "ejdist/sequence/schedule.py"
 
+DETERMINISTIC = "tests/kernels/test_flash_attention_deterministic.py"
+
 FAULTS = (
+    Fault(
+        "deterministic: a rank's attention is not asked for it",
+        RING,
+        "options = {n: x for n, x in arguments.items() if n not in arrays}",
+        'options = {n: x for n, x in arguments.items() if n not in arrays and n != "deterministic"}',
+        f"{DETERMINISTIC} -k hands_it_on",
+    ),
+    Fault(
+        "deterministic: a rank's backward is not asked for it",
+        LOCAL,
+        "return self._over(functools.partial(self.static.op.backward, saved), keys, holders)",
+        "return self._over(lambda deterministic, **a: self.static.op.backward(saved, **a), keys, holders)",
+        f"{DETERMINISTIC} -k ring_is_asked",
+    ),
+    Fault(
+        "deterministic: a model's attention is not asked for it",
+        "ejdist/operations.py",
+        '"deterministic": deterministic_attention}',
+        "}",
+        f"{DETERMINISTIC} -k 'model or recipe'",
+    ),
+    Fault(
+        "deterministic: a recipe's key says nothing",
+        "ejdist/training/program.py",
+        "deterministic_attention=s.deterministic_attention",
+        "deterministic_attention=False",
+        f"{DETERMINISTIC} -k recipe",
+    ),
     Fault("wrong hop", SCHEMES, "- hop) %", "+ hop) %", SEQUENCE),
     Fault("merge without rescale", LOCAL, "return out * a[..., None] + ", "return out + ", SEQUENCE),
     Fault(

@@ -34,6 +34,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns (out, lse): out = sum_j p_j v_j with p = softmax of the logits over the visible keys, lse in float32.
 
@@ -41,6 +42,9 @@ def flash_attention(
     1/sqrt(H). Query head n reads key head n // (N / K). Sinks `softmax_aux` join the denominator once, uncapped, and have
     no value. A query with no key (and no sink) gives out = 0 and lse = -inf. Dropout scales kept weights by 1/(1-p) and
     leaves lse alone. Accumulation is in float32.
+
+    `deterministic` asks for the same bits whenever the same program runs on the same inputs and device, in both directions. It
+    is no part of the meaning: here it changes nothing, and a backend that adds in any order does not name it.
     """
     weights, lse = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
     return _output(weights, query, value, mask, dropout_seed, dropout_prob), lse
@@ -59,9 +63,10 @@ def attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
     """Returns (out, weights): the output of `flash_attention`, and the softmax over keys and sinks, before dropout, in
-    float32."""
+    float32. `deterministic` is as there."""
     weights, _ = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
     return _output(weights, query, value, mask, dropout_seed, dropout_prob), weights
 
@@ -183,7 +188,7 @@ def classes(call: Call) -> str:
     tile that a head takes, and how long the keys are. Grouped heads are of the same class as as many heads of keys."""
     used = [name for name, uses in FEATURES.items() if name != "gqa" and uses(call)]
     used += [n for n in ("bias", "softmax_aux", "alibi_slopes", "logits_soft_cap") if getattr(call, n) is not None]
-    used += ["dropout"] if call.dropout_prob else []
+    used += [n for n in ("dropout_prob", "deterministic") if getattr(call, n)]
     width = power_of_two(max(call.dims["H"], call.dims["Hv"]))
     length = bucket(call.dims["S"], 1024, 4096, 16384)
     return " ".join([call.dtype, *(used or ["full"]), f"heads<={width}", f"keys{length}"])

@@ -131,6 +131,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,  # as it always is: nothing is added in any order
     cfg,
 ):
     call = _prepare(
@@ -168,6 +169,7 @@ def backward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,  # as it always is: nothing is added in any order
     cfg,
 ):
     call = _prepare(
