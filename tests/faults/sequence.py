@@ -28,6 +28,13 @@ FAULTS = (
         f"{DETERMINISTIC} -k ring_is_asked",
     ),
     Fault(
+        "deterministic: latent attention in a ring is not asked for it",
+        "ejdist/latent_attention.py",
+        '"logits_soft_cap", "deterministic", ',
+        '"logits_soft_cap", ',
+        f"{DETERMINISTIC} -k latent",
+    ),
+    Fault(
         "deterministic: a model's attention is not asked for it",
         "ejdist/operations.py",
         '"deterministic": deterministic_attention}',

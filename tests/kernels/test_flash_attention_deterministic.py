@@ -3,6 +3,8 @@
 That the same bits come twice is tested on a device, in tests/gpu.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,8 @@ from kernels.ops.flash_attention import (
     flash_attention_backward,
     scaled_dot_product_attention,
 )
-from kernels.ops.flash_attention.contract import op
+from kernels.ops.flash_attention.contract import attention_op, op
+from kernels.ops.multi_latent_attention.contract import op as latent_op
 from recipes.schema import compose
 
 RNG = np.random.default_rng(0)
@@ -123,6 +126,13 @@ def test_every_wrapper_hands_it_on(name):
         run(QUERY, KEY, VALUE)
 
 
+def test_every_function_of_this_operation_takes_it():
+    wrapped = [f for f in kernels.public_functions().values() if set(f.ops) & {op, attention_op, latent_op}]
+    assert len(wrapped) == 4
+    for function in (*wrapped, *(ejdist.operations.FUNCTIONS[f.__name__] for f in wrapped), ring_attention):
+        assert "deterministic" in inspect.signature(function).parameters, function
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """Returns what calls of flash attention are asked for: (direction, deterministic)."""
@@ -148,6 +158,20 @@ def test_the_backward_of_a_ring_is_asked_too(asked, scheme):
     for deterministic in (True, False):
         asked.clear()
         jax.jit(jax.grad(loss), static_argnums=1).lower(x, deterministic)
+        assert set(asked) == {("forward", deterministic), ("backward", deterministic)}
+
+
+def test_latent_attention_in_a_ring_is_asked_too(asked):
+    q, latent, up = jnp.ones((1, 40, 2, 4)), jnp.ones((1, 40, 6)), jnp.ones((6, 2, 4))
+
+    def loss(q, deterministic):
+        spec = jax.P(None, "sp")
+        out = ejdist.flash_mla(q, latent, up, up, mesh=mesh(sp=2), in_specs=(spec, spec), deterministic=deterministic)
+        return jnp.sum(out)
+
+    for deterministic in (True, False):
+        asked.clear()
+        jax.jit(jax.grad(loss), static_argnums=1).lower(q, deterministic)
         assert set(asked) == {("forward", deterministic), ("backward", deterministic)}
 
 
