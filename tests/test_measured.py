@@ -258,6 +258,9 @@ def test_attention_on_an_h200_is_chosen_by_what_was_timed_there(monkeypatch):
     (case,) = (c for c in op.cases if c.name == "causal_8k")
     call = op.bind(**abstract(op, case, "bfloat16"))
     (choice,) = (c for c in op.plan(call, None, None, differentiated=True).choices if c.platform == "cuda")
-    entry = measured.of_device("NVIDIA H200")[op.name, op.classes(call)]
-    assert choice.backend.name == min(entry.times(True), key=entry.times(True).get)
+    times = measured.of_device("NVIDIA H200")[op.name, op.classes(call)].times(True)
+    able = [b.name for b in op.backends.values() if "cuda" in b.platforms and not b.refuses(op, call, True)]
+    fastest = min((n for n in able if n in times), key=times.__getitem__)
+    # One that was not measured yet may stand before those that were.
+    assert choice.backend.name == (fastest if able[0] in times else able[0])
     assert choice.reason.startswith("measured on NVIDIA H200: ") and "causal_8k, " in choice.reason
