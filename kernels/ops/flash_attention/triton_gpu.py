@@ -14,9 +14,13 @@ from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.execute import Saved
 from kernels._core.masks import MaskInfo
-from kernels._core.triton import triton_launch
+from kernels._core.interpret import interpreting
+from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
+from kernels.ops.flash_attention.gluon_gradients import specialised_gradient_kernel
+from kernels.ops.flash_attention.gluon_kernels import specialised_forward_kernel
+from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW
 from kernels.ops.flash_attention.triton_gradients import (
     bias_gradient_kernel,
     key_gradient_kernel,
@@ -27,6 +31,8 @@ from kernels.ops.flash_attention.triton_parts import Options
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 
 WIDEST = 256
+# Warps of a program whose warps are specialised: two warpgroups that multiply, and one that loads.
+SPECIALISED = 12
 
 
 class _Call(NamedTuple):
@@ -47,12 +53,29 @@ class _Call(NamedTuple):
 
         A block that stays in a program and one that passes are of `blocks` queries and keys.
         """
+        warps, stages = params.num_warps or 4, params.num_stages or 2
+        return self._launch(kernel, first, spans, blocks, num_warps=warps, num_stages=stages, **rest)
+
+    def launch_specialised(
+        self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], heads: int, **rest: Any
+    ):
+        """Likewise of a kernel of Hopper, whose programs of up to 8 of so many heads run side by side."""
+        side = next(n for n in (8, 4, 2, 1) if heads % n == 0)
+        return self._launch(kernel, first, spans, blocks, HEADS=side, LOADING=24, **rest)
+
+    def _launch(self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], **rest: Any):
         q_block, k_block = blocks
         options = Options(**self.options, SPAN_BATCH=_stride(spans, 0), BLOCK_Q=q_block, BLOCK_K=k_block)
         names = [p.name for p in kernel.params if not p.is_constexpr]
         arrays = {name: value for name, value in self.arrays.items() if name in names}
-        warps, stages = params.num_warps or 4, params.num_stages or 2
-        return triton_launch(kernel, *first, spans, num_warps=warps, num_stages=stages, O=options, **arrays, **rest)
+        return triton_launch(kernel, *first, spans, O=options, **arrays, **rest)
+
+    def specialises(self, params: FwdParams, dtype: Any) -> bool:
+        """Returns whether a kernel of Hopper makes the call: if it is asked for, and there is one for what is compiled for."""
+        o = self.options
+        plain = [self.arrays[name] is None for name in ("dense_ptr", "bias_ptr", "slope_ptr", "seed_ptr")]
+        fits = dtype.itemsize == 2 and o["SCALE"] > 0 and o["BLOCK_V"] <= o["BLOCK_H"]
+        return params.num_warps == SPECIALISED and all(plain) and fits and not interpreting() and compute_capability() == 90
 
 
 def _stride(x: Any, dim: int) -> int:
@@ -139,14 +162,8 @@ def forward(
     )
     (B, T, N, _), params = query.shape, cfg.fwd_params
     blocks = params.q_blocksize, params.kv_blocksize
-    sink = None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1)
-    return call.launch(
-        forward_kernel,
-        (query, key, value),
-        call.spans(*blocks)[0],
-        blocks,
-        params,
-        sink_ptr=sink,
+    rest: dict[str, Any] = dict(
+        sink_ptr=None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1),
         out_shape=(
             jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct((B, T, N), jnp.float32),
@@ -154,6 +171,71 @@ def forward(
         grid=(triton.cdiv(T, blocks[0]) * N * B,),
         work=_work(query, key, value, call.mask, (1, 1)),
     )
+    spans, options = call.spans(*blocks)[0], call.options
+    if not call.specialises(params, query.dtype):
+        return call.launch(forward_kernel, (query, key, value), spans, blocks, params, **rest)
+    wide, tall = options["BLOCK_H"], options["BLOCK_V"]
+    arrays = _block_of(query, 64, wide), _block_of(key, blocks[1], wide), _block_of(value, blocks[1], tall)
+    return call.launch_specialised(
+        specialised_forward_kernel,
+        arrays,
+        spans,
+        blocks,
+        N,
+        STAGES=params.num_stages,
+        ATTENDING=240,
+        **rest,
+    )
+
+
+def _block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
+    return tensor_descriptor(x, x.shape, (1, rows, 1, width), layout.value)
+
+
+def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params: BwdParams) -> dict[str, jax.Array]:
+    (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
+    q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
+    wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
+    length = triton.cdiv(T, q_block) * q_block
+
+    def by_head(x: jax.Array, fill: float) -> Any:
+        x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - T)), constant_values=fill)
+        return tensor_descriptor(x, (B * N, length), (1, q_block), ROW.value)
+
+    # Weights of rows without a key, and of those past the end, are zero, whatever their cotangents are.
+    some = saved.lse > -jnp.inf
+    unit = call.options["SCALE"] if call.options["CAP"] is None else math.log(2)
+    lse = by_head(jnp.where(some, saved.lse * (-1 / unit), -jnp.inf), -jnp.inf)
+    delta = by_head(jnp.where(some, -saved.delta, 0), 0)
+    sums = jnp.zeros(query.shape, jnp.float32)
+    arrays = (
+        _block_of(sums, q_block, wide, BLOCK_OF_SUMS),
+        _block_of(saved.d_out.astype(query.dtype), q_block, tall),
+        _block_of(query, q_block, wide),
+        _block_of(key, k_block, wide),
+        _block_of(value, k_block, tall),
+        lse,
+        delta,
+    )
+    d_key, d_value, d_query = call.launch_specialised(
+        specialised_gradient_kernel,
+        arrays,
+        call.spans(*blocks)[1],
+        blocks,
+        K,
+        out_shape=(
+            jax.ShapeDtypeStruct(key.shape, key.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            jax.ShapeDtypeStruct(query.shape, jnp.float32),
+        ),
+        input_output_aliases={0: 2},
+        grid=(triton.cdiv(S, k_block) * K * B,),
+        num_warps=8,
+        work=_work(query, key, value, call.mask, (3, 2)),
+        STAGES=params.num_stages,
+    )
+    d_query = (d_query * call.options["SCALE"]).astype(query.dtype)
+    return {"query": d_query, "key": d_key, "value": d_value}
 
 
 def backward(
@@ -176,6 +258,11 @@ def backward(
         query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
     )
     (B, T, N, _), S, K, params = query.shape, key.shape[1], key.shape[2], cfg.bwd_params
+    if call.specialises(params, query.dtype):
+        gradients = _specialised_gradients(call, saved, query, key, value, params)
+        if softmax_aux is not None:
+            gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
+        return gradients
     # What stays in a program is as large in both passes, and so is what passes by: queries in one, keys in the other.
     moving, staying = params.q_blocksize, params.kv_blocksize
     first = saved.d_out.astype(query.dtype), saved.lse, saved.delta, query, key, value

@@ -77,7 +77,7 @@ def kept(seed, i, j, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     # Of a large x the exponential is infinite, or 0, and the result 1, or -1.
     return 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
 
@@ -108,6 +108,30 @@ def _pair(ptr, qi, kj, ROW: tl.constexpr, COLUMN: tl.constexpr, T: tl.constexpr,
 
 
 @triton.jit
+def visible(kj, q_at, k_at, q_segment, k_segment, prefix, O: tl.constexpr):
+    """Returns which pairs attend, of keys kj and of positions and segments that broadcast; a dense mask apart."""
+    seen = kj < O.S
+    if O.CAUSAL:
+        below = k_at <= q_at
+        if O.PREFIX:
+            below = below | (k_at < prefix)
+        seen = seen & below
+    if O.LEFT is not None:
+        seen = seen & (k_at >= q_at - O.LEFT)
+    if O.RIGHT is not None:
+        seen = seen & (k_at <= q_at + O.RIGHT)
+    if O.CHUNK is not None:
+        # Of positions below 0 the division would round up, not down.
+        low = (q_at >= 0) == (k_at >= 0)
+        i = tl.where(q_at >= 0, q_at, -1 - q_at)
+        j = tl.where(k_at >= 0, k_at, -1 - k_at)
+        seen = seen & low & (i // O.CHUNK == j // O.CHUNK)
+    if O.SEGMENTS:
+        seen = seen & (q_segment == k_segment) & (q_segment >= 0)
+    return seen
+
+
+@triton.jit
 def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
     """Returns the logits of the products qk, in units of log 2, -inf where masked; and the slope of the soft cap, or 1.
@@ -118,7 +142,7 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias
     if O.CAP is None:
         x = qk * (O.SCALE * LOG2E)
     else:
-        bent = _tanh(qk * (O.SCALE / O.CAP))
+        bent = tanh(qk * (O.SCALE / O.CAP))
         x = bent * (O.CAP * LOG2E)
         bend = 1.0 - bent * bent
     if bias_ptr is not None:
@@ -126,24 +150,7 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias
     if slope is not None:
         x -= (slope * LOG2E) * tl.abs(q_at - k_at).to(tl.float32)
     if MASKED:
-        seen = kj < O.S
-        if O.CAUSAL:
-            below = k_at <= q_at
-            if O.PREFIX:
-                below = below | (k_at < prefix)
-            seen = seen & below
-        if O.LEFT is not None:
-            seen = seen & (k_at >= q_at - O.LEFT)
-        if O.RIGHT is not None:
-            seen = seen & (k_at <= q_at + O.RIGHT)
-        if O.CHUNK is not None:
-            # Of positions below 0 the division would round up, not down.
-            low = (q_at >= 0) == (k_at >= 0)
-            i = tl.where(q_at >= 0, q_at, -1 - q_at)
-            j = tl.where(k_at >= 0, k_at, -1 - k_at)
-            seen = seen & low & (i // O.CHUNK == j // O.CHUNK)
-        if O.SEGMENTS:
-            seen = seen & (q_segment == k_segment) & (q_segment >= 0)
+        seen = visible(kj, q_at, k_at, q_segment, k_segment, prefix, O)
         if dense_ptr is not None:
             seen = seen & (_pair(dense_ptr, qi, kj, O.DENSE_ROW, O.DENSE_COLUMN, O.T, O.S, 0) != 0)
         x = tl.where(seen, x, float("-inf"))

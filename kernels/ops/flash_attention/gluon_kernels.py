@@ -1,0 +1,212 @@
+"""The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two warpgroups that attend.
+
+It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
+over the same spans. A program has 128 queries of a head; either warpgroup has 64 of them. While a warpgroup makes the weights
+of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of the other
+warpgroup. The block with the last keys comes first, which is the diagonal of a causal mask.
+"""
+
+# Gluon declares tensors where its compiler takes constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.ops.flash_attention.gluon_parts import (
+    BLOCK,
+    TILE,
+    after,
+    load_tile,
+    make_ring,
+    positions_of,
+    segments_of,
+    tanh,
+    visible,
+)
+from kernels.ops.flash_attention.triton_parts import LN2, LOG2E
+
+ROWS = gl.constexpr(64)  # of a warpgroup, the fewest that an instruction multiplies
+
+
+@gluon.jit
+def _place(O: gl.constexpr, HEADS: gl.constexpr):
+    """Returns the row of the batch, the head and the block of queries of a program. The last blocks, which see the most keys as
+    a rule, come first, those of a few heads side by side, whose keys then stay in the cache."""
+    BLOCKS: gl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    pid = gl.program_id(0)
+    some = pid // (BLOCKS * HEADS)
+    n = some % (O.N // HEADS) * HEADS + pid % HEADS
+    return some // (O.N // HEADS), n, BLOCKS - 1 - pid // HEADS % BLOCKS
+
+
+@gluon.jit
+def _span(spans_ptr, b, block, O: gl.constexpr):
+    span = spans_ptr + b * O.SPAN_BATCH + block * 4
+    return gl.load(span), gl.load(span + 1), gl.load(span + 2), gl.load(span + 3)
+
+
+@gluon.jit
+def _load(q_desc, k_desc, v_desc, spans_ptr, q_tiles, q_full, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    b, n, block = _place(O, HEADS)
+    first, full, full_end, last = _span(spans_ptr, b, block, O)
+    head = n // (O.N // O.K)
+    mbarrier.expect(q_full, 2 * q_desc.nbytes_per_cta)
+    for i in gl.static_range(2):
+        half = q_tiles.index(i).reinterpret(shape=[1, ROWS, 1, O.BLOCK_H], layout=BLOCK)
+        tma.async_load(q_desc, [b, block * O.BLOCK_Q + i * ROWS, n, 0], q_full, half)
+    stage, phase = 0, 0
+    for i in range(last - first):
+        row = (last - 1 - i) * O.BLOCK_K
+        load_tile(k_desc, b, row, head, keys, stage, phase)
+        load_tile(v_desc, b, row, head, values, stage, phase)
+        stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O: gl.constexpr):
+    """Returns (weights of a block of keys against the largest logit so far, that logit, the sum of weights, what the sums
+    before are to be scaled by). `largest` is in units of the products, or capped products."""
+    if O.CAP is None:
+        UNIT: gl.constexpr = O.SCALE * LOG2E
+    else:
+        UNIT: gl.constexpr = O.CAP * LOG2E
+        s = tanh(s * (O.SCALE / O.CAP))
+    if masked:
+        layout: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
+        k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
+        k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
+        seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, prefix, O)
+        s = gl.where(seen, s, float("-inf"))
+    new = gl.maximum(largest, gl.max(s, axis=1))
+    anchor = gl.where(new == float("-inf"), 0.0, new * UNIT)  # a row that has seen no key yet
+    p = gl.exp2(s * UNIT - anchor[:, None])
+    rescale = gl.exp2(largest * UNIT - anchor)
+    return p, new, total * rescale + gl.sum(p, axis=1), rescale
+
+
+@gluon.jit
+def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr, q_tiles,
+            q_full, keys, values, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+            WHICH: gl.constexpr):  # fmt: skip
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
+    dtype: gl.constexpr = q_tiles.dtype
+    k_tiles, k_full, k_free = keys
+    v_tiles, v_full, v_free = values
+    b, n, block = _place(O, HEADS)
+    first, full, full_end, last = _span(spans_ptr, b, block, O)
+    row = block * O.BLOCK_Q + WHICH * ROWS
+    at = row + gl.arange(0, ROWS, ROW)
+    prefix = None
+    if prefix_ptr is not None:
+        prefix = gl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if q_at_ptr is not None:
+        q_at_ptr += b * O.Q_AT_BATCH
+        k_at_ptr += b * O.K_AT_BATCH
+    if q_segment_ptr is not None:
+        q_segment_ptr += b * O.Q_SEGMENT_BATCH
+        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)
+    q_segment = segments_of(q_segment_ptr, at, O.T)
+
+    zeros = gl.zeros([ROWS, O.BLOCK_K], gl.float32, LOGITS)
+    acc = gl.zeros([ROWS, O.BLOCK_V], gl.float32, SUMS)
+    largest = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([ROWS], gl.float32, ROW)
+    if sink_ptr is not None:  # the first "key" of every row, whose value is zero
+        sink = gl.load(sink_ptr + n) * (LOG2E / UNIT)
+        largest = gl.zeros([ROWS], gl.float32, ROW) + sink
+        total = gl.where(largest > float("-inf"), 1.0, 0.0)
+    mbarrier.wait(q_full, 0)
+    q = q_tiles.index(WHICH)
+    if last > first:
+        mbarrier.wait(k_full.index(0), 0)
+        s = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False)
+        mbarrier.arrive(k_free.index(0))
+        masked = (last - 1 >= full_end) | (last - 1 < full)
+        weights, largest, total, rescale = _weights(
+            s, last - 1, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
+        p = gl.convert_layout(weights.to(dtype), LEFT)
+        k_stage, k_phase = after(0, 0, STAGES)
+        v_stage, v_phase = 0, 0
+        for i in range(1, last - first):
+            j = last - 1 - i
+            mbarrier.wait(k_full.index(k_stage), k_phase)
+            s = warpgroup_mma(q, k_tiles.index(k_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            acc = warpgroup_mma(p, v_tiles.index(v_stage), acc, is_async=True)
+            s = warpgroup_mma_wait(1, (s,))
+            mbarrier.arrive(k_free.index(k_stage))
+            masked = (j >= full_end) | (j < full)
+            weights, largest, total, rescale = _weights(
+                s, j, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
+            acc = warpgroup_mma_wait(0, (acc,))
+            mbarrier.arrive(v_free.index(v_stage))
+            p = gl.convert_layout(weights.to(dtype), LEFT)
+            acc = acc * gl.convert_layout(rescale, ROW_OF_SUMS)[:, None]
+            k_stage, k_phase = after(k_stage, k_phase, STAGES)
+            v_stage, v_phase = after(v_stage, v_phase, STAGES)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc = warpgroup_mma(p, v_tiles.index(v_stage), acc)
+    some = total > 0
+    total = gl.where(some, total, 1.0)
+    lse = gl.where(some, (largest * UNIT + gl.log2(total)) * LN2, float("-inf"))
+    gl.store(lse_ptr + (b * O.T + at) * O.N + n, lse, mask=at < O.T)
+    # Through the tile of the queries, so that a thread writes 16 bytes in a row.
+    acc = acc / gl.convert_layout(total, ROW_OF_SUMS)[:, None]
+    tile = q.slice(0, O.BLOCK_V, 1)
+    tile.store(acc.to(dtype))
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [4, 1], [1, 0])
+    out = tile.load(WIDE)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    cols = gl.arange(0, O.BLOCK_V, gl.SliceLayout(0, WIDE))
+    where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
+    gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
+
+
+@gluon.jit
+def specialised_forward_kernel(
+    q_desc,  # [B, T, N, H] in blocks [1, 64, 1, BLOCK_H]
+    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, BLOCK_H]
+    v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
+    spans_ptr,  # this and what follows: as of `forward_kernel`
+    q_at_ptr,
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 128
+    HEADS: gl.constexpr,  # that run side by side
+    STAGES: gl.constexpr,
+    ATTENDING: gl.constexpr,  # registers of a thread that attends
+    LOADING: gl.constexpr,  # and of one that loads
+):
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, O.BLOCK_H], TILE)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    keys = make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_H, 2)
+    values = make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_V, 2)
+    gl.warp_specialize(
+        [
+            (_attend, (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
+                       q_tiles, q_full, keys, values, O, HEADS, STAGES, 0)),
+            (_attend, (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
+                       q_tiles, q_full, keys, values, O, HEADS, STAGES, 1)),
+            (_load, (q_desc, k_desc, v_desc, spans_ptr, q_tiles, q_full, keys, values, O, HEADS, STAGES)),
+        ],
+        [4, 1],
+        [ATTENDING, LOADING],
+    )  # fmt: skip
