@@ -27,6 +27,13 @@ def on_pallas(case: str) -> str:
 
 FAULTS = (
     Fault(
+        "deterministic: specialised warps take it",
+        "kernels/ops/flash_attention/triton_gpu.py",
+        "        if deterministic:",
+        "        if False:",
+        "tests/kernels/test_flash_attention_deterministic.py -k specialised",
+    ),
+    Fault(
         "deterministic: dropped by the public function",
         "kernels/ops/flash_attention/functions.py",
         "    if deterministic:",

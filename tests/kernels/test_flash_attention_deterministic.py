@@ -16,6 +16,7 @@ from ejdist import make_mesh, ring_attention
 from ejdist.operations import bind_ops
 from ejdist.training.program import make_program
 from kernels import Unsupported
+from kernels._core.config import BwdParams, KernelConfig
 from kernels._core.contract import Op
 from kernels._core.target import custom_call_target
 from kernels.ops.flash_attention import (
@@ -25,6 +26,7 @@ from kernels.ops.flash_attention import (
     scaled_dot_product_attention,
 )
 from kernels.ops.flash_attention.contract import attention_op, op
+from kernels.ops.flash_attention.triton_gpu import SPECIALISED
 from kernels.ops.multi_latent_attention.contract import op as latent_op
 from recipes.schema import compose
 
@@ -55,6 +57,20 @@ def test_cudnn_is_passed_over(differentiated):
 def test_cudnn_refuses_by_name_and_says_who_can():
     with pytest.raises(Unsupported, match=r"cudnn_gpu: it does not support deterministic; platform='triton_gpu' can"):
         flash_attention(QUERY, KEY, VALUE, deterministic=True, platform="cudnn")
+
+
+def test_specialised_warps_add_in_any_order_and_refuse():
+    """Nobody chooses them for such a call; a configuration that asks for them is told so."""
+    specialised = BwdParams(q_blocksize=64, kv_blocksize=128, num_warps=SPECIALISED, num_stages=2)
+    with pytest.raises(Unsupported, match=r"deterministic=True, cfg.bwd_params.num_warps = 12 .* adds the gradient"):
+        lowered(differentiated=True, deterministic=True, platform="triton", cfg=KernelConfig(bwd_params=specialised))
+
+
+def test_no_configuration_for_such_a_call_has_them():
+    call = op.bind(QUERY, KEY, VALUE, deterministic=True)
+    backend = op.backends["triton_gpu"]
+    for cfg in (backend.heuristic(call, "cuda"), *backend.candidates(call)):
+        assert cfg.bwd_params.num_warps != SPECIALISED
 
 
 @pytest.mark.parametrize("name", [name for name in op.backends if name != "cudnn_gpu"])

@@ -13,8 +13,9 @@ from kernels._core.blocks import spans
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.execute import Saved
-from kernels._core.masks import MaskInfo
 from kernels._core.interpret import interpreting
+from kernels._core.masks import MaskInfo
+from kernels._core.platforms import Unsupported
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
@@ -75,7 +76,13 @@ class _Call(NamedTuple):
         o = self.options
         plain = [self.arrays[name] is None for name in ("dense_ptr", "bias_ptr", "slope_ptr", "seed_ptr")]
         fits = dtype.itemsize == 2 and o["SCALE"] > 0 and o["BLOCK_V"] <= o["BLOCK_H"]
-        return params.num_warps == SPECIALISED and all(plain) and fits and not interpreting() and compute_capability() == 90
+        return (
+            params.num_warps == SPECIALISED
+            and all(plain)
+            and fits
+            and not interpreting()
+            and compute_capability() == 90
+        )
 
 
 def _stride(x: Any, dim: int) -> int:
@@ -251,7 +258,7 @@ def backward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
-    deterministic,  # as it always is: nothing is added in any order
+    deterministic,
     cfg,
 ):
     call = _prepare(
@@ -259,6 +266,11 @@ def backward(
     )
     (B, T, N, _), S, K, params = query.shape, key.shape[1], key.shape[2], cfg.bwd_params
     if call.specialises(params, query.dtype):
+        if deterministic:
+            raise Unsupported(
+                f"flash_attention on triton_gpu: with deterministic=True, cfg.bwd_params.num_warps = {SPECIALISED} is not for it: "
+                "that kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
+            )
         gradients = _specialised_gradients(call, saved, query, key, value, params)
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
