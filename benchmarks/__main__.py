@@ -1,7 +1,8 @@
 """`python -m benchmarks OP [case=NAME[,NAME]] [against=PEER[,PEER]|none] [dtype=NAME] [out=DIR]`: see README.md.
 
-Without arguments it lists operations, cases and peers; with --write it makes the pictures and the tables of README.md anew
-from the results. Exit codes: 0; 1 where a backend of ours is wrong, and then nothing is written; 2 for a wrong argument.
+Without arguments it lists operations, cases and peers; with --write it makes the pictures, the tables of README.md and what
+dispatch reads of our backends (kernels/_core/measured) anew from the results. Exit codes: 0; 1 where a backend of ours is
+wrong, and then nothing is written; 2 for a wrong argument.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-OPTIONS = ("case", "against", "dtype", "out", "rounds", "seconds", "gflop", "commit")
+OPTIONS = ("case", "against", "dtype", "out", "rounds", "seconds", "gflop", "commit", "tune")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -91,12 +92,14 @@ def _number(options: dict[str, str], name: str, default: float | None, kind: typ
 
 
 def _write(arguments: list[str]) -> int:
-    from benchmarks import report
+    from benchmarks import ranking, report
 
     options = _options(arguments)
     folder = Path(options.get("out", report.RESULTS))
     report.write(folder)
     print(f"tables of {folder} written to {report.README}")
+    for path in ranking.write(folder):
+        print(f"backends ranked in {path}")
     return 0
 
 
@@ -117,6 +120,7 @@ def _settings(options: dict[str, str]) -> Any:
         mebibytes=64.0 if cpu else None,
         # The dense contract and its gradient hold several arrays of the largest size at once, in two dtypes.
         oracle_bytes=memory / 24 if memory else 2**26,
+        tune=_known("value of tune", options.get("tune", "false"), ("true", "false")) == "true",
     )
 
 

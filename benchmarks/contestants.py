@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax
 from benchmarks import peers
 from benchmarks.cases import split
 from benchmarks.programs import programs_of
+from kernels._core import tuning
 from kernels._core.contract import Op
+from kernels._core.select import Request
 
 
 @dataclass
@@ -23,6 +26,7 @@ class Contestant:
       programs: what is checked and timed, see programs.py; None where it cannot take part.
       of: what of the contract's outputs it gives; None for all of them.
       backward: whether it has a backward.
+      tuned: the configuration that it was tuned to, and its version; None where it runs as it does for everyone.
       reason: why it cannot take part.
     """
 
@@ -32,6 +36,7 @@ class Contestant:
     of: Callable[..., Any] | None = None
     backward: bool = True
     reason: str = ""
+    tuned: dict[str, Any] | None = None
 
 
 def platform_here() -> str:
@@ -42,8 +47,22 @@ def platform_here() -> str:
     return device.platform
 
 
-def ours(op: Op, arguments: dict[str, Any]) -> list[Contestant]:
-    """Returns the operation's backends for this platform, those that refuse the call with their reason."""
+def tune(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns backend -> the fastest configuration for a call, of those of our backends that run here and have candidates."""
+    call, platform = op.bind(**arguments), platform_here()
+    return {
+        b.name: tuning.tune(Request(op, b, call, platform, None, tuning.tune))
+        for b in op.backends.values()
+        if platform in b.platforms and b.candidates is not None and not b.refuses(op, call, False)
+    }
+
+
+def ours(op: Op, arguments: dict[str, Any], tuned: Mapping[str, Any] | None = None) -> list[Contestant]:
+    """Returns the operation's backends for this platform, those that refuse the call with their reason.
+
+    Args:
+      tuned: backend -> the configuration that it runs with.
+    """
     call, found = op.bind(**arguments), []
     _, _, static = split(arguments)
     for backend in op.backends.values():
@@ -54,11 +73,14 @@ def ours(op: Op, arguments: dict[str, Any]) -> list[Contestant]:
             found.append(Contestant(backend.name, True, reason=reason))
             continue
 
-        def function(*, _name: str = backend.name, **arrays: Any) -> Any:
-            return op(**static, **arrays, platform=_name)
+        cfg = (tuned or {}).get(backend.name)
+
+        def function(*, _name: str = backend.name, _cfg: Any = cfg, **arrays: Any) -> Any:
+            return op(**static, **arrays, platform=_name, cfg=_cfg)
 
         backward = backend.refuses(op, call, True) is None
-        found.append(Contestant(backend.name, True, programs_of("jax", function), backward=backward))
+        kept = None if cfg is None else {"version": backend.version, "config": dataclasses.asdict(cfg)}
+        found.append(Contestant(backend.name, True, programs_of("jax", function), backward=backward, tuned=kept))
     return found
 
 

@@ -16,7 +16,7 @@ import jax
 from benchmarks import peers
 from benchmarks.cases import contract_fits, scaled, split, within
 from benchmarks.check import Oracle, errors
-from benchmarks.contestants import Contestant, first_line, ours, out_of_memory, theirs
+from benchmarks.contestants import Contestant, first_line, ours, out_of_memory, theirs, tune
 from benchmarks.race import DIRECTIONS, copies, race
 from benchmarks.timing import cache_bytes, ceilings, has_kernel_times
 from kernels._core.backend import Case
@@ -36,6 +36,7 @@ class Settings:
       seconds: of one sample, about.
       gflop, mebibytes: what a case's forward may do and its arrays may take before it is scaled down; None for any.
       oracle_bytes: the largest array that the contract may make, before numbers are checked on a smaller case.
+      tune: whether our backends run with the fastest of their candidates for each case, and not as they do for everyone.
     """
 
     dtype: str
@@ -44,6 +45,7 @@ class Settings:
     gflop: float | None = None
     mebibytes: float | None = None
     oracle_bytes: float = 2**28
+    tune: bool = False
 
 
 class Red(Exception):
@@ -75,8 +77,12 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         case = scaled(op, case, within(op, dtype, *limits))
     small = scaled(op, case, contract_fits(op, settings.oracle_bytes))
     arguments = op.case_inputs(case, dtype=dtype)
-    field_ = [*ours(op, arguments), *theirs(op, arguments, chosen)]
+    tuned = tune(op, arguments) if settings.tune else {}
+    field_ = [*ours(op, arguments, tuned), *theirs(op, arguments, chosen)]
     rows = {c.name: {"contestant": c.name, "ours": c.ours, "status": "cannot", "reason": c.reason} for c in field_}
+    for c in field_:
+        if c.tuned is not None:
+            rows[c.name]["tuned"] = c.tuned
     able = [c for c in field_ if c.programs is not None]
     checked: dict[str, Any] = {"dims": _plain(small.dims), "against": "the contract in float32"}
     if small is case:
@@ -86,7 +92,7 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         # The same on a smaller case against the contract, with programs of their own: they are made for their shapes.
         few = op.case_inputs(small, dtype=dtype)
         truth = Oracle(op, few)
-        same = {c.name: c for c in [*ours(op, few), *theirs(op, few, chosen)] if c.programs is not None}
+        same = {c.name: c for c in [*ours(op, few, tuned), *theirs(op, few, chosen)] if c.programs is not None}
         good = {c.name for c in _check(op, [same[c.name] for c in able if c.name in same], few, truth, rows)}
         able = [c for c in able if c.name in good]
         # By whole-case `of`: a peer makes one for each call, and what it gives may be off by what it may be off here.

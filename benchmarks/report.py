@@ -68,12 +68,16 @@ def _digits(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
+def _name(row: dict[str, Any]) -> str:
+    return row["contestant"] + (" (tuned)" if "tuned" in row else "")
+
+
 def lines(block: dict[str, Any]) -> str:
     """Returns a case as it is printed while the run goes on: a line for each contestant."""
     text = [f"{block['case']} {dims_of(block)}" + (" (scaled down)" if block["scaled"] else "")]
     for row in block["rows"]:
         cells = [f"{d} {_cell(row[d], block['basis'])}" for d in DIRECTIONS if d in row]
-        text.append(f"  {row['contestant']:24} " + ("   ".join(cells) or f"{row['status']}: {row['reason']}"))
+        text.append(f"  {_name(row):24} " + ("   ".join(cells) or f"{row['status']}: {row['reason']}"))
     return "\n".join(text)
 
 
@@ -95,7 +99,7 @@ def table(name: str, result: dict[str, Any]) -> str:
                 continue
             cells = [_cell(row.get(d), block["basis"]) for d in DIRECTIONS]
             worst = max(row["error"].values())
-            lines.append(f"| {label} | {row['contestant']} | {' | '.join(cells)} | {worst:.1e} |")
+            lines.append(f"| {label} | {_name(row)} | {' | '.join(cells)} | {worst:.1e} |")
     lines += ["", "Cases: " + "; ".join(_case(block) for block in result["cases"]) + "."]
     if out:
         lines += ["", "Not timed: " + "; ".join(f"{why} ({', '.join(cases)})" for why, cases in out.items()) + "."]

@@ -29,7 +29,8 @@ def _in_a_ring(axes: dict[str, tuple[str, ...]], **arguments: Any) -> tuple[jax.
         )
     names = ("query", "key_value", "w_kc", "w_vc", "query_rope", "key_rope")
     parts: Any = {n: arguments.get(n) for n in names}
-    options = {n: arguments[n] for n in ("logits_soft_cap", "platform", "cfg") if arguments.get(n) is not None}
+    passed = ("logits_soft_cap", "deterministic", "platform", "cfg")
+    options = {n: arguments[n] for n in passed if arguments.get(n) is not None}
     for theirs, ours in (("mask_info", "mask"), ("softmax_aux", "softmax_aux")):
         if arguments.get(ours) is not None:
             options[theirs] = arguments[ours]

@@ -64,6 +64,7 @@ def bind_ops(
     order: Order | str = "contiguous",
     scheme: Any = "ring",
     platform: str | None = None,
+    deterministic_attention: bool = False,
     experts: Mapping[str, Any] | None = None,
     told: Callable[[str], None] | None = None,
 ) -> Ops:
@@ -74,12 +75,14 @@ def bind_ops(
       order: the order that the batch was permuted to.
       scheme: how keys and values travel over the sequence axis, see `ring_attention`.
       platform: backend of every operation; None for the fastest.
+      deterministic_attention: attention gives the same bits again, see `flash_attention`.
       experts: how experts lie and how tokens get to them: axes, dispatch, buffer, chunks and capacity, as `moe` takes them.
       told: takes a line for each choice that was made, with its reason, when the program is traced.
     """
     where = {"mesh": mesh, "platform": platform}
     functions = {name: functools.partial(f.with_stored_weights, **where) for name, f in SHARDED.items()}
-    functions["attention"] = functools.partial(ring_attention, order=order, scheme=scheme, **where)
+    attend = {"order": order, "scheme": scheme, "deterministic": deterministic_attention}
+    functions["attention"] = functools.partial(ring_attention, **attend, **where)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     given = dict(experts or {})
     on = {

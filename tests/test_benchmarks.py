@@ -13,7 +13,7 @@ import pytest
 from small_run import TINY
 
 import kernels
-from benchmarks import measure, peers, race, report, sequence, step, timing
+from benchmarks import measure, peers, race, ranking, report, sequence, step, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
 from ejdist import make_mesh
@@ -367,3 +367,103 @@ def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeyp
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     wrong = rows["32 tokens, both, ring, zigzag, auto"]
     assert "wrong by" in wrong["refused"] and "whole_ms" not in wrong
+
+
+# -- what dispatch is told -------------------------------------------------------------------------------------------------
+
+
+def block(measured_case, backends, **changes):
+    """Returns what is kept of a case: backend -> (forward µs, backward µs, what it was tuned to)."""
+    rows = [
+        {"contestant": name, "ours": True, "status": "timed", "forward": {"kernel_us": [0, forward, 0]}}
+        | ({"backward": {"kernel_us": [0, backward, 0]}} if backward else {})
+        | ({"tuned": tuned} if tuned else {})
+        for name, (forward, backward, tuned) in backends.items()
+    ]
+    rows += [
+        {"contestant": "a_peer", "ours": False, "status": "timed", "forward": {"kernel_us": [0, 0.1, 0]}},
+        {"contestant": "pallas_tpu", "ours": True, "status": "cannot", "reason": "no TPU"},
+    ]
+    dims = {n: list(s) if isinstance(s, tuple) else s for n, s in measured_case.dims.items()}
+    about = {
+        "case": measured_case.name,
+        "dims": dims,
+        "scaled": False,
+        "dtype": "bfloat16",
+        "basis": "kernel_us",
+        "rows": rows,
+    }
+    return about | {"date": "2026-01-02", "commit": "abc"} | changes
+
+
+def ranked(folder, *blocks, op="rms_norm", device="A Chip 9"):
+    result = {"format": report.FORMAT, "op": op, "device": device, "cases": list(blocks)}
+    (folder / "one.json").write_text(json.dumps(result))
+    return ranking.rankings(folder).get(device, {}).get("operations", {}).get(op, {})
+
+
+def test_a_class_has_the_geometric_mean_of_its_cases(tmp_path):
+    case = {c.name: c for c in RMS.cases}
+    best = {"version": 1, "config": {"num_warps": 4}}
+    found = ranked(
+        tmp_path,
+        block(case["model_8k"], {"triton_gpu": (8.0, 20.0, best), "xla": (16.0, None, None)}),
+        block(case["model_5120"], {"triton_gpu": (2.0, 5.0, best), "xla": (4.0, 7.0, None)}),
+        block(case["model_4k"], {"triton_gpu": (1.0, 1.0, None), "xla": (1.5, 1.0, None)}),
+        block(case["model_2k"], {"triton_gpu": (1.0, 1.0, None)}),
+    )
+    assert list(found) == ["bfloat16 width<=4096 rows>=8192", "bfloat16 width<=8192 rows>=8192"], "one alone is no race"
+    of = found["bfloat16 width<=8192 rows>=8192"]
+    assert of["forward"] == {"triton_gpu": 4.0, "xla": 8.0} and of["backward"] == {"triton_gpu": 10.0}
+    assert of["configs"] == {"triton_gpu": best}
+    assert of["cases"] == [{"case": n, "date": "2026-01-02", "commit": "abc"} for n in ("model_5120", "model_8k")]
+
+
+def test_what_says_nothing_of_the_cases_as_they_are_is_left_out(tmp_path):
+    case = next(c for c in RMS.cases if c.name == "model_4k")
+    times = {"triton_gpu": (1.0, 1.0, None), "xla": (2.0, 1.0, None)}
+    assert ranked(tmp_path, block(case, times))
+    assert not ranked(tmp_path, block(case, times, scaled=True))
+    assert not ranked(tmp_path, block(case, times, dims={"lead": [16384], "D": 4000}))
+    assert not ranked(tmp_path, block(case, times, case="gone"))
+    assert not ranked(tmp_path, block(case, times), device="cpu")
+    assert not ranked(tmp_path, block(case, times), op="gone")
+    assert not ranked(tmp_path, block(case, {"xla": times["xla"], "another": times["xla"]}))
+    pairs = [
+        block(c, times | {"triton_gpu": (1.0, 1.0, {"version": 1, "config": {"num_warps": c.dims["D"] // 1024}})})
+        for c in RMS.cases
+        if c.name in ("model_5120", "model_8k")
+    ]
+    assert ranked(tmp_path, pairs[0]) and ranked(tmp_path, pairs[1])
+    assert not ranked(tmp_path, *pairs), "tuned to each case, a backend was not measured as the class would run it"
+
+
+def test_our_backends_may_run_tuned(tmp_path, monkeypatch):
+    """With the configuration that the tuner gave, which is kept beside the times."""
+    heuristic = FLASH.backends["xla"].heuristic
+    seen = []
+
+    def tuned(request):
+        seen.append((request.backend.name, request.platform, request.concrete))
+        found = heuristic(request.call, "cpu")
+        return dataclasses.replace(found, fwd_params=dataclasses.replace(found.fwd_params, q_blocksize=8))
+
+    monkeypatch.setattr("kernels._core.tuning.tune", tuned)
+    given = ["flash_attention", "case=causal_8k", "against=none", "tune=true", f"out={tmp_path}", *QUICK, "gflop=0.001"]
+    assert main(given) == 0
+    row = of(only_file(tmp_path)[1]["cases"][0], "xla")
+    assert seen == [("xla", "cpu", True)]
+    assert row["status"] == "timed" and row["tuned"]["version"] == FLASH.backends["xla"].version
+    assert row["tuned"]["config"]["fwd_params"]["q_blocksize"] == 8
+    assert "| xla (tuned) |" in report.tables(tmp_path)
+
+
+def test_writing_makes_the_files_of_the_devices_that_were_measured(tmp_path, monkeypatch):
+    case = next(c for c in RMS.cases if c.name == "model_4k")
+    monkeypatch.setattr(ranking.measured, "FOLDER", tmp_path / "measured")
+    ranked(tmp_path, block(case, {"triton_gpu": (3.0, 1.0, None), "xla": (2.0, 1.0, None)}))
+    (path,) = ranking.write(tmp_path)
+    assert path == tmp_path / "measured" / "a_chip_9.json"
+    found = ranking.measured.of_device("A Chip 9")["rms_norm", "bfloat16 width<=4096 rows>=8192"]
+    assert found.times(False) == {"triton_gpu": 3.0, "xla": 2.0} and found.times(True)["triton_gpu"] == 4.0
+    ranking.measured.of_device.cache_clear()

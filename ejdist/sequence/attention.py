@@ -249,7 +249,8 @@ def ring_attention(
       options: everything else that `flash_attention` takes, as there. Sinks count once. `q_positions` and `kv_positions` are
         only for tokens whose positions are not those of `order`; `attention_mask` only [B, S], which tokens are not
         padding. Inside a `shard_map` that also splits batch or heads, give `dropout_seed` as `expand_dropout_seed` makes
-        it, split alike.
+        it, split alike. `deterministic` is of what each rank computes, and a ring adds it in the order of its hops; what
+        "all_gather" sums over ranks is as deterministic as the collective that sums it.
       mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, with the sequence over `axis_name`.
 
     Raises:

@@ -89,6 +89,7 @@ class TrainSections:
     accumulation: int = 1  # microbatches of a step
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
     platform: str | None = None  # backend of every operation; null for the fastest
+    deterministic_attention: bool = False  # the same bits from the same step, where a faster backend adds in any order
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,13 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
     notes: list[str] = []
     ops = bind_ops(
-        mesh, order=order, scheme=s.sequence.scheme, platform=s.platform, experts=vars(s.experts), told=notes.append
+        mesh,
+        order=order,
+        scheme=s.sequence.scheme,
+        platform=s.platform,
+        deterministic_attention=s.deterministic_attention,
+        experts=vars(s.experts),
+        told=notes.append,
     )
     decayed = map_declared(lambda _, p: p.decay, model.declared)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)

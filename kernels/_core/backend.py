@@ -68,6 +68,7 @@ class Operation(Protocol):
     offset_of: dict[str, str]
     weights: tuple[str, ...]
     same_dtype: tuple[str, ...]
+    classes: Callable[[Call], str | None] | None
     backward_inputs: Callable[[dict, dict], dict] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -211,7 +212,8 @@ def make_backend(
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs on one platform: a backend with its configuration, or the reason why none does."""
+    """What runs on one platform: a backend with its configuration, and the measurement that chose it, if one did; or the
+    reason why none does."""
 
     platform: str
     backend: Backend | None

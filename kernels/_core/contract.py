@@ -7,6 +7,7 @@ See README.md in this folder for how operations of every shape fit.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core import execute, select, tuning
+from kernels._core import execute, measured, select, tuning
 from kernels._core.backend import Backend, Case, Choice, Plan, case_inputs, make_backend
 from kernels._core.binding import Call, bind, is_array, is_float_array, output_dims, parameters_of, resolve_dims
 from kernels._core.execute import Saved
@@ -56,7 +57,9 @@ class Op:
       offset_of: integer argument -> dim: the argument counts from the first entry of that dim that a device has.
       weights: arguments that are parameters of a model. They may be stored split over any dim, and are gathered.
       same_dtype: float arguments that must agree in dtype.
-      order: names of backend files that may exist, fastest first; `prefer`, a function of the call, may rank them otherwise.
+      order: names of backend files that may exist, fastest first, where nothing was measured.
+      classes: call -> the class of calls that it belongs to, among which one backend is fastest on a kind of device: what was
+        measured for it goes before `order` (measured.py); None for a call of no class.
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
@@ -84,7 +87,7 @@ class Op:
         weights: tuple[str, ...] = (),
         same_dtype: tuple[str, ...] = (),
         order: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
-        prefer: Callable[[Call], tuple[str, ...]] | None = None,
+        classes: Callable[[Call], str | None] | None = None,
         backward_inputs: Callable[[dict, dict], dict] | None = None,
         config: type | None = None,
         cases: tuple[Case, ...] = (),
@@ -96,7 +99,7 @@ class Op:
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
         self.elsewhere, self.offset_of, self.weights = dict(elsewhere or {}), dict(offset_of or {}), weights
-        self.same_dtype, self.order, self.prefer = same_dtype, order, prefer
+        self.same_dtype, self.order, self.classes = same_dtype, order, classes
         self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work
         self.package = function.__module__.rpartition(".")[0]
         self.__doc__ = function.__doc__
@@ -240,13 +243,15 @@ class Op:
           ValueError: `toolchain` or `device` names nothing known.
           Unsupported: no backend can run the call; the message has every backend's reason.
         """
+        choices = self._choices(call, toolchain, device, differentiated)
+        return {c.platform: c.reason if c.backend is None else c.backend for c in choices}
+
+    def _choices(self, call: Call, toolchain: str | None, device: str, differentiated: bool) -> list[Choice]:
+        """Returns what `choose` does, with the measurements that decided; configurations are not chosen yet."""
         backends = self.backends
-        order = self.prefer(call) if self.prefer else tuple(backends)
-        pool = [backends[name] for name in order if name in backends]
-        if toolchain is not None:
-            pool = [b for b in pool if toolchain in (b.name, b.toolchain)]
-            if not pool:
-                self._no_such_backend(toolchain)
+        pool = [b for b in backends.values() if toolchain in (None, b.name, b.toolchain)]
+        if not pool and toolchain is not None:
+            self._no_such_backend(toolchain)
         if device not in ("any", *DEVICE_OF_PLATFORM.values()):
             raise ValueError(f"{self.name}: cfg.backend = {device!r} is unknown; use any, cpu, gpu or tpu")
         reasons = {b.name: b.refuses(self, call, differentiated) for b in pool}
@@ -263,14 +268,18 @@ class Op:
             hint = f"; platform={others[0]!r} can" if others else ""
             raise Unsupported(f"{self.name} has no backend for this call: {said}{hint}")
         if toolchain is not None and interpreting():
-            return dict.fromkeys(PLATFORMS, able[0])
+            return [Choice(p, able[0], None, "") for p in PLATFORMS]
         where = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in able)
         asked = f" with platform={toolchain!r}" if toolchain else ""
         cannot = f"the backends that support this call are {where}" + (f"; {said}" if said else "")
-        return {
-            p: next((b for b in able if p in b.platforms), f"{self.name} cannot be compiled for {p}{asked}: {cannot}")
-            for p in PLATFORMS
-        }
+        choices = []
+        for p in PLATFORMS:
+            fit, why = [b for b in able if p in b.platforms], ""
+            if toolchain is None:  # what is asked for by name is not ranked
+                fit, why = measured.ranked(self, call, p, fit, differentiated)
+            none = f"{self.name} cannot be compiled for {p}{asked}: {cannot}"
+            choices.append(Choice(p, fit[0], None, why) if fit else Choice(p, None, None, none))
+        return choices
 
     def _no_such_backend(self, toolchain: str) -> None:
         known = dict.fromkeys([*self.backends, *(b.toolchain for b in self.backends.values())])
@@ -293,14 +302,12 @@ class Op:
             raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
         asked = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
         toolchain = None if asked == "auto" else asked
-        chosen = self.choose(call, toolchain, device=getattr(cfg, "backend", "any"), differentiated=differentiated)
         choices = []
-        for platform, backend in chosen.items():
-            if isinstance(backend, str):
-                choices.append(Choice(platform, None, None, backend))
-                continue
-            found = select.select(select.Request(self, backend, call, platform, cfg, tuning.tune))
-            choices.append(Choice(platform, backend, found, ""))
+        for choice in self._choices(call, toolchain, getattr(cfg, "backend", "any"), differentiated):
+            if choice.backend is not None:
+                request = select.Request(self, choice.backend, call, choice.platform, cfg, tuning.tune)
+                choice = dataclasses.replace(choice, cfg=select.select(request))
+            choices.append(choice)
         return Plan(tuple(choices), toolchain, cfg)
 
     def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
 
+from kernels._core import measured, target
 from kernels._core.backend import Backend, Operation
 from kernels._core.binding import Call
 from kernels._core.config import ConfigCache, PersistentCache, completed, package_version
-from kernels._core.platforms import DEVICE_OF_PLATFORM
 
 # What a symbolic size counts for where block sizes are chosen: they change speed only.
 NOMINAL_SIZE = 8
@@ -49,11 +49,8 @@ class Request:
 
     @property
     def device_kind(self) -> str | None:
-        """The kind of the local device of that platform; None where it is not the platform this process runs on."""
-        here = jax.default_backend()
-        if here not in (self.platform, DEVICE_OF_PLATFORM[self.platform]):
-            return None
-        return jax.local_devices()[0].device_kind
+        """The kind of device that is compiled for; None where it is not known, see `target.device_kind`."""
+        return target.device_kind(self.platform)
 
     def heuristic(self) -> Any:
         """Returns what the backend's heuristic chooses, None without one."""
@@ -147,7 +144,9 @@ def autotune_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def heuristic_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    return request.heuristic()
+    """What is shipped for the class of the call on this kind of device, else what the backend makes of its sizes."""
+    shipped = measured.configuration(request.op, request.call, request.platform, request.backend)
+    return request.heuristic() if shipped is None else shipped
 
 
 def error_tier(chain: ConfigSelectorChain, request: Request) -> Any:
@@ -233,7 +232,8 @@ def state(call: Call) -> tuple:
     """Returns what the choice of configurations depends on beside the call: what was chosen holds while this is the same."""
     chain = current_chain()
     tunes = chain.autotune and is_concrete(call)
-    return chain, chain.cache.version, chain.persistent, chain.tiers, tunes, _overlay.get()
+    compiled_for = target.asked_compute_capability()
+    return chain, chain.cache.version, chain.persistent, chain.tiers, tunes, _overlay.get(), compiled_for
 
 
 def select(request: Request) -> Any:

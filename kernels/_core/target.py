@@ -1,4 +1,4 @@
-"""Which GPU kernels are compiled for: that of this machine, or one that the program is told of."""
+"""What kernels are compiled for: the devices of this machine, or a GPU that the program is told of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import jax
 import jax.export
+
+from kernels._core.platforms import DEVICE_OF_PLATFORM
 
 # The custom calls of cuDNN's attention, as XLA names them.
 CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
@@ -17,6 +19,17 @@ _asked = jax.make_user_context(default_value=None)
 def asked_compute_capability() -> int | None:
     """Returns the compute capability of the surrounding `compile_for`, or None where there is none."""
     return _asked.value
+
+
+def device_kind(platform: str) -> str | None:
+    """Returns the kind of device that programs for a platform are compiled for, as `jax.Device.device_kind` says it: that of
+    this process. None where it is not known: this process has no such device, or `compile_for` names another GPU."""
+    here = jax.default_backend()
+    if here not in (platform, DEVICE_OF_PLATFORM[platform]):
+        return None
+    if DEVICE_OF_PLATFORM[platform] == "gpu" and asked_compute_capability() is not None:
+        return None
+    return jax.local_devices()[0].device_kind
 
 
 @contextlib.contextmanager

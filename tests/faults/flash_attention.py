@@ -26,6 +26,27 @@ def on_pallas(case: str) -> str:
 
 
 FAULTS = (
+    Fault(
+        "deterministic: specialised warps take it",
+        "kernels/ops/flash_attention/triton_gpu.py",
+        "        if deterministic:",
+        "        if False:",
+        "tests/kernels/test_flash_attention_deterministic.py -k specialised",
+    ),
+    Fault(
+        "deterministic: dropped by the public function",
+        "kernels/ops/flash_attention/functions.py",
+        "    if deterministic:",
+        "    if False:",
+        "tests/kernels/test_flash_attention_deterministic.py -k cudnn",
+    ),
+    Fault(
+        "deterministic: cuDNN takes it",
+        "kernels/ops/flash_attention/cudnn_gpu.py",
+        "def forward(query, key, value, mask, softmax_scale):",
+        "def forward(query, key, value, mask, softmax_scale, deterministic):",
+        "tests/kernels/test_flash_attention_deterministic.py -k cudnn",
+    ),
     Fault("mask off by one", MASKS, "        below = j <= i\n", "        below = j < i\n", FLASH),
     Fault("window one key wider", MASKS, "seen &= j >= i - left", "seen &= j >= i - left - 1", FLASH),
     Fault("integer window is W + 1", MASKS, "(int(sliding_window) - 1, 0)", "(int(sliding_window), 0)", FLASH),

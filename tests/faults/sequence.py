@@ -11,6 +11,8 @@ EXCHANGE = "ejdist/sequence/exchange.py"
 DISPATCH = "kernels/_core/dispatch.py"
 SCHEDULE = "ejdist/sequence/schedule.py"
 
+DETERMINISTIC = "tests/kernels/test_flash_attention_deterministic.py"
+
 FAULTS = (
     Fault("wrong hop", LOCAL, "- hop) %", "+ hop) %", SEQUENCE),
     Fault(
@@ -49,6 +51,41 @@ FAULTS = (
         "if earlier else None",
         "if earlier else (slice(0, own), slice(0, own))",
         f"{SEQUENCE} -k contiguous",
+    ),
+    Fault(
+        "deterministic: a rank's attention is not asked for it",
+        RING,
+        "options = {n: x for n, x in arguments.items() if n not in arrays}",
+        'options = {n: x for n, x in arguments.items() if n not in arrays and n != "deterministic"}',
+        f"{DETERMINISTIC} -k hands_it_on",
+    ),
+    Fault(
+        "deterministic: a rank's backward is not asked for it",
+        LOCAL,
+        "return self._over(functools.partial(self.static.op.backward, saved), keys, holders)",
+        "return self._over(lambda deterministic, **a: self.static.op.backward(saved, **a), keys, holders)",
+        f"{DETERMINISTIC} -k ring_is_asked",
+    ),
+    Fault(
+        "deterministic: latent attention in a ring is not asked for it",
+        "ejdist/latent_attention.py",
+        '"logits_soft_cap", "deterministic", ',
+        '"logits_soft_cap", ',
+        f"{DETERMINISTIC} -k latent",
+    ),
+    Fault(
+        "deterministic: a model's attention is not asked for it",
+        "ejdist/operations.py",
+        '"deterministic": deterministic_attention}',
+        "}",
+        f"{DETERMINISTIC} -k 'model or recipe'",
+    ),
+    Fault(
+        "deterministic: a recipe's key says nothing",
+        "ejdist/training/program.py",
+        "deterministic_attention=s.deterministic_attention",
+        "deterministic_attention=False",
+        f"{DETERMINISTIC} -k recipe",
     ),
     Fault("merge without rescale", LOCAL, "return out * a[..., None] + ", "return out + ", SEQUENCE),
     Fault(

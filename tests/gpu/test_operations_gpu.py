@@ -35,9 +35,9 @@ ROWS = [
 each = pytest.mark.parametrize(("op", "backend", "case"), ROWS)
 
 
-def inputs(op, backend, case, dtype):
-    """Returns the arguments of a case; skips one that the backend refuses, with its reason."""
-    arguments = op.case_inputs(case, dtype=dtype)
+def inputs(op, backend, case, dtype, **options):
+    """Returns the arguments of a case, with options beside its own; skips one that the backend refuses, with its reason."""
+    arguments = op.case_inputs(case, dtype=dtype) | options
     reason = op.backends[backend].refuses(op, op.bind(**arguments), differentiable(op))
     if reason:
         pytest.skip(f"{backend} refuses it: {reason}")
@@ -75,9 +75,9 @@ def test_numbers_of_every_tuning_candidate(op, backend, case):
 
 @each
 def test_the_same_call_gives_the_same_bits(op, backend, case):
-    if backend == "cudnn_gpu":
-        pytest.skip("cuDNN's backward adds up the gradient of the queries in any order")
-    arguments = inputs(op, backend, case, "bfloat16")
+    """Where that is an option, of the backends that have it."""
+    options = {"deterministic": True} if "deterministic" in op.parameters else {}
+    arguments = inputs(op, backend, case, "bfloat16", **options)
     run = functools.partial(op, platform=backend)
     runs = [value_and_gradients(lambda **a: run(**a), arguments, None, op.no_gradient) for _ in range(2)]
     first, second = ([np.asarray(x).tobytes() for x in jax.tree.leaves(r)] for r in runs)

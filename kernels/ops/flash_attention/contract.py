@@ -14,6 +14,7 @@ from kernels._core.binding import Call
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.contract import Op
 from kernels._core.masks import MaskInfo
+from kernels._core.measured import bucket, power_of_two
 from kernels._core.pairs import visible_pairs
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.cases import CASES, SLOW, WITH_WEIGHTS
@@ -33,6 +34,7 @@ def flash_attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns (out, lse): out = sum_j p_j v_j with p = softmax of the logits over the visible keys, lse in float32.
 
@@ -40,6 +42,9 @@ def flash_attention(
     1/sqrt(H). Query head n reads key head n // (N / K). Sinks `softmax_aux` join the denominator once, uncapped, and have
     no value. A query with no key (and no sink) gives out = 0 and lse = -inf. Dropout scales kept weights by 1/(1-p) and
     leaves lse alone. Accumulation is in float32.
+
+    `deterministic` asks for the same bits whenever the same program runs on the same inputs and device, in both directions. It
+    is no part of the meaning: here it changes nothing, and a backend that adds in any order does not name it.
     """
     weights, lse = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
     return _output(weights, query, value, mask, dropout_seed, dropout_prob), lse
@@ -58,9 +63,10 @@ def attention(
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
     """Returns (out, weights): the output of `flash_attention`, and the softmax over keys and sinks, before dropout, in
-    float32."""
+    float32. `deterministic` is as there."""
     weights, _ = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
     return _output(weights, query, value, mask, dropout_seed, dropout_prob), weights
 
@@ -175,6 +181,19 @@ FEATURES = {
     "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
     "value_width": lambda call: call.dims["H"] != call.dims["Hv"],
 }
+
+
+def classes(call: Call) -> str:
+    """Returns the class of a call, as in "bfloat16 causal heads<=128 keys<16384": what is masked and added to the logits, the
+    tile that a head takes, and how long the keys are. Grouped heads are of the same class as as many heads of keys."""
+    used = [name for name, uses in FEATURES.items() if name != "gqa" and uses(call)]
+    used += [n for n in ("bias", "softmax_aux", "alibi_slopes", "logits_soft_cap") if getattr(call, n) is not None]
+    used += [n for n in ("dropout_prob", "deterministic") if getattr(call, n)]
+    width = power_of_two(max(call.dims["H"], call.dims["Hv"]))
+    length = bucket(call.dims["S"], 1024, 4096, 16384)
+    return " ".join([call.dtype, *(used or ["full"]), f"heads<={width}", f"keys{length}"])
+
+
 _RING = "ring_attention"
 # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
 _ON_A_MESH: Any = {
@@ -191,6 +210,7 @@ op = Op(
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
     features=FEATURES,
+    classes=classes,
     config=FlashAttentionConfig,
     cases=CASES,
     work=work,

@@ -41,6 +41,7 @@ def flash_attention(
     q_positions: jax.Array | None = None,
     kv_positions: jax.Array | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Prepared:
     """Returns the attention output [B, T, N, Hv]; with `return_lse` also the log-sum-exp, float32 [B, T, N].
 
@@ -63,6 +64,8 @@ def flash_attention(
       mask_info: `MaskInfo`.
       q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding.
       q_positions, kv_positions: int [B, T], [B, S]; what causal, window and chunk compare, where not 0, 1, 2, ...
+      deterministic: the same bits whenever the same program runs on the same inputs and device, forward and backward, at the
+        cost of speed if need be: a backend that adds gradients in any order is passed over, and refuses if asked for by name.
 
     Raises:
       ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
@@ -83,7 +86,12 @@ def flash_attention(
     for name, x in (("softmax_aux", softmax_aux), ("alibi_slopes", alibi_slopes)):
         if x is not None and not is_array(x):
             raise ValueError(f"argument {name!r} must be an array, got {type(x).__name__}")
-    for name, x in (("causal", causal), ("logits_soft_cap", logits_soft_cap), ("dropout_prob", dropout_prob)):
+    for name, x in (
+        ("causal", causal),
+        ("logits_soft_cap", logits_soft_cap),
+        ("dropout_prob", dropout_prob),
+        ("deterministic", deterministic),
+    ):
         if isinstance(x, jax.Array):
             raise ValueError(f"argument {name!r} is compiled into the program and must be a Python value, not an array")
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
@@ -139,6 +147,8 @@ def flash_attention(
         arguments["softmax_scale"] = softmax_scale
     if logits_soft_cap is not None:
         arguments["logits_soft_cap"] = float(logits_soft_cap)
+    if deterministic:
+        arguments["deterministic"] = deterministic
     return Prepared(op.bind(**arguments), returns=("out", "lse") if return_lse else "out")
 
 
@@ -231,6 +241,7 @@ def scaled_dot_product_attention(
     cum_seqlens_q: jax.Array | None = None,
     cum_seqlens_k: jax.Array | None = None,
     mask_info: MaskInfo | None = None,
+    deterministic: bool = False,
 ) -> Prepared:
     """Returns attention [B, T, N, Hv] under the name and arguments of the field: `flash_attention` with fewer of them.
 
@@ -258,6 +269,7 @@ def attention(
     softmax_aux: jax.Array | None = None,
     *,
     mask_info: MaskInfo | None = None,
+    deterministic: bool = False,
 ) -> Prepared:
     """Returns (out [B, T, N, Hv], weights float32 [B, N, T, S]), for those who want to look at the weights.
 

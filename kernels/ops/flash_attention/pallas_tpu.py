@@ -615,6 +615,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,  # as it always is: nothing is added in any order
     cfg,
 ):
     (B, T, N, _), Hv = query.shape, value.shape[3]
@@ -649,6 +650,7 @@ def backward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,  # as it always is: nothing is added in any order
     cfg,
 ):
     (B, T, N, H), (S, K, Hv) = query.shape, (key.shape[1], key.shape[2], value.shape[3])

@@ -15,6 +15,7 @@ from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.execute import Saved
 from kernels._core.interpret import interpreting
 from kernels._core.masks import MaskInfo
+from kernels._core.platforms import Unsupported
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
@@ -176,6 +177,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,  # as it always is: only a backward adds in any order
     cfg,
 ):
     call = _prepare(
@@ -272,6 +274,7 @@ def backward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,
     cfg,
 ):
     call = _prepare(
@@ -280,6 +283,11 @@ def backward(
     (B, T, N, _), S, K = query.shape, *key.shape[1:3]
     params = call.params(cfg.bwd_params, query.dtype.itemsize)
     if params.num_warps == SPECIALISED:
+        if deterministic:
+            raise Unsupported(
+                f"flash_attention on triton_gpu: with deterministic=True, cfg.bwd_params.num_warps = {SPECIALISED} is not for it: "
+                "that kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
+            )
         gradients = _specialised_gradients(call, saved, query, key, value, params)
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
@@ -380,7 +388,10 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     dense = call.mask is not None and call.mask.attention_mask is not None
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return _plain(max(wide, tall), itemsize)
-    return _specialised(wide, tall, itemsize, _scale(call.softmax_scale, call.dims["H"]))
+    found = _specialised(wide, tall, itemsize, _scale(call.softmax_scale, call.dims["H"]))
+    if call.deterministic:  # which the one pass backward is not
+        return FlashAttentionConfig(found.fwd_params, _plain(max(wide, tall), itemsize).bwd_params)
+    return found
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:

@@ -194,6 +194,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,  # as it always is: nothing is added in any order
     cfg,
 ):
     B, T, N, H = query.shape
@@ -258,6 +259,7 @@ def backward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
+    deterministic,  # as it always is: nothing is added in any order
     cfg,
 ):
     B, T, N, H = query.shape

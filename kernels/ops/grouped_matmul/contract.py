@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.measured import bucket
 from kernels._core.work import Work, nbytes
 
 
@@ -168,6 +169,15 @@ def work(call: Call) -> tuple[Work, Work]:
     return Work(matmul, kept + out), Work((1 + again + (not quantised)) * matmul, kept + out + written)
 
 
+def classes(call: Call) -> str:
+    """Returns the class of a call: what is fused with the product, how the matrices lie, and how many rows a group has."""
+    weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
+    used = ["plain" if weights.ndim == 3 else "gated", "" if call.rhs_transposed is None else "transposed"]
+    used += [call.activation or "", "" if call.rhs_bias is None else "bias"]
+    rows = bucket(call.dims["M"] // max(call.dims["G"], 1), 32, 256, 2048)
+    return " ".join([call.dtype, *filter(None, used), f"rows{rows}"])
+
+
 def _sizes(*sizes: int) -> Callable:
     return lambda rng, dims: jnp.asarray(sizes, jnp.int32)
 
@@ -221,6 +231,7 @@ op = Op(
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_bias"),
     same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
+    classes=classes,
     config=GroupedMatmulConfig,
     cases=(
         _case("small", (5, 0, 2, 4), "smoke", "code", M=11, D=8, E=4, G=4, F=6),

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.measured import bucket
 from kernels._core.work import Work, nbytes
 
 
@@ -114,11 +115,18 @@ def _case(name: str, make, *tags: str, segments: int = 1, **dims: int) -> Case:
     return Case(name, dims, options, make={"segment_ids": make}, tags=frozenset(tags))
 
 
+def classes(call: Call) -> str:
+    """Returns the class of a call: one segment a row or several, and how long the rows are."""
+    segments = "one segment" if call.num_segments == 1 else "segments"
+    return f"{call.dtype} {segments} tokens{bucket(call.dims['T'], 4096, 32768)}"
+
+
 op = Op(
     mean_pooling,
     outputs=("total",),
     local_dims={"B", "D"},
     sum_dims={"T"},
+    classes=classes,
     config=MeanPoolingConfig,
     cases=(
         _case("small", _padded, "smoke", B=2, T=12, D=32),

@@ -29,12 +29,13 @@ def flash_mla(
     *,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
+    deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns (out, lse): attention over the keys key_value w_kc and the values key_value w_vc, lse in float32.
 
     logits = cap(softmax_scale * (query . key + query_rope . key_rope)), where key_rope is one for all heads; softmax_scale
-    defaults to 1/sqrt(H + Hr). Masks, sinks, the cap, and a query without a key are as in `flash_attention`, whose public
-    function is the engine of the XLA backend.
+    defaults to 1/sqrt(H + Hr). Masks, sinks, the cap, `deterministic`, and a query without a key are as in `flash_attention`,
+    whose public function is the engine of the XLA backend.
     """
     check_rope(query_rope, key_rope)
     N, K = query.shape[2], w_kc.shape[1]

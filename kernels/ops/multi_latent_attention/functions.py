@@ -69,6 +69,7 @@ def flash_mla(
     softmax_aux: jax.Array | None = None,
     mask_info: MaskInfo | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Prepared:
     """Returns multi-head latent attention [B, T, N, Hv] for training and prefill; with `return_lse` also the log-sum-exp,
     float32 [B, T, N].
@@ -82,7 +83,8 @@ def flash_mla(
       w_kc: [R, K, H]. w_vc: [R, K, Hv]. Up-projections; N must be a multiple of K, in DeepSeek's models they are equal.
       query_rope: [B, T, N, Hr]. key_rope: [B, S, Hr], one for all heads. Rotated by the caller; both or neither.
       softmax_scale: default 1/sqrt(H + Hr).
-      causal, sliding_window, logits_soft_cap, softmax_aux, mask_info: as in `flash_attention`. Every mask given applies.
+      causal, sliding_window, logits_soft_cap, softmax_aux, mask_info, deterministic: as in `flash_attention`. Every mask given
+        applies.
       cum_seqlens (or cu_seqlens): [0, n1, n1 + n2, ...] over a packed axis, B = 1 and T = S.
       segment_ids: int [B, T], T = S: equal and >= 0 attends, -1 is padding.
 
@@ -124,6 +126,8 @@ def flash_mla(
         mask = mask.combine(part)
     if parts or mask.causal or mask.window:
         arguments["mask"] = mask
+    if deterministic:
+        arguments["deterministic"] = deterministic
     call = op.bind(**arguments, **_options("flash_mla", softmax_scale, logits_soft_cap))
     return Prepared(call, returns=("out", "lse") if return_lse else "out")
 

@@ -25,14 +25,27 @@ def _attention(heads, mask, softmax_aux, scale, cap):
     return flash_attention.prepare(*heads, **options, return_lse=True).call
 
 
-def forward(query, key_value, w_kc, w_vc, query_rope, key_rope, mask, softmax_aux, softmax_scale, logits_soft_cap):
+def forward(
+    query, key_value, w_kc, w_vc, query_rope, key_rope, mask, softmax_aux, softmax_scale, logits_soft_cap, deterministic
+):  # deterministic it always is
     scale = scale_of(softmax_scale, query, query_rope)
     heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
     return flash_attention.op.run(_attention(heads, mask, softmax_aux, scale, logits_soft_cap), platform="xla")
 
 
 def backward(
-    saved, query, key_value, w_kc, w_vc, query_rope, key_rope, mask, softmax_aux, softmax_scale, logits_soft_cap
+    saved,
+    query,
+    key_value,
+    w_kc,
+    w_vc,
+    query_rope,
+    key_rope,
+    mask,
+    softmax_aux,
+    softmax_scale,
+    logits_soft_cap,
+    deterministic,
 ):
     H = query.shape[-1]
     scale = scale_of(softmax_scale, query, query_rope)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.measured import bucket, power_of_two
 from kernels._core.work import Work, nbytes
 
 
@@ -123,11 +124,18 @@ def work_of_linear(call: Call) -> tuple[Work, Work]:
     return Work(matmul, nbytes(call.x) + out + weights), Work(2 * matmul, 2 * nbytes(call.x) + out + 2 * weights)
 
 
+def classes(call: Call) -> str:
+    """Returns the class of a call: the width that a tile has, and whether there are rows for a whole device."""
+    rows = call.x.size // call.dims["D"]
+    return f"{call.dtype} width<={power_of_two(call.dims['D'])} rows{bucket(rows, 512, 8192)}"
+
+
 op = Op(
     rms_norm,
     outputs=("out", "rstd"),
     residuals=("rstd",),
     local_dims={"lead"},
+    classes=classes,
     config=RMSNormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 64}, arrays=("weight",), tags=frozenset({"smoke"})),
