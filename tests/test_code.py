@@ -5,6 +5,7 @@ The cases are those tagged "code". Quick: one dtype, one target of each kind. Th
 
 import re
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -72,7 +73,8 @@ def test_an_operation_with_kernels_says_which_cases_are_compiled(op):
 
 @pytest.mark.parametrize(("op", "backend", "case", "dtype", "target"), list(_rows("triton")))
 def test_for_cuda(op, backend, case, dtype, target):
-    """Kernels of this backend's file alone, the forward's and then the backward's; no spill but those above, a block fits."""
+    """Kernels of this backend's file, or of a family's in the core, the forward's and then the backward's; no spill but those
+    above, a block fits."""
     reports = []
     for backward in directions(op, backend, case, dtype):
         function, arguments = checks.call_of(op, case, dtype=dtype, platform=backend.name, backward=backward)
@@ -81,7 +83,9 @@ def test_for_cuda(op, backend, case, dtype, target):
     assert names[0], "the forward has no kernel"
     assert names[-1][: len(names[0])] == names[0], names
     assert len(names) == 1 or len(names[1]) > len(names[0]), f"the backward has no kernel of its own: {names[1]}"
-    assert set(names[-1]) <= set(vars(sys.modules[f"{op.package}.{backend.name}"])), names
+    own = vars(sys.modules[f"{op.package}.{backend.name}"])
+    family = [m for m in own.values() if isinstance(m, ModuleType) and m.__name__.startswith("kernels._core.")]
+    assert set(names[-1]) <= set(own).union(*map(vars, family)), names
     for kernel in reports[-1]:
         assert re.search(rf"^\.target sm_{target}", kernel.ptx, re.M), kernel.name
         spilled = max(kernel.resources["spill_stores"], kernel.resources["spill_loads"])

@@ -24,7 +24,7 @@ from kernels._core.interpret import interpret, interpreting
 from kernels._core.pallas import pallas_launch
 from kernels._core.target import custom_call_target
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
-from kernels.ops.rms_norm import RMSNormConfig, rms_norm
+from kernels.ops.rms_norm import NormConfig, rms_norm
 from kernels.ops.rms_norm import op as rms_norm_op
 
 CASES = {case.name: case for case in rms_norm_op.cases}
@@ -250,7 +250,7 @@ def test_each_export_has_code_for_its_own_target(target):
     function, arguments = checks.call_of(rms_norm_op, CASES["odd"])
     for each in (*checks.CUDA_TARGETS, target):
         report = checks.export_cuda(function, arguments, compute_capability=each)
-        assert [k.name for k in report.kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
+        assert [k.name for k in report.kernels] == ["norm_fwd_kernel", "norm_bwd_kernel"]
         assert custom_call_target() in report.exported.mlir_module()
         for kernel in report.kernels:
             assert f".target sm_{each}" in kernel.ptx
@@ -380,7 +380,7 @@ def test_a_block_that_does_not_fit_vmem_is_refused_by_the_compiler():
     x = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16)
 
     def run(x, rows):
-        return rms_norm(x, platform="pallas", cfg=RMSNormConfig(block_rows=rows))
+        return rms_norm(x, platform="pallas", cfg=NormConfig(block_rows=rows))
 
     assert checks.mosaic_calls(checks.compile_tpu(lambda x: run(x, 32), x)) == 1
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)vmem"):
@@ -443,7 +443,7 @@ def test_one_jit_runs_on_the_cpu_and_compiles_for_cuda_and_for_tpu():
         np.testing.assert_allclose(actual.astype("float32"), exact.astype("float32"), rtol=0.05, atol=0.05)
     for target in checks.CUDA_TARGETS:
         kernels = checks.export_cuda(step, x, weight, compute_capability=target).kernels
-        assert [k.name for k in kernels] == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel"]
+        assert [k.name for k in kernels] == ["norm_fwd_kernel", "norm_bwd_kernel"]
     for topology in checks.TPU_TOPOLOGIES:
         assert checks.mosaic_calls(checks.compile_tpu(step, x, weight, topology=topology)) == 2
     np.testing.assert_array_equal(step(x, weight)[0], step(x, weight)[0])

@@ -9,14 +9,14 @@ FAULTS = (
     Fault(
         "cross_entropy in Triton: a lane's sum is not rescaled",
         TRITON,
-        "total = total * tl.exp(largest - _finite(new)) + ",
+        "total = total * tl.exp(largest - finite(new)) + ",
         "total = total + ",
         "tests/kernels/test_cross_entropy.py -k masked",
     ),
     Fault(
         "cross_entropy in Triton: what is masked out is not a number",
         TRITON,
-        "tl.sum(tl.exp(x - _finite(new)[:, None]), axis=1)",
+        "tl.sum(tl.exp(x - finite(new)[:, None]), axis=1)",
         "tl.sum(tl.exp(x - new[:, None]), axis=1)",
         "tests/kernels/test_cross_entropy.py -k masked",
     ),
@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         "cross_entropy in Triton: entries past the vocabulary are capped into the mean",
         TRITON,
-        'x = tl.where(inside, CAP * _tanh(x / CAP), float("-inf"))',
-        "x = CAP * _tanh(x / CAP)",
+        'x = tl.where(inside, CAP * tanh(x / CAP), float("-inf"))',
+        "x = CAP * tanh(x / CAP)",
         "tests/test_ops.py -k cross_entropy-soft_cap-float32-triton",
     ),
     Fault(
@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         "cross_entropy: targets of the backward are the next token's",
         "kernels/ops/cross_entropy/blocks.py",
-        "_blocks(targets, rows, -1), *(",
-        "_blocks(targets + 1, rows, -1), *(",
+        "in_blocks(targets, rows, -1), *(",
+        "in_blocks(targets + 1, rows, -1), *(",
         "tests/test_ops.py -k cross_entropy-odd-float32",
     ),
     Fault(
@@ -58,8 +58,8 @@ FAULTS = (
     Fault(
         "cross_entropy: padding counts where another index is ignored",
         BLOCKS,
-        "_blocks(targets, rows, ALSO_IGNORED)",
-        "_blocks(targets, rows, -1)",
+        "in_blocks(targets, rows, ALSO_IGNORED)",
+        "in_blocks(targets, rows, -1)",
         SUMS,
     ),
     Fault(
@@ -72,8 +72,8 @@ FAULTS = (
     Fault(
         "cross_entropy: the gradient of lm_head is that of the last block",
         BLOCKS,
-        'return d_head + _dot("td,tv->dv", h, d), (terms',
-        'return _dot("td,tv->dv", h, d), (terms',
+        'return d_head + dot("td,tv->dv", h, d), (terms',
+        'return dot("td,tv->dv", h, d), (terms',
         SUMS,
     ),
     Fault(

@@ -60,8 +60,8 @@ FAULTS = (
     Fault(
         "a layer's loss counted twice",
         DECODER,
-        'for m in metrics.values() if m.how == "loss"',
-        'for m in (*metrics.values(), *of_layers.values()) if m.how == "loss"',
+        'for m in of_layers.values() if m.how == "loss"',
+        'for m in (*of_layers.values(), *of_layers.values()) if m.how == "loss"',
         STEP_OF_LAYERS,
     ),
     Fault(

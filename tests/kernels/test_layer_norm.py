@@ -12,7 +12,7 @@ import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, layer_norm, layer_norm_linear
 from kernels._core.interpret import interpret
-from kernels.ops.layer_norm import LayerNormConfig
+from kernels.ops.layer_norm import NormConfig
 from kernels.ops.layer_norm.contract import add_op, linear_op, op
 
 RNG = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def test_numbers_of_the_tuning_candidates(backend):
     assert len(found) == len(set(found)) >= 1
     tiles = list({(c.block_rows, c.backward_block_rows): c for c in found}.values())
     truth, true_gradients, d = value_and_gradients(op.function, a)
-    for cfg in [*tiles[:: max(1, len(tiles) // 3)], LayerNormConfig(16, 4, 16, 4, 2)]:
+    for cfg in [*tiles[:: max(1, len(tiles) // 3)], NormConfig(16, 4, 16, 4, 2)]:
         with interpret():
             got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform=backend, cfg=cfg), a, d)  # noqa: B023
         for actual, wanted in [*zip(got, truth), *((gradients[n], true_gradients[n]) for n in true_gradients)]:

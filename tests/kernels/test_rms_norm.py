@@ -9,7 +9,7 @@ import kernels
 from kernels._core import ahead_of_time as checks
 from kernels._core.contract import Unsupported
 from kernels._core.interpret import interpret
-from kernels.ops.rms_norm import RMSNormConfig, op, rms_norm
+from kernels.ops.rms_norm import NormConfig, op, rms_norm
 
 CASES = {case.name: case for case in op.cases}
 SMALL = [case for case in op.cases if "bench" not in case.tags]
@@ -97,7 +97,7 @@ def test_numbers_of_the_tuning_candidates(backend, name):
     tiles = {(c.block_rows, c.backward_block_rows, c.backward_programs): c for c in candidates}
     few = list(tiles.values())[:: max(1, len(tiles) // 3)]
     truth, true_gradients, d = value_and_gradients(op.function, a)
-    for cfg in [*few, RMSNormConfig(block_rows=16, backward_block_rows=16, backward_programs=3)]:
+    for cfg in [*few, NormConfig(block_rows=16, backward_block_rows=16, backward_programs=3)]:
         with interpret():
             got, gradients, _ = value_and_gradients(lambda **a: op(**a, platform=backend.name, cfg=cfg), a, d)  # noqa: B023
         for actual, wanted in [*zip(got, truth), *((gradients[n], true_gradients[n]) for n in true_gradients)]:

@@ -9,24 +9,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from kernels._core import vocabulary
+from kernels._core.softmax_triton import LANE, finite, lse_of_lanes, tanh
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work
 from kernels.ops.cross_entropy import blocks
 from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op
-
-# A thread takes the largest of so many neighbours before it rescales its sum: 16 bytes of float32.
-LANE = 4
-
-
-@triton.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-
-
-@triton.jit
-def _finite(x):
-    """Returns x, 0 where it is the logarithm of nothing."""
-    return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
@@ -51,20 +39,18 @@ def cross_entropy_fwd_kernel(
         inside = start + cols < V
         x = tl.load(logits_ptr + row * V + start + cols, mask=inside, other=float("-inf")).to(tl.float32)
         if CAP > 0:
-            x = tl.where(inside, CAP * _tanh(x / CAP), float("-inf"))
+            x = tl.where(inside, CAP * tanh(x / CAP), float("-inf"))
         new = tl.maximum(largest, tl.max(x, axis=1))
-        total = total * tl.exp(largest - _finite(new)) + tl.sum(tl.exp(x - _finite(new)[:, None]), axis=1)
+        total = total * tl.exp(largest - finite(new)) + tl.sum(tl.exp(x - finite(new)[:, None]), axis=1)
         plain += tl.sum(tl.where(inside, x, 0.0), axis=1)
         largest = new
-    top = tl.max(largest, axis=0)
-    lse = top + tl.log(tl.sum(total * tl.exp(largest - _finite(top)), axis=0))
-    tl.store(lse_ptr + row, lse)
+    tl.store(lse_ptr + row, lse_of_lanes(largest, total))
     tl.store(mean_logit_ptr + row, tl.sum(plain, axis=0) / V)
     target = tl.load(targets_ptr + row)
     there = (target >= 0) & (target < V)
     at_target = tl.load(logits_ptr + row * V + target, mask=there, other=0.0).to(tl.float32)
     if CAP > 0:
-        at_target = CAP * _tanh(at_target / CAP)
+        at_target = CAP * tanh(at_target / CAP)
     tl.store(target_logit_ptr + row, at_target)
 
 
@@ -86,10 +72,10 @@ def cross_entropy_bwd_kernel(
     x = tl.load(logits_ptr + row * V + cols, mask=cols < V, other=0.0).to(tl.float32)
     slope = 1.0
     if CAP > 0:
-        bent = _tanh(x / CAP)
+        bent = tanh(x / CAP)
         x, slope = CAP * bent, 1.0 - bent * bent
     lse, d_lse = tl.load(lse_ptr + row), tl.load(d_lse_ptr + row)
-    d = tl.exp(x - _finite(lse)) * d_lse + tl.load(d_mean_logit_ptr + row) / V
+    d = tl.exp(x - finite(lse)) * d_lse + tl.load(d_mean_logit_ptr + row) / V
     d += tl.where(cols == tl.load(targets_ptr + row), tl.load(d_target_logit_ptr + row), 0.0)
     tl.store(d_logits_ptr + row * V + cols, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
 
@@ -150,11 +136,13 @@ def _config(call, rows, most):
 
 
 def heuristic(call, platform):
-    return _config(call, blocks.block_rows(call) if "hidden" in call.arguments else None, 4096)
+    return _config(
+        call, vocabulary.block_rows(call, blocks.BLOCK_ELEMENTS) if "hidden" in call.arguments else None, 4096
+    )
 
 
 def candidates(call):
-    rows = blocks.candidates(call) if "hidden" in call.arguments else [None]
+    rows = vocabulary.candidates(call, blocks.MOST_ROWS) if "hidden" in call.arguments else [None]
     return list(dict.fromkeys(_config(call, r, most) for r in rows for most in (4096, 2048, 8192)))
 
 

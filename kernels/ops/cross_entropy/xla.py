@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from kernels._core.vocabulary import block_rows, candidates
 from kernels.ops.cross_entropy import blocks
 from kernels.ops.cross_entropy.contract import CrossEntropyConfig, cross_entropy_of_logits, logits_op
 
@@ -48,8 +49,8 @@ blocks.register(
     "xla",
     _outputs,
     _pull,
-    heuristic=lambda call, platform: CrossEntropyConfig(block_rows=blocks.block_rows(call)),
-    candidates=lambda call: [CrossEntropyConfig(block_rows=rows) for rows in blocks.candidates(call)],
+    heuristic=lambda call, platform: CrossEntropyConfig(block_rows=block_rows(call, blocks.BLOCK_ELEMENTS)),
+    candidates=lambda call: [CrossEntropyConfig(block_rows=rows) for rows in candidates(call, blocks.MOST_ROWS)],
     **EVERYWHERE,
 )
 logits_op.register(cross_entropy_of_logits, backward_logits, name="xla", **EVERYWHERE)

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from kernels._core import vocabulary
+from kernels._core.softmax_triton import LANE, finite, lse_of_lanes, tanh
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work
 from kernels.ops.kl_divergence import blocks
-from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op, op
-
-# A thread takes the largest of so many neighbours before it rescales its sums: 16 bytes of float32.
-LANE = 4
+from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op
 
 
 @triton.jit
@@ -23,24 +22,11 @@ def _bent(x, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
     """Returns (logits under the softmax, their derivative)."""
     slope = 1.0 / TEMPERATURE
     if CAP > 0:
-        tanh = 1.0 - 2.0 / (tl.exp(2.0 * (x / CAP)) + 1.0)
-        z, slope = tanh * (CAP / TEMPERATURE), (1.0 - tanh * tanh) / TEMPERATURE
+        bent = tanh(x / CAP)
+        z, slope = bent * (CAP / TEMPERATURE), (1.0 - bent * bent) / TEMPERATURE
     else:
         z = x / TEMPERATURE
     return z, slope
-
-
-@triton.jit
-def _finite(x):
-    """Returns x, 0 where it is the logarithm of nothing."""
-    return tl.where(x == float("-inf"), 0.0, x)
-
-
-@triton.jit
-def _lse(largest, total):
-    """Returns the log-sum-exp of what the lanes have."""
-    top = tl.max(largest, axis=0)
-    return top + tl.log(tl.sum(total * tl.exp(largest - _finite(top)), axis=0))
 
 
 @triton.jit
@@ -75,16 +61,16 @@ def kl_divergence_fwd_kernel(
             p, q = q, p
         p, q = tl.where(inside, p, float("-inf")), tl.where(inside, q, float("-inf"))
         new_p, new_q = tl.maximum(largest_p, tl.max(p, axis=1)), tl.maximum(largest_q, tl.max(q, axis=1))
-        rescaled = tl.exp(largest_p - _finite(new_p))
-        share = tl.exp(p - _finite(new_p)[:, None])
+        rescaled = tl.exp(largest_p - finite(new_p))
+        share = tl.exp(p - finite(new_p)[:, None])
         total_p = total_p * rescaled + tl.sum(share, axis=1)
         # An entry that p gives nothing counts nothing, and a sum that is 0 stays 0 however far q is.
         apart = tl.where(share > 0, share * (p - q), 0.0)
         gap = tl.where(rescaled > 0, gap * rescaled, 0.0) + tl.sum(apart, axis=1)
-        total_q = total_q * tl.exp(largest_q - _finite(new_q)) + tl.sum(tl.exp(q - _finite(new_q)[:, None]), axis=1)
+        total_q = total_q * tl.exp(largest_q - finite(new_q)) + tl.sum(tl.exp(q - finite(new_q)[:, None]), axis=1)
         largest_p, largest_q = new_p, new_q
-    lse_p, lse_q = _lse(largest_p, total_p), _lse(largest_q, total_q)
-    part = tl.exp(largest_p - _finite(lse_p))
+    lse_p, lse_q = lse_of_lanes(largest_p, total_p), lse_of_lanes(largest_q, total_q)
+    part = tl.exp(largest_p - finite(lse_p))
     tl.store(gap_ptr + row, tl.sum(tl.where(part > 0, gap * part, 0.0), axis=0))
     if REVERSE:
         tl.store(student_lse_ptr + row, lse_p)
@@ -119,14 +105,14 @@ def kl_divergence_bwd_kernel(
     raw = tl.load(teacher_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
     teacher, _ = _bent(raw, TEACHER_CAP, TEMPERATURE)
     d_gap, gap = tl.load(d_gap_ptr + row), tl.load(gap_ptr + row)
-    own = tl.exp(student - _finite(tl.load(student_lse_ptr + row)))
+    own = tl.exp(student - finite(tl.load(student_lse_ptr + row)))
     d = tl.load(d_student_lse_ptr + row) * own
     if REVERSE:
         more = tl.where(own > 0, own * (1.0 + (student - teacher) - gap), 0.0)
         # The gap of a token that is not counted may be infinite, and its cotangent is 0.
         d += tl.where(d_gap == 0.0, 0.0, d_gap * more)
     else:
-        d -= d_gap * tl.exp(teacher - _finite(tl.load(teacher_lse_ptr + row)))
+        d -= d_gap * tl.exp(teacher - finite(tl.load(teacher_lse_ptr + row)))
     tl.store(d_logits_ptr + at, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
 
 
@@ -173,45 +159,6 @@ def _pull(student, teacher, row, dtype, how, cfg):
     return d_logits
 
 
-def forward(
-    hidden,
-    lm_head,
-    teacher_hidden,
-    teacher_lm_head,
-    reverse,
-    temperature,
-    logits_soft_cap,
-    teacher_logits_soft_cap,
-    cfg,
-):
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-
-    def outputs_of(student, teacher):
-        return _outputs(student, teacher, how, cfg)
-
-    return blocks.forward_in_blocks(outputs_of, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
-
-
-def backward(
-    saved,
-    hidden,
-    lm_head,
-    teacher_hidden,
-    teacher_lm_head,
-    reverse,
-    temperature,
-    logits_soft_cap,
-    teacher_logits_soft_cap,
-    cfg,
-):
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-
-    def pull(student, teacher, row, dtype):
-        return _pull(student, teacher, row, dtype, how, cfg)
-
-    return blocks.backward_in_blocks(pull, saved, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
-
-
 def forward_logits(logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
     lead, V = logits.shape[:-1], logits.shape[-1]
     how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
@@ -232,11 +179,13 @@ def _config(call, rows, most):
 
 
 def heuristic(call, platform):
-    return _config(call, blocks.block_rows(call) if "hidden" in call.arguments else None, 2048)
+    return _config(
+        call, vocabulary.block_rows(call, blocks.BLOCK_ELEMENTS) if "hidden" in call.arguments else None, 2048
+    )
 
 
 def candidates(call):
-    rows = blocks.candidates(call) if "hidden" in call.arguments else [None]
+    rows = vocabulary.candidates(call, blocks.MOST_ROWS) if "hidden" in call.arguments else [None]
     return list(dict.fromkeys(_config(call, r, most) for r in rows for most in (2048, 1024, 4096)))
 
 
@@ -256,5 +205,5 @@ FACTS: Any = {
     "heuristic": heuristic,
     "candidates": candidates,
 }
-op.register(forward, backward, **FACTS)
+blocks.register("triton_gpu", _outputs, _pull, **FACTS)
 logits_op.register(forward_logits, backward_logits, **FACTS)

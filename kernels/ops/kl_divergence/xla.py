@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels._core.vocabulary import block_rows, candidates
 from kernels.ops.kl_divergence import blocks
-from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op, op
+from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op
 
 
 def _bent(logits, cap, temperature):
@@ -50,69 +51,33 @@ def _pull(student, slope, teacher, row, reverse):
     return d * slope
 
 
-def _outputs_of(student, teacher, reverse, temperature, cap, teacher_cap):
+def _outputs_of(student, teacher, how, cfg=None):
     """Returns the outputs of the contract, of raw logits [rows, V]."""
+    reverse, temperature, cap, teacher_cap = how
     student, _ = _bent(student, cap, temperature)
     teacher, _ = _bent(teacher, teacher_cap, temperature)
     return _outputs(student, teacher, reverse)
 
 
-def _pull_of(student, teacher, row, reverse, temperature, cap, teacher_cap):
+def _pull_of(student, teacher, row, dtype, how, cfg=None):
     """Returns the gradient of the student's raw logits [rows, V]."""
+    reverse, temperature, cap, teacher_cap = how
     student, slope = _bent(student, cap, temperature)
     teacher, _ = _bent(teacher, teacher_cap, temperature)
-    return _pull(student, slope, teacher, row, reverse)
-
-
-def forward(
-    hidden,
-    lm_head,
-    teacher_hidden,
-    teacher_lm_head,
-    reverse,
-    temperature,
-    logits_soft_cap,
-    teacher_logits_soft_cap,
-    cfg,
-):
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-
-    def outputs_of(student, teacher):
-        return _outputs_of(student, teacher, *how)
-
-    return blocks.forward_in_blocks(outputs_of, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
-
-
-def backward(
-    saved,
-    hidden,
-    lm_head,
-    teacher_hidden,
-    teacher_lm_head,
-    reverse,
-    temperature,
-    logits_soft_cap,
-    teacher_logits_soft_cap,
-    cfg,
-):
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-
-    def pull(student, teacher, row, dtype):
-        return _pull_of(student, teacher, row, *how).astype(dtype)
-
-    return blocks.backward_in_blocks(pull, saved, hidden, lm_head, teacher_hidden, teacher_lm_head, cfg.block_rows)
+    return _pull(student, slope, teacher, row, reverse).astype(dtype)
 
 
 def forward_logits(logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap):
     lead, V = logits.shape[:-1], logits.shape[-1]
     how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-    return tuple(x.reshape(lead) for x in _outputs_of(logits.reshape(-1, V), teacher_logits.reshape(-1, V), *how))
+    return tuple(x.reshape(lead) for x in _outputs_of(logits.reshape(-1, V), teacher_logits.reshape(-1, V), how))
 
 
 def backward_logits(saved, logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap):
     V, row = logits.shape[-1], {name: saved[name].reshape(-1) for name in blocks.PER_ROW}
     how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-    return {"logits": _pull_of(logits.reshape(-1, V), teacher_logits.reshape(-1, V), row, *how).reshape(logits.shape)}
+    d = _pull_of(logits.reshape(-1, V), teacher_logits.reshape(-1, V), row, logits.dtype, how)
+    return {"logits": d.reshape(logits.shape)}
 
 
 EVERYWHERE = {
@@ -120,11 +85,12 @@ EVERYWHERE = {
     "dtypes": {"float32", "bfloat16", "float16"},
     "symbolic": {"lead"},
 }
-op.register(
-    forward,
-    backward,
-    heuristic=lambda call, platform: KLDivergenceConfig(block_rows=blocks.block_rows(call)),
-    candidates=lambda call: [KLDivergenceConfig(block_rows=rows) for rows in blocks.candidates(call)],
+blocks.register(
+    "xla",
+    _outputs_of,
+    _pull_of,
+    heuristic=lambda call, platform: KLDivergenceConfig(block_rows=block_rows(call, blocks.BLOCK_ELEMENTS)),
+    candidates=lambda call: [KLDivergenceConfig(block_rows=rows) for rows in candidates(call, blocks.MOST_ROWS)],
     **EVERYWHERE,
 )
 logits_op.register(forward_logits, backward_logits, **EVERYWHERE)

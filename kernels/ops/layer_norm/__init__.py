@@ -1,6 +1,7 @@
 """Layer normalisation, alone, with the residual stream before it, and with the projection after it."""
 
-from kernels.ops.layer_norm.contract import LayerNormConfig, op
+from kernels._core.norms import NormConfig
+from kernels.ops.layer_norm.contract import op
 from kernels.ops.layer_norm.functions import layer_norm, layer_norm_linear
 
-__all__ = ["LayerNormConfig", "layer_norm", "layer_norm_linear", "op"]
+__all__ = ["NormConfig", "layer_norm", "layer_norm_linear", "op"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,24 +9,8 @@ from jaxtyping import Array, Float
 from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.norms import NormConfig
 from kernels._core.work import Work, nbytes
-
-
-@dataclass(frozen=True)
-class LayerNormConfig:
-    """Tunables of the kernels; None leaves the choice to the configuration chain.
-
-    Attributes:
-      block_rows, num_warps: rows that a program of the forward handles at once, and its warps (Triton).
-      backward_block_rows, backward_num_warps: the same for the backward.
-      backward_programs: programs of the Triton backward, each with one partial sum of the gradients of weight and bias.
-    """
-
-    block_rows: int | None = None
-    num_warps: int | None = None
-    backward_block_rows: int | None = None
-    backward_num_warps: int | None = None
-    backward_programs: int | None = None
 
 
 def layer_norm(
@@ -121,7 +103,7 @@ op = Op(
     outputs=("out", "mean", "rstd"),
     residuals=("mean", "rstd"),
     local_dims={"lead"},
-    config=LayerNormConfig,
+    config=NormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 24}, arrays=_BOTH, tags=_SMOKE),
         Case("odd", {"lead": (37,), "D": 101}, {"eps": 1e-3}, arrays=_BOTH, tags=_CODE),
@@ -139,7 +121,7 @@ add_op = Op(
     outputs=("out", "stream", "mean", "rstd"),
     residuals=("stream", "mean", "rstd"),
     local_dims={"lead"},
-    config=LayerNormConfig,
+    config=NormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 24}, {"eps": 1e-3}, arrays=_BOTH, tags=_SMOKE),
         Case("plain", {"lead": (7,), "D": 33}, tags=_SLOW),

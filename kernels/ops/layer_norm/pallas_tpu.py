@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels._core import rows as cut
-from kernels._core.pallas import launch_on_rows
-from kernels.ops.layer_norm.contract import LayerNormConfig, add_op, op, work, work_of_add
+from kernels._core import norms_pallas as norms
+from kernels.ops.layer_norm.contract import add_op, op, work, work_of_add
 
 
 def layer_norm_fwd_kernel(refs, out_refs, *, eps):
@@ -52,102 +49,35 @@ def layer_norm_bwd_kernel(refs, out_refs, *, num_rows):
             out_refs[name][...] = dx.astype(out_refs[name].dtype)
 
 
-def _itemsizes(call, backward=False):
-    """Returns the item sizes of the arrays [M, D] that a direction has in VMEM."""
-    x, residual = call.x.dtype.itemsize, call.arguments.get("residual")
-    if residual is None:
-        return (x,) * (3 if backward else 2)
-    stream = residual.dtype.itemsize
-    return (x, x, stream, stream) if not backward else (x, stream, stream, stream, *((x,) if x != stream else ()))
-
-
-def _heights(call) -> tuple[int, int]:
-    """Returns the rows of a block of the forward, and of the backward."""
-    D = call.dims["D"]
-    return cut.block_rows(D, _itemsizes(call)), cut.block_rows(D, _itemsizes(call, True))
-
-
-def heuristic(call, platform):
-    forward, backward = _heights(call)
-    return LayerNormConfig(block_rows=forward, backward_block_rows=backward)
-
-
-def candidates(call):
-    pairs = zip(*map(cut.parts, _heights(call)))
-    return list(dict.fromkeys(LayerNormConfig(block_rows=a, backward_block_rows=b) for a, b in pairs))
-
-
-def rejects(call):
-    if call.x.size == 0:
-        return "x has no elements"
-    D = call.dims["D"]
-    if min(_heights(call)) < cut.ROW_TILE:
-        room = f"the {cut.VMEM_BUDGET >> 20} MiB of VMEM of a block"
-        return f"D = {D} is too wide: {cut.ROW_TILE} rows of it do not fit {room}"
-    return None
-
-
-def _normalised(x, residual, weight, bias, eps, cfg, cost):
-    """Returns (out, stream if there is a residual, mean, rstd)."""
-    D = x.shape[-1]
-    M = x.size // D
-    made = {"out": jax.ShapeDtypeStruct((M, D), x.dtype)}
-    if residual is not None:
-        made["stream"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
-        residual = residual.reshape(M, D)
-    made |= dict.fromkeys(("mean", "rstd"), jax.ShapeDtypeStruct((M, 1), jnp.float32))
-    rows, features = {"x": x.reshape(M, D), "residual": residual}, {"weight": weight, "bias": bias}
-    found = launch_on_rows(layer_norm_fwd_kernel, cfg.block_rows, rows, features, made, work=cost, eps=eps)
-    return tuple(y.reshape(x.shape[:-1] if n in ("mean", "rstd") else x.shape) for n, y in found.items())
-
-
-def _pulled(saved, normalised, x, weight, bias, cfg, cost):
-    """Returns (dx in the dtype of what was normalised, {"x": dx in its own, and the gradients of weight and bias})."""
-    D = x.shape[-1]
-    M = x.size // D
-    made = {"dx": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
-    if normalised.dtype != x.dtype:
-        made["narrow"] = jax.ShapeDtypeStruct((M, D), x.dtype)
-    d_stream = saved.get("d_stream")
-    rows = {
-        "x": normalised.reshape(M, D),
-        "d_out": saved.d_out.reshape(M, D),
-        "d_stream": None if d_stream is None else d_stream.reshape(M, D),
-        **{name: saved[name].reshape(M, 1) for name in ("mean", "rstd", "d_mean", "d_rstd")},
-    }
-    summed = [name for name, given in (("weight", weight), ("bias", bias)) if given is not None]
-    found = launch_on_rows(
-        layer_norm_bwd_kernel, cfg.backward_block_rows, rows, {"weight": weight}, made, summed, work=cost, num_rows=M
-    )
-    dx = found["dx"].reshape(x.shape)
-    narrow = found["narrow"].reshape(x.shape) if "narrow" in found else dx
-    return dx, {"x": narrow, **{name: found[name] for name in summed}}
+STATISTICS = ("mean", "rstd")
 
 
 def forward(x, weight, bias, eps, cfg):
-    return _normalised(x, None, weight, bias, eps, cfg, work(op.bind(x, weight, bias))[0])
+    cost = work(op.bind(x, weight, bias))[0]
+    return norms.normalised(
+        layer_norm_fwd_kernel, x, None, {"weight": weight, "bias": bias}, STATISTICS, cfg, cost, eps=eps
+    )
 
 
 def backward(saved, x, weight, bias, eps, cfg):
-    return _pulled(saved, x, x, weight, bias, cfg, work(op.bind(x, weight, bias))[1])[1]
+    cost = work(op.bind(x, weight, bias))[1]
+    return norms.pulled(layer_norm_bwd_kernel, saved, x, x, {"weight": weight, "bias": bias}, STATISTICS, cfg, cost)[1]
 
 
 def forward_add(x, residual, weight, bias, eps, cfg):
-    return _normalised(x, residual, weight, bias, eps, cfg, work_of_add(add_op.bind(x, residual, weight, bias))[0])
+    cost = work_of_add(add_op.bind(x, residual, weight, bias))[0]
+    return norms.normalised(
+        layer_norm_fwd_kernel, x, residual, {"weight": weight, "bias": bias}, STATISTICS, cfg, cost, eps=eps
+    )
 
 
 def backward_add(saved, x, residual, weight, bias, eps, cfg):
     cost = work_of_add(add_op.bind(x, residual, weight, bias))[1]
-    d_residual, gradients = _pulled(saved, saved.stream, x, weight, bias, cfg, cost)
-    return {**gradients, "residual": d_residual}
+    d, gradients = norms.pulled(
+        layer_norm_bwd_kernel, saved, saved.stream, x, {"weight": weight, "bias": bias}, STATISTICS, cfg, cost
+    )
+    return {**gradients, "residual": d}
 
 
-FACTS: Any = {
-    "platforms": {"tpu"},
-    "dtypes": {"float32", "bfloat16"},
-    "rejects": rejects,
-    "heuristic": heuristic,
-    "candidates": candidates,
-}
-op.register(forward, backward, **FACTS)
-add_op.register(forward_add, backward_add, **FACTS)
+op.register(forward, backward, **norms.FACTS)
+add_op.register(forward_add, backward_add, **norms.FACTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels._core.matmul import dot
 from kernels.ops.layer_norm.contract import add_op, linear_op, op
 
 
@@ -54,22 +55,17 @@ def backward_add(saved, x, residual, weight, bias, eps):
     return {"x": d, "residual": d, **features}
 
 
-def _dot(subscripts, a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def forward_linear(x, weight, bias, projection, eps):
     normal, _, _ = forward(x, weight, bias, eps)
-    return _dot("...d,df->...f", normal, projection).astype(x.dtype)
+    return dot("...d,df->...f", normal, projection).astype(x.dtype)
 
 
 def backward_linear(saved, x, weight, bias, projection, eps):
     # The norm is computed again: a pass over x, where keeping it would be an array of the size of x.
     normal, mean, rstd = forward(x, weight, bias, eps)
-    d, none = _dot("...f,df->...d", saved.d_out, projection), jnp.zeros_like(mean)
+    d, none = dot("...f,df->...d", saved.d_out, projection), jnp.zeros_like(mean)
     dx, features = _pull(d, none, none, x, mean, rstd, weight, bias)
-    return {"x": dx, "projection": _dot("...d,...f->df", normal, saved.d_out), **features}
+    return {"x": dx, "projection": dot("...d,...f->df", normal, saved.d_out), **features}
 
 
 EVERYWHERE = {

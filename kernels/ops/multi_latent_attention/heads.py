@@ -5,11 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-
-def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the einsum accumulated in float32; float32 arrays are multiplied in float32 on every device."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+from kernels._core.matmul import dot
 
 
 def joined_heads(

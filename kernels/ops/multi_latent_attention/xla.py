@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels import flash_attention
+from kernels._core.matmul import dot
 from kernels.ops.multi_latent_attention import decode
 from kernels.ops.multi_latent_attention.contract import decode_op, op, paged_op, scale_of
-from kernels.ops.multi_latent_attention.heads import dot, joined_heads
+from kernels.ops.multi_latent_attention.heads import joined_heads
 
 EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
 

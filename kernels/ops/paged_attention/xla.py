@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from kernels._core.binding import Call
 from kernels._core.masks import MaskInfo, visible_block
+from kernels._core.matmul import dot
 from kernels._core.select import NOMINAL_SIZE
 from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
 from kernels.ops.paged_attention.contract import (
@@ -121,12 +122,6 @@ def _tiles(requests: _Requests, num_tiles: Any, o: _Options) -> _Tiles:
     return _Tiles(r, first, block, ends - pairs, ends)
 
 
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # float32 means float32: no tf32 or bfloat16 passes behind the caller's back.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _flat(x: jax.Array | None) -> jax.Array | None:
     """Returns slots [pages * C, ...] of pages [pages, C, ...]; a scale that all slots share stays [1, ...]."""
     return None if x is None else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -188,7 +183,7 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         row = mine.first[:, None] + place
         q = query[jnp.clip(begin[:, None] + row, 0, M - 1)].reshape(W, o.block_q, K, G, H)
         i = (kv_len - count)[:, None] + row
-        x = _dot("wqkgh,wskh->wkgqs", q, key) * o.scale
+        x = dot("wqkgh,wskh->wkgqs", q, key) * o.scale
         if o.cap is not None:
             x = o.cap * jnp.tanh(x / o.cap)
         if slopes is not None:
@@ -197,7 +192,7 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         x = jnp.where(seen[:, None, None], x, -jnp.inf)
         m = jnp.max(x, axis=-1)
         p = jnp.exp(x - _finite(m)[..., None])
-        out = _dot("wkgqs,wskv->wkgqv", p.astype(value.dtype), value)
+        out = dot("wkgqs,wskv->wkgqv", p.astype(value.dtype), value)
         return local, real, m, jnp.sum(p, axis=-1), out
 
     def step(index, carry):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,24 +10,8 @@ from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.measured import bucket, power_of_two
+from kernels._core.norms import NormConfig
 from kernels._core.work import Work, nbytes
-
-
-@dataclass(frozen=True)
-class RMSNormConfig:
-    """Tunables of the kernels; None leaves the choice to the configuration chain.
-
-    Attributes:
-      block_rows, num_warps: rows that a program of the forward handles at once, and its warps (Triton).
-      backward_block_rows, backward_num_warps: the same for the backward.
-      backward_programs: programs of the Triton backward, each with one partial sum of the weight's gradient.
-    """
-
-    block_rows: int | None = None
-    num_warps: int | None = None
-    backward_block_rows: int | None = None
-    backward_num_warps: int | None = None
-    backward_programs: int | None = None
 
 
 def rms_norm(
@@ -136,7 +118,7 @@ op = Op(
     residuals=("rstd",),
     local_dims={"lead"},
     classes=classes,
-    config=RMSNormConfig,
+    config=NormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 64}, arrays=("weight",), tags=frozenset({"smoke"})),
         Case("odd", {"lead": (37,), "D": 100}, {"eps": 1e-3}, arrays=("weight",), tags=frozenset({"code"})),
@@ -162,7 +144,7 @@ add_op = Op(
     outputs=("out", "stream", "rstd"),
     residuals=("stream", "rstd"),
     local_dims={"lead"},
-    config=RMSNormConfig,
+    config=NormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 24}, arrays=("weight",), tags=frozenset({"smoke"})),
         Case(

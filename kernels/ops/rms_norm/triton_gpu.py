@@ -1,260 +1,35 @@
-"""rms_norm on GPUs, alone and with the residual: a program holds whole rows, so each array is read or written once."""
+"""rms_norm on GPUs, alone and with the residual: the kernels of norms, without the mean."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import triton
-import triton.language as tl
-
-from kernels._core import rows as cut
-from kernels._core.triton import triton_launch
-from kernels.ops.rms_norm.contract import RMSNormConfig, add_op, op, work, work_of_add
-
-
-@triton.jit
-def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns CHUNKS tiles of BLOCK_D columns each. They keep their dtype, which halves the registers of 16-bit types."""
-    tiles = ()
-    for i in tl.static_range(CHUNKS):
-        tiles = tiles + (tl.load(ptr + offsets + i * BLOCK_D, mask=mask, other=0.0),)
-    return tiles
-
-
-@triton.jit
-def _factor(weight_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
-    """Returns what a row is multiplied by, float32 [1, columns]; 1 without a weight."""
-    factor = tl.full([1, 1], 1.0, tl.float32)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            weight += 1.0
-        factor = weight[None, :]
-    return factor
-
-
-@triton.jit
-def rms_norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,  # None: x alone
-    weight_ptr,
-    out_ptr,
-    stream_ptr,  # x + residual, in the dtype of residual
-    rstd_ptr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    EPS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_D)
-    mask = (rows < M)[:, None] & (cols < D)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
-    x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
-    if residual_ptr is not None:
-        residual = _load(residual_ptr, offsets, mask, CHUNKS, BLOCK_D)
-        stream = ()
-        for i in tl.static_range(CHUNKS):
-            # Rounded first: what is normalised is what goes on.
-            total = (x[i].to(tl.float32) + residual[i].to(tl.float32)).to(stream_ptr.dtype.element_ty)
-            tl.store(stream_ptr + offsets + i * BLOCK_D, total, mask=mask)
-            stream = stream + (total,)
-        x = stream
-    squares = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for i in tl.static_range(CHUNKS):
-        wide = x[i].to(tl.float32)
-        squares += wide * wide
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / D + EPS)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
-    for i in tl.static_range(CHUNKS):
-        out = x[i].to(tl.float32) * rstd[:, None] * _factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED)
-        tl.store(out_ptr + offsets + i * BLOCK_D, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def rms_norm_bwd_kernel(
-    x_ptr,  # or the stream
-    weight_ptr,
-    rstd_ptr,
-    d_out_ptr,
-    d_stream_ptr,  # None without a residual
-    d_rstd_ptr,
-    dx_ptr,  # in the dtype of what was normalised
-    narrow_dx_ptr,  # the same in that of x, where the stream has another; else None
-    dweight_ptr,  # [programs, D] float32: a partial sum for each program
-    M: tl.constexpr,
-    D: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    cols = tl.arange(0, BLOCK_D)
-    dweight = ()
-    for _ in tl.static_range(CHUNKS):
-        dweight = dweight + (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
-    for start in range(program * BLOCK_M, M, PROGRAMS * BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        mask = (rows < M)[:, None] & (cols < D)[None, :]
-        offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
-        x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
-        g = _load(d_out_ptr, offsets, mask, CHUNKS, BLOCK_D)
-        d_stream = g
-        if d_stream_ptr is not None:
-            d_stream = _load(d_stream_ptr, offsets, mask, CHUNKS, BLOCK_D)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-        d_rstd = tl.load(d_rstd_ptr + rows, mask=rows < M, other=0.0)
-        # Read again for each row: it stays in the cache, and in registers it would take as many as x and g together.
-        weight = ()
-        for i in tl.static_range(CHUNKS):
-            weight = weight + (_factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED),)
-        products = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for i in tl.static_range(CHUNKS):
-            products += g[i].to(tl.float32) * weight[i] * x[i].to(tl.float32)
-        c = (tl.sum(products, axis=1) + d_rstd) * rstd * rstd / D
-        sums = ()
-        for i in tl.static_range(CHUNKS):
-            normal = x[i].to(tl.float32) * rstd[:, None]
-            wide = g[i].to(tl.float32)
-            if weight_ptr is not None:
-                sums = sums + (dweight[i] + wide * normal,)
-            dx = wide * weight[i] * rstd[:, None] - normal * c[:, None]
-            if d_stream_ptr is not None:
-                dx += d_stream[i].to(tl.float32)
-            tl.store(dx_ptr + offsets + i * BLOCK_D, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            if narrow_dx_ptr is not None:
-                narrow = dx.to(narrow_dx_ptr.dtype.element_ty)
-                tl.store(narrow_dx_ptr + offsets + i * BLOCK_D, narrow, mask=mask)
-        if weight_ptr is not None:
-            dweight = sums
-    if weight_ptr is not None:
-        for i in tl.static_range(CHUNKS):
-            tl.store(dweight_ptr + program * D + i * BLOCK_D + cols, tl.sum(dweight[i], axis=0), mask=cols < D)
-
-
-def heuristic(call, platform):
-    itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
-    return RMSNormConfig(*cut.shapes(call.dims["D"], itemsize, crowded="residual" in call.arguments))
-
-
-def candidates(call):
-    return [RMSNormConfig(*shape) for shape in cut.candidates(call.dims["D"])]
-
-
-def rejects(call):
-    if call.x.size == 0:
-        return "x has no elements"
-    if call.dims["D"] > cut.WIDEST:
-        return f"D = {call.dims['D']} is more than {cut.WIDEST}, and a row must fit the registers of one program"
-    return None
-
-
-def _normalised(x, residual, weight, eps, zero_centered, cfg, cost):
-    """Returns (out, stream if there is a residual, rstd)."""
-    D = x.shape[-1]
-    M = x.size // D
-    chunks, block_d = cut.tiles(D)
-    out_shape = [jax.ShapeDtypeStruct((M, D), x.dtype), jax.ShapeDtypeStruct((M,), jnp.float32)]
-    unused: dict[str, Any] = {"stream_ptr": None}
-    if residual is not None:
-        out_shape.insert(1, jax.ShapeDtypeStruct((M, D), residual.dtype))
-        residual, unused = residual.reshape(M, D), {}
-    *arrays, rstd = triton_launch(
-        rms_norm_fwd_kernel,
-        x.reshape(M, D),
-        residual,
-        weight,
-        out_shape=tuple(out_shape),
-        grid=(triton.cdiv(M, cfg.block_rows),),
-        num_warps=cfg.num_warps,
-        work=cost,
-        M=M,
-        D=D,
-        EPS=eps,
-        ZERO_CENTERED=zero_centered,
-        BLOCK_M=cfg.block_rows,
-        BLOCK_D=block_d,
-        CHUNKS=chunks,
-        **unused,
-    )
-    return *(a.reshape(x.shape) for a in arrays), rstd.reshape(x.shape[:-1])
-
-
-def _pulled(saved, normalised, x, weight, zero_centered, cfg, cost):
-    """Returns (dx in the dtype of what was normalised, dx in that of x, dweight or None)."""
-    D = x.shape[-1]
-    M = x.size // D
-    chunks, block_d = cut.tiles(D)
-    programs = min(triton.cdiv(M, cfg.backward_block_rows), cfg.backward_programs)
-    out_shape = {"dx_ptr": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
-    if normalised.dtype != x.dtype:
-        out_shape["narrow_dx_ptr"] = jax.ShapeDtypeStruct((M, D), x.dtype)
-    if weight is not None:
-        out_shape["dweight_ptr"] = jax.ShapeDtypeStruct((programs, D), jnp.float32)
-    unused: dict[str, Any] = {n: None for n in ("narrow_dx_ptr", "dweight_ptr") if n not in out_shape}
-    d_stream = saved.get("d_stream")
-    result = triton_launch(
-        rms_norm_bwd_kernel,
-        normalised.reshape(M, D),
-        weight,
-        saved.rstd.reshape(M),
-        saved.d_out.reshape(M, D),
-        None if d_stream is None else d_stream.reshape(M, D),
-        saved.d_rstd.reshape(M),
-        out_shape=tuple(out_shape.values()),
-        grid=(programs,),
-        num_warps=cfg.backward_num_warps,
-        work=cost,
-        M=M,
-        D=D,
-        ZERO_CENTERED=zero_centered,
-        PROGRAMS=programs,
-        BLOCK_M=cfg.backward_block_rows,
-        BLOCK_D=block_d,
-        CHUNKS=chunks,
-        **unused,
-    )
-    found = dict(zip(out_shape, result, strict=True))
-    dx = found["dx_ptr"].reshape(x.shape)
-    narrow = found.get("narrow_dx_ptr", dx).reshape(x.shape)
-    # Summed in a fixed order, not by atomics: the same call gives the same bits.
-    dweight = None if weight is None else jnp.sum(found["dweight_ptr"], axis=0).astype(weight.dtype)
-    return dx, narrow, dweight
+from kernels._core import norms_triton as norms
+from kernels.ops.rms_norm.contract import add_op, op, work, work_of_add
 
 
 def forward(x, weight, eps, zero_centered, cfg):
-    return _normalised(x, None, weight, eps, zero_centered, cfg, work(op.bind(x, weight))[0])
+    how = {"eps": eps, "centered": False, "zero_centered": zero_centered}
+    return norms.normalised(x, None, weight, None, cfg, work(op.bind(x, weight))[0], **how)
 
 
 def backward(saved, x, weight, eps, zero_centered, cfg):
-    dx, _, dweight = _pulled(saved, x, x, weight, zero_centered, cfg, work(op.bind(x, weight))[1])
-    return {"x": dx} if weight is None else {"x": dx, "weight": dweight}
+    cost = work(op.bind(x, weight))[1]
+    return norms.pulled(saved, x, x, weight, None, cfg, cost, zero_centered=zero_centered)[1]
 
 
 def forward_add(x, residual, weight, eps, zero_centered, cfg):
-    cost = work_of_add(add_op.bind(x, residual, weight))[0]
-    return _normalised(x, residual, weight, eps, zero_centered, cfg, cost)
+    how = {"eps": eps, "centered": False, "zero_centered": zero_centered}
+    return norms.normalised(x, residual, weight, None, cfg, work_of_add(add_op.bind(x, residual, weight))[0], **how)
 
 
 def backward_add(saved, x, residual, weight, eps, zero_centered, cfg):
     cost = work_of_add(add_op.bind(x, residual, weight))[1]
-    d_residual, dx, dweight = _pulled(saved, saved.stream, x, weight, zero_centered, cfg, cost)
-    return {"x": dx, "residual": d_residual} | ({} if weight is None else {"weight": dweight})
+    d, gradients = norms.pulled(saved, saved.stream, x, weight, None, cfg, cost, zero_centered=zero_centered)
+    return {**gradients, "residual": d}
 
 
-FACTS: Any = {
-    "platforms": {"cuda"},
-    "dtypes": {"float32", "bfloat16", "float16"},
-    "rejects": rejects,
-    "heuristic": heuristic,
-    "candidates": candidates,
-}
-op.register(forward, backward, **FACTS)
-add_op.register(forward_add, backward_add, **FACTS)
+def heuristic(call, platform):
+    return norms.shapes(call, crowded="residual" in call.arguments)
+
+
+op.register(forward, backward, heuristic=heuristic, **norms.FACTS)
+add_op.register(forward_add, backward_add, heuristic=heuristic, **norms.FACTS)

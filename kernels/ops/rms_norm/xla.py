@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels._core.matmul import dot
 from kernels.ops.rms_norm.contract import add_op, linear_op, op
 
 
@@ -54,22 +55,17 @@ def backward_add(saved, x, residual, weight, eps, zero_centered):
     return _gradients(weight, dweight, x=d, residual=d)
 
 
-def _dot(subscripts, a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def forward_linear(x, weight, projection, eps, zero_centered):
     normal, _ = forward(x, weight, eps, zero_centered)
-    return _dot("...d,df->...f", normal, projection).astype(x.dtype)
+    return dot("...d,df->...f", normal, projection).astype(x.dtype)
 
 
 def backward_linear(saved, x, weight, projection, eps, zero_centered):
     # The norm is computed again: a pass over x, where keeping it would be an array of the size of x.
     normal, rstd = forward(x, weight, eps, zero_centered)
-    d = _dot("...f,df->...d", saved.d_out, projection)
+    d = dot("...f,df->...d", saved.d_out, projection)
     dx, dweight = _pull(d, jnp.zeros_like(rstd), x, rstd, weight, zero_centered)
-    return _gradients(weight, dweight, x=dx, projection=_dot("...d,...f->df", normal, saved.d_out))
+    return _gradients(weight, dweight, x=dx, projection=dot("...d,...f->df", normal, saved.d_out))
 
 
 EVERYWHERE = {
