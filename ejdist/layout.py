@@ -1,7 +1,7 @@
 """Where logical dims live on the mesh. The only file that builds PartitionSpecs.
 
 Two tables: how activations are split, and how parameters are stored. Fully sharded data parallelism is the difference
-between them: a parameter's D is stored over fsdp and gathered where it is used.
+between them: a parameter's D is stored over fsdp, and over sp, whose ranks all need it; it is gathered where it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ACTIVATIONS: Axes = {
     "B": BATCH_AXES, "T": (SP,), "S": (SP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
 }  # fmt: skip
 PARAMETERS: Axes = {
-    "D": (FSDP,), "R": (FSDP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
+    "D": (FSDP, SP), "R": (FSDP, SP), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
 }  # fmt: skip
 
 

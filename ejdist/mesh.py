@@ -1,7 +1,7 @@
 """The device mesh. The only file that names mesh axes.
 
-dp: replicas. fsdp: parameters are sharded, gathered where they are used. ep: experts. sp: the sequence. tp: heads,
-features and the vocabulary. The batch is split over dp, fsdp and ep together.
+dp: replicas. fsdp: parameters are sharded, gathered where they are used. ep: experts. sp: the sequence, and parameters as over
+fsdp. tp: heads, features and the vocabulary. The batch is split over dp, fsdp and ep together.
 """
 
 from __future__ import annotations

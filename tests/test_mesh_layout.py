@@ -91,7 +91,8 @@ def test_the_mesh_in_force():
         ("B S K H", ACTIVATIONS, {"sp": 2, "tp": 4}, P(None, "sp", "tp", None)),
         ("B T F", ACTIVATIONS, {"tp": 4}, P(None, None, "tp")),
         ("D F", PARAMETERS, {"fsdp": 4, "tp": 2}, P("fsdp", "tp")),
-        ("layers D N H", PARAMETERS, {"fsdp": 2, "tp": 2, "sp": 2}, P(None, "fsdp", "tp", None)),
+        ("layers D N H", PARAMETERS, {"fsdp": 2, "tp": 2, "sp": 2}, P(None, ("fsdp", "sp"), "tp", None)),
+        ("D F", PARAMETERS, {"sp": 4}, P("sp", None)),
         ("V D", PARAMETERS, {"fsdp": 2, "tp": 2}, P("tp", "fsdp")),
         ("R N H", PARAMETERS, {"fsdp": 2, "tp": 2}, P("fsdp", "tp", None)),
         ("D R", PARAMETERS, {"fsdp": 2}, P("fsdp", None)),
@@ -157,7 +158,7 @@ def test_gather_brings_a_parameter_to_its_use_and_its_gradient_home():
     mesh = make_mesh(fsdp=2, sp=2, tp=2)
     w, x = jax.random.normal(jax.random.key(0), (8, 12)), jax.random.normal(jax.random.key(1), (2, 4, 8))
     stored = sharding(mesh, ("D", "F"), PARAMETERS)
-    assert stored.spec == P("fsdp", "tp") and gather(w, "D F", None) is w
+    assert stored.spec == P(("fsdp", "sp"), "tp") and gather(w, "D F", None) is w
 
     def loss(w):
         used = gather(w, "D F", mesh)

@@ -1,6 +1,7 @@
 """The train command: the same losses on every layout, bit for bit after a stop, and clear words for bad input."""
 
 import json
+import math
 import shutil
 import signal
 import threading
@@ -12,11 +13,13 @@ import pytest
 from shared import once
 from small_run import TINY, losses
 
+from ejdist.mesh import make_mesh
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import matmul_flops_per_token
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
+from ejdist.training.program import make_program
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import main
 from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
@@ -74,6 +77,13 @@ def test_ten_losses_are_the_same_on_every_layout(layout, corpus, reference, tmp_
     got = losses(tmp_path)
     assert len(got) == 10
     np.testing.assert_allclose(got, reference(4 if "data.global_batch=4" in overrides else 2), rtol=1e-4)
+
+
+def test_parameters_and_moments_are_split_over_the_sequence_too():
+    sections = compose([*TINY, "mesh.sp=4", "mesh.fsdp=2"])
+    state = make_program(sections, make_mesh(**vars(sections.mesh))).state
+    leaves = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim > 2]
+    assert leaves and {math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape)) for x in leaves} == {8}
 
 
 def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(corpus, tmp_path):

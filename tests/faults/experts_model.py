@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "the pattern starts with the rows of the first layers",
         STACK,
-        "rows(name, first[name], first[name] + rounds * n)",
-        "rows(name, 0, rounds * n)",
+        "n, start = each[name], first[name]",
+        "n, start = each[name], 0",
         step("mixed"),
     ),
     Fault(
@@ -140,7 +140,7 @@ FAULTS = (
     Fault(
         "the matrices of latents whole on every device",
         "ejdist/layout.py",
-        '"R": (FSDP,), ',
+        '"R": (FSDP, SP), ',
         "",
         "tests/test_moe_model.py -k split_by_fsdp",
     ),

@@ -9,6 +9,48 @@ STEP_OF_LAYERS = "tests/test_layers.py -k step_of_mixed"
 
 FAULTS = (
     Fault(
+        "every rank of a sequence has the whole state",
+        "ejdist/layout.py",
+        '"D": (FSDP, SP)',
+        '"D": (FSDP,)',
+        f"{TRAIN} -k split_over_the_sequence",
+    ),
+    Fault(
+        "the learning rate in the rows is that of the step after",
+        "ejdist/training/step.py",
+        "schedule(state.step)",
+        "schedule(state.step + 1)",
+        "tests/test_resume.py -k cosine",
+    ),
+    Fault(
+        "the forward writes every weight again for the backward",
+        STACK,
+        "return run(x, *given, pattern",
+        "return run(x, jax.tree.map(lambda w: w + 0, given[0]), given[1], pattern",
+        "tests/test_layers.py -k second_copy",
+    ),
+    Fault(
+        "the MLP computes its products again where all are kept",
+        "ejdist/models/feedforward.py",
+        'if c.remat not in ("none", "dots"):',
+        "if True:",
+        "tests/test_model.py -k computes_again",
+    ),
+    Fault(
+        "a profile counts kernels that run side by side twice",
+        "benchmarks/step.py",
+        "busy = sum(map(union, spans.values())) * parts",
+        "busy = sum(b - a for s in spans.values() for a, b in s) * parts",
+        "tests/test_benchmarks.py -k told_apart",
+    ),
+    Fault(
+        "a way of splitting a sequence is timed though its numbers are wrong",
+        "benchmarks/sequence.py",
+        "if not error <= limit:",
+        "if False:",
+        "tests/test_benchmarks.py -k split_sequence",
+    ),
+    Fault(
         "targets cross documents",
         "ejdist/training/data/packing.py",
         "(0 if whole else 1)",
@@ -109,8 +151,8 @@ FAULTS = (
     Fault(
         "an incomplete round with the rows of the first",
         STACK,
-        "rows(name, first[name] + rounds * each[name], None)",
-        "rows(name, first[name], None)",
+        "row(name, first[name] + rounds * each[name] + i)",
+        "row(name, first[name] + i)",
         STEP_OF_LAYERS,
     ),
     Fault(
