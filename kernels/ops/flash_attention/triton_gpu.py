@@ -285,8 +285,8 @@ def backward(
     if params.num_warps == SPECIALISED:
         if deterministic:
             raise Unsupported(
-                f"flash_attention on triton_gpu: with deterministic=True, cfg.bwd_params.num_warps = {SPECIALISED} is not for it: "
-                "that kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
+                f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {SPECIALISED} is not for deterministic=True: that "
+                "kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
             )
         gradients = _specialised_gradients(call, saved, query, key, value, params)
         if softmax_aux is not None:
