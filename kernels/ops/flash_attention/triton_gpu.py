@@ -280,14 +280,14 @@ def backward(
     call = _prepare(
         query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
     )
+    if deterministic and cfg.bwd_params.num_warps == SPECIALISED:
+        raise Unsupported(
+            f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {SPECIALISED} is not for deterministic=True: that "
+            "kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
+        )
     (B, T, N, _), S, K = query.shape, *key.shape[1:3]
     params = call.params(cfg.bwd_params, query.dtype.itemsize)
     if params.num_warps == SPECIALISED:
-        if deterministic:
-            raise Unsupported(
-                f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {SPECIALISED} is not for deterministic=True: that "
-                "kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
-            )
         gradients = _specialised_gradients(call, saved, query, key, value, params)
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
