@@ -465,5 +465,5 @@ def test_writing_makes_the_files_of_the_devices_that_were_measured(tmp_path, mon
     (path,) = ranking.write(tmp_path)
     assert path == tmp_path / "measured" / "a_chip_9.json"
     found = ranking.measured.of_device("A Chip 9")["rms_norm", "bfloat16 width<=4096 rows>=8192"]
-    assert found.times(False) == {"triton_gpu": 3.0, "xla": 2.0} and found.times(True)["triton_gpu"] == 4.0
+    assert found.forward == {"triton_gpu": 3.0, "xla": 2.0} and found.backward == {"triton_gpu": 1.0, "xla": 1.0}
     ranking.measured.of_device.cache_clear()

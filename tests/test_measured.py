@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import jax
@@ -73,23 +74,31 @@ def chip(tmp_path, monkeypatch):
 
 
 def runs(op, x, platform="cuda", differentiated=False, **options):
-    """Returns the backend that runs, by what is in the program."""
+    """Returns the backend that runs, or those of the forward and the backward, by what is in the program."""
 
     def function(x):
         return jnp.sum(op(x, **options))
 
-    program = jax.jit(jax.grad(function) if differentiated else function)
+    program = jax.jit(jax.value_and_grad(function) if differentiated else function)
     text = export.export(program, platforms=[platform])(jax.ShapeDtypeStruct(x, "float32")).mlir_module()
-    (found,) = (name for name in ("sine", "cosine", "tanh") if f"stablehlo.{name}" in text)
-    return found
+    found = re.findall(r"stablehlo\.(sine|cosine|tanh)", text)
+    assert len(found) == 1 + differentiated
+    return tuple(found) if differentiated else found[0]
 
 
 def test_what_was_fastest_of_the_class_goes_first(chip):
     chip({"sine": [9.0, 1.0], "cosine": [5.0, 9.0], "tanh": [7.0, 2.0]})
     op = make_op()
     assert runs(op, (4, 5)) == "cosine"
-    assert runs(op, (4, 5), differentiated=True) == "tanh", "forward and backward together"
+    assert runs(op, (4, 5), differentiated=True) == ("cosine", "sine"), "each by itself"
     assert runs(op, (4, 5), platform="cpu") == "sine", "another platform's devices are not these"
+
+
+def test_one_backend_for_both_is_ranked_by_their_sum():
+    """Where a differentiated forward keeps what the contract calls `kept`."""
+    found = measured.Measured(CHIP, {"sine": 9.0, "cosine": 5.0, "tanh": 2.0}, {"sine": 1.0, "cosine": 2.0}, {}, CASES)
+    assert found.times(True, True) == {"sine": 10.0, "cosine": 7.0}
+    assert found.times(True, False) == found.backward and found.times(False, True) == found.forward
 
 
 def test_where_nothing_was_measured_the_order_is_the_contracts(chip):
@@ -140,7 +149,7 @@ def test_a_plan_says_which_measurement_decided(chip):
     op = make_op()
     call = op.bind(jnp.ones((4, 5)))
     reasons = {c.platform: c.reason for c in op.plan(call, None, None, differentiated=True).choices}
-    assert reasons["cuda"] == "measured on A Chip 9: cosine 4 µs, sine 18 µs (wide, 2026-01-02, 012345678)"
+    assert reasons["cuda"] == "measured on A Chip 9: cosine 3 µs, sine 9 µs (wide, 2026-01-02, 012345678)"
     assert reasons["cpu"] == "" and "cannot be compiled for tpu" in reasons["tpu"]
     flipped = op.plan(op.bind(jnp.ones((4, 5)), flip=True), None, None, differentiated=True).choices
     assert {c.reason for c in flipped if c.backend} == {""}, "only one of those that can was measured"
@@ -258,7 +267,7 @@ def test_attention_on_an_h200_is_chosen_by_what_was_timed_there(monkeypatch):
     (case,) = (c for c in op.cases if c.name == "causal_8k")
     call = op.bind(**abstract(op, case, "bfloat16"))
     (choice,) = (c for c in op.plan(call, None, None, differentiated=True).choices if c.platform == "cuda")
-    times = measured.of_device("NVIDIA H200")[op.name, op.classes(call)].times(True)
+    times = measured.of_device("NVIDIA H200")[op.name, op.classes(call)].times(True, False)
     able = [b.name for b in op.backends.values() if "cuda" in b.platforms and not b.refuses(op, call, True)]
     fastest = min((n for n in able if n in times), key=times.__getitem__)
     # One that was not measured yet may stand before those that were.

@@ -126,7 +126,8 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
     """Returns the jitted, differentiable function of the arrays of a call -> outputs.
 
     Args:
-      primal, gradient: what runs where there is no derivative, and where there is one.
+      primal, gradient: what runs as the forward, and as the backward. Where the forward of a differentiated call keeps more
+        than its outputs, it is that of `gradient` too.
       refusal: why there is no `gradient`.
     """
     static = call.static()
@@ -159,7 +160,8 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
             # Named, so that a remat policy can keep what the backward needs instead of running the forward again.
             return checkpoint_name(value, f"{op.name}.{name}")
 
-        outputs, kept = forward_of(gradient, op.kept is not None)(inputs, others)
+        keeps = op.kept is not None
+        outputs, kept = forward_of(gradient if keeps else primal, keeps)(inputs, others)
         outputs = tuple(
             known(name, value) if name in op.residuals else value
             for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)

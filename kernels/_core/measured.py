@@ -41,11 +41,12 @@ class Measured:
     configs: Mapping[str, Mapping[str, Any]]
     cases: Sequence[Mapping[str, str]]
 
-    def times(self, differentiated: bool) -> dict[str, float]:
-        """Returns backend -> microseconds of what a call runs: the forward, and where it is differentiated the backward too."""
+    def times(self, differentiated: bool, together: bool) -> dict[str, float]:
+        """Returns backend -> microseconds of what it is chosen for: the forward, or the backward; or `together` the two of
+        them."""
         if not differentiated:
             return dict(self.forward)
-        return {name: self.forward[name] + time for name, time in self.backward.items()}
+        return {name: time + (self.forward[name] if together else 0) for name, time in self.backward.items()}
 
     def said(self, times: Mapping[str, float]) -> str:
         """Returns a ranking in words, with where it comes from."""
@@ -101,12 +102,13 @@ def ranked(
     op: Operation, call: Call, platform: str, backends: list[Backend], differentiated: bool
 ) -> tuple[list[Backend], str]:
     """Returns the backends, given in the contract's order, the fastest first, and the measurement in words; as they are, and
-    nothing, where no two of them were measured.
+    nothing, where no two of them were measured. A differentiated call is ranked by its backward, which follows anyone's forward,
+    unless the contract has `kept`: then one backend runs both.
 
     A backend that was not measured keeps its place, so a new one is where its author puts it until it is measured.
     """
     found = of_call(op, call, platform) if len(backends) > 1 else None
-    times = {} if found is None else found.times(differentiated)
+    times = {} if found is None else found.times(differentiated, op.kept is not None)
     known = {b.name: times[b.name] for b in backends if b.name in times}
     if found is None or len(known) < 2:
         return backends, ""

@@ -82,10 +82,24 @@ FAULTS = (
         "tests/test_core.py -k keeps",
     ),
     Fault(
-        "measured: what is faster forward alone is taken for a gradient",
+        "measured: the backward is of the backend with the fastest forward",
         "kernels/_core/measured.py",
         "if not differentiated:",
         "if True:",
+        "tests/test_measured.py -k fastest_of_the_class",
+    ),
+    Fault(
+        "measured: one backend for both is ranked by its backward",
+        "kernels/_core/measured.py",
+        "time + (self.forward[name] if together else 0)",
+        "time",
+        "tests/test_measured.py -k both_is_ranked",
+    ),
+    Fault(
+        "a differentiated call runs the forward of the backend of its backward",
+        "kernels/_core/execute.py",
+        "forward_of(gradient if keeps else primal, keeps)",
+        "forward_of(gradient, keeps)",
         "tests/test_measured.py -k fastest_of_the_class",
     ),
     Fault(
