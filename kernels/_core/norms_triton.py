@@ -18,6 +18,9 @@ from kernels._core.norms import NormConfig
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work
 
+# Bytes of shared memory for tiles that are read ahead: beside it a block of an A100 has room for what its sums exchange.
+READ_AHEAD = 128 * 1024
+
 
 @triton.jit
 def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -38,6 +41,24 @@ def _factor(weight_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
             weight += 1.0
         factor = weight[None, :]
     return factor
+
+
+@triton.jit
+def _factors(weight_ptr, cols, D, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """Returns what the chunks of a row are multiplied by."""
+    factors = ()
+    for i in tl.static_range(CHUNKS):
+        factors = factors + (_factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED),)
+    return factors
+
+
+@triton.jit
+def _summand(x, TALL_SUMS: tl.constexpr):
+    """Returns what a sum over rows takes of a tile: all of it, or its rows added up."""
+    part = x
+    if not TALL_SUMS:
+        part = tl.sum(x, axis=0, keep_dims=True)
+    return part
 
 
 @triton.jit
@@ -119,14 +140,19 @@ def norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,
+    TALL_SUMS: tl.constexpr,  # sums keep a row for each of BLOCK_M, and are added up at the end
+    STAGES: tl.constexpr,  # tiles of rows that are on their way at one time, in shared memory; 1: into registers, as needed
 ):
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
     dweight, dbias = (), ()
     for _ in tl.static_range(CHUNKS):
-        dweight = dweight + (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
-        dbias = dbias + (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
-    for start in range(program * BLOCK_M, M, PROGRAMS * BLOCK_M):
+        dweight = dweight + (tl.zeros([BLOCK_M if TALL_SUMS else 1, BLOCK_D], tl.float32),)
+        dbias = dbias + (tl.zeros([BLOCK_M if TALL_SUMS else 1, BLOCK_D], tl.float32),)
+    factors = ()
+    if STAGES > 1:
+        factors = _factors(weight_ptr, cols, D, CHUNKS, BLOCK_D, ZERO_CENTERED)
+    for start in tl.range(program * BLOCK_M, M, PROGRAMS * BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (cols < D)[None, :]
         offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
@@ -141,10 +167,10 @@ def norm_bwd_kernel(
         if mean_ptr is not None:
             mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
             d_mean = tl.load(d_mean_ptr + rows, mask=rows < M, other=0.0)
-        # Read again for each row: it stays in the cache, and in registers it would take as many as x and g together.
-        weight = ()
-        for i in tl.static_range(CHUNKS):
-            weight = weight + (_factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED),)
+        weight = factors
+        if STAGES == 1:
+            # Read again for each tile: it stays in the cache, and x and g are in the registers that it would take.
+            weight = _factors(weight_ptr, cols, D, CHUNKS, BLOCK_D, ZERO_CENTERED)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         products = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for i in tl.static_range(CHUNKS):
@@ -166,9 +192,9 @@ def norm_bwd_kernel(
             normal = apart * rstd[:, None]
             wide = g[i].to(tl.float32)
             if dweight_ptr is not None:
-                weight_sums = weight_sums + (dweight[i] + wide * normal,)
+                weight_sums = weight_sums + (dweight[i] + _summand(wide * normal, TALL_SUMS),)
             if dbias_ptr is not None:
-                bias_sums = bias_sums + (dbias[i] + wide,)
+                bias_sums = bias_sums + (dbias[i] + _summand(wide, TALL_SUMS),)
             dx = wide * weight[i] * rstd[:, None]
             if mean_ptr is not None:
                 dx = dx - through_mean[:, None]
@@ -189,6 +215,12 @@ def norm_bwd_kernel(
             tl.store(dweight_ptr + at, tl.sum(dweight[i], axis=0), mask=cols < D)
         if dbias_ptr is not None:
             tl.store(dbias_ptr + at, tl.sum(dbias[i], axis=0), mask=cols < D)
+
+
+def _rows_lie_in_threads(block_d: int, num_warps: int, itemsize: int) -> bool:
+    """Returns whether a thread has its columns of all rows of a tile, so that adding up rows moves nothing: what all threads
+    load at once, 16 bytes each, is a row or less."""
+    return block_d >= num_warps * 32 * (16 // itemsize)
 
 
 def normalised(
@@ -283,6 +315,8 @@ def pulled(
         BLOCK_M=cfg.backward_block_rows,
         BLOCK_D=block_d,
         CHUNKS=chunks,
+        TALL_SUMS=not _rows_lie_in_threads(block_d, cfg.backward_num_warps, x.dtype.itemsize),
+        STAGES=cfg.backward_num_stages,
         **unused,
     )
     found = dict(zip(out_shape, result, strict=True))
@@ -301,15 +335,32 @@ def rejects(call: Call) -> str | None:
     return None
 
 
+def _read_ahead(call: Call, rows: int) -> int:
+    """Returns the stages of a backward of wide rows: what is read of the next tile or two fits shared memory."""
+    x, stream = call.x.dtype.itemsize, jnp.dtype(call.arguments.get("residual", call.x).dtype).itemsize
+    tile = rows * call.dims["D"] * (x + stream * (2 if "residual" in call.arguments else 1))
+    return 1 + min(2, READ_AHEAD // tile)
+
+
 def shapes(call: Call, *, crowded: bool) -> NormConfig:
     """Returns the tiles of a call; `crowded` as `rows.shapes` has it."""
+    D = call.dims["D"]
     itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
-    return NormConfig(*cut.shapes(call.dims["D"], itemsize, crowded=crowded))
+    found = cut.shapes(D, itemsize, crowded=crowded)
+    wide = D >= cut.WIDE and cut.tiles(D)[0] == 1
+    return NormConfig(*found, _read_ahead(call, found[2]) if wide else 1)
+
+
+def candidates(call: Call) -> list[NormConfig]:
+    """Returns what to choose from when tuning: every shape, and those of wide rows with tiles read ahead too."""
+    D = call.dims["D"]
+    stages = (1, 2, 3) if D >= cut.WIDE and cut.tiles(D)[0] == 1 else (1,)
+    return [NormConfig(*shape, n) for shape in cut.candidates(D) for n in stages if n <= _read_ahead(call, shape[2])]
 
 
 FACTS: Any = {
     "platforms": {"cuda"},
     "dtypes": {"float32", "bfloat16", "float16"},
     "rejects": rejects,
-    "candidates": lambda call: [NormConfig(*shape) for shape in cut.candidates(call.dims["D"])],
+    "candidates": candidates,
 }

@@ -53,7 +53,7 @@ def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, i
         backward_rows = rows(D, 2048)
         backward_warps = warps(backward_rows * block_d, 4)
     elif D >= WIDE:
-        backward_rows = rows(D, (16384 if crowded else 32768) // itemsize)
+        backward_rows = rows(D, 16384 // itemsize)
         backward_warps = 16 if D <= 16384 else 32  # a row must fit the registers, and a thread has at most 255
     else:
         backward_rows = rows(D, max(2048, 2 * D))

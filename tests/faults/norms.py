@@ -110,4 +110,18 @@ FAULTS = (
         '("bias", g * normal)',
         "tests/test_ops.py -k layer_norm-small-float32-pallas",
     ),
+    Fault(
+        "norms in Triton: rows of a tile are not added up",
+        TRITON,
+        "part = tl.sum(x, axis=0, keep_dims=True)",
+        "part = tl.max(x, axis=0, keep_dims=True)",
+        "tests/kernels/test_rms_norm.py -k sums_over",
+    ),
+    Fault(
+        "norms in Triton: rows are not read ahead",
+        TRITON,
+        "tl.range(program * BLOCK_M, M, PROGRAMS * BLOCK_M, num_stages=STAGES)",
+        "tl.range(program * BLOCK_M, M, PROGRAMS * BLOCK_M, num_stages=1)",
+        "tests/kernels/test_rms_norm.py -k read_ahead",
+    ),
 )

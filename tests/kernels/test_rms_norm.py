@@ -104,10 +104,24 @@ def test_numbers_of_the_tuning_candidates(backend, name):
             assert error(actual, wanted) < 5e-6, cfg
 
 
-def test_a_row_of_a_model_fits_the_shared_memory_of_every_block():
-    """Small enough for several blocks on each multiprocessor, which what is allowed by the machine would not be."""
-    for kernel in checks.export_cuda(*checks.call_of(op, CASES["model_4k"])).kernels:
-        assert kernel.shared_memory_bytes <= 48 * 1024, (kernel.name, kernel.shared_memory_bytes)
+@pytest.mark.parametrize("num_warps", [1, 8], ids=["a thread has all rows", "it has some"])
+def test_sums_over_the_rows_of_a_tile(num_warps):
+    a = op.case_inputs(CASES["many_rows"])
+    truth, wanted, d = value_and_gradients(op.function, a)
+    cfg = NormConfig(8, 1, 8, num_warps, 3, 2)
+    with interpret():
+        _, got, _ = value_and_gradients(lambda **a: op(**a, platform="triton", cfg=cfg), a, d)
+    assert max(error(got[n], wanted[n]) for n in wanted) < 5e-6
+
+
+def test_rows_of_a_model_are_read_ahead_into_shared_memory():
+    """In the backward, whose warps fill a multiprocessor; of the forward several blocks share one, so theirs must be small."""
+    forward, backward = checks.export_cuda(*checks.call_of(op, CASES["model_4k"])).kernels
+    assert forward.shared_memory_bytes <= 48 * 1024 and "cp.async" not in forward.ptx
+    assert 2 * 16 * 1024 * 2 <= backward.shared_memory_bytes <= 163 * 1024
+    assert backward.ptx.count("cp.async.cg") >= 8
+    for kernel in checks.export_cuda(*checks.call_of(op, CASES["odd"])).kernels:
+        assert kernel.shared_memory_bytes <= 48 * 1024 and "cp.async" not in kernel.ptx
 
 
 @pytest.mark.parametrize("name", ["no_weight", pytest.param("zero_centered", marks=pytest.mark.slow), "one_row"])

@@ -81,11 +81,12 @@ def work(call: Call) -> tuple[Work, Work]:
 
 def work_of_add(call: Call) -> tuple[Work, Work]:
     """Returns the work of both directions. Forward: x and residual read, out and stream written. Backward: the stream and two
-    cotangents read, two gradients written."""
+    cotangents read, and the gradient of x and residual written, once where they have one dtype."""
     size, rows = call.x.size, 8 * call.x.size // call.dims["D"]
     narrow, wide, features = nbytes(call.x), nbytes(call.residual), nbytes(call.weight, call.bias)
     forward = Work(8 * size, 2 * narrow + 2 * wide + features + rows)
-    return forward, Work(12 * size, 2 * narrow + 3 * wide + 2 * features + rows)
+    again = 0 if call.x.dtype == call.residual.dtype else narrow
+    return forward, Work(12 * size, narrow + 3 * wide + again + 2 * features + rows)
 
 
 def work_of_linear(call: Call) -> tuple[Work, Work]:

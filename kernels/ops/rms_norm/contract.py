@@ -92,11 +92,12 @@ def work(call: Call) -> tuple[Work, Work]:
 
 def work_of_add(call: Call) -> tuple[Work, Work]:
     """Returns the work of both directions. Forward: x and residual read, out and stream written. Backward: the stream and two
-    cotangents read, two gradients written."""
+    cotangents read, and the gradient of x and residual written, once where they have one dtype."""
     size, rows = call.x.size, 4 * call.x.size // call.dims["D"]
     narrow, wide = nbytes(call.x), nbytes(call.residual)
     forward = Work(5 * size, 2 * narrow + 2 * wide + nbytes(call.weight) + rows)
-    return forward, Work(9 * size, 2 * narrow + 3 * wide + 2 * nbytes(call.weight) + rows)
+    again = 0 if call.x.dtype == call.residual.dtype else narrow
+    return forward, Work(9 * size, narrow + 3 * wide + again + 2 * nbytes(call.weight) + rows)
 
 
 def work_of_linear(call: Call) -> tuple[Work, Work]:
