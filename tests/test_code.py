@@ -17,9 +17,9 @@ MOST_CASES = 3
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
 # Bytes that a kernel may spill, and why it is left so. What is not here spills nothing.
 SPILLS = {
-    # The gradient of the keys holds two sums beside its logits. Blocks without a spill were slower on an H200: 369 TFLOP/s as
-    # it is, 320 with half of the queries at once, 287 and 319 with 8 warps.
-    ("flash_attention", "causal_32k_gqa", 90): 468,
+    # Two sums, logits and their gradients fill the registers of a warpgroup; addresses go out around the loop over queries.
+    ("flash_attention", "causal_32k_gqa", 90): 76,
+    # The gradient of the keys holds two sums beside its logits.
     ("flash_attention", "causal_32k_gqa", 80): 96,
     # Every option at once: a few registers short.
     ("flash_attention", "together", 90): 12,
@@ -88,6 +88,7 @@ def test_for_cuda(op, backend, case, dtype, target):
         assert re.search(rf"^\.target sm_{target}", kernel.ptx, re.M), kernel.name
         spilled = max(kernel.resources["spill_stores"], kernel.resources["spill_loads"])
         assert spilled <= SPILLS.get((op.name, case.name, target), 0), (kernel.name, kernel.resources)
+        assert kernel.resources["serialized"] == 0, kernel.name
         assert kernel.shared_memory_bytes <= SHARED_MEMORY[target], (kernel.name, kernel.shared_memory_bytes)
 
 

@@ -114,7 +114,8 @@ class CudaKernel:
 
     @functools.cached_property
     def resources(self) -> dict[str, int]:
-        """Registers a thread, and bytes of spill_stores and spill_loads, from the assembler that Triton brings."""
+        """Registers a thread, bytes of spill_stores and spill_loads, and `serialized`: 1 where products of a warpgroup (wgmma)
+        wait for one another that were to overlap. All from the assembler that Triton brings."""
         from triton.backends.nvidia.compiler import get_ptxas
 
         target = re.search(r"^\.target (sm_(\d+)\w*)", self.ptx, re.M)
@@ -135,7 +136,7 @@ class CudaKernel:
             found = re.search(pattern, run.stderr)
             assert found, run.stderr
             numbers[key] = int(found[1])
-        return numbers
+        return numbers | {"serialized": int("wgmma.mma_async instructions are serialized" in run.stderr)}
 
 
 @dataclass(frozen=True)
