@@ -231,7 +231,7 @@ def test_a_float32_is_one_in_every_product():
     def both(x):
         from kernels._core.execute import Saved
 
-        how = {"query": x, "key": x, "value": x, **rest, "dropout_prob": 0.0, "cfg": SMALLEST}
+        how = {"query": x, "key": x, "value": x, **rest, "dropout_prob": 0.0, "deterministic": False, "cfg": SMALLEST}
         return backend.forward(**how), backend.backward(Saved(**saved), **how)
 
     program = str(jax.make_jaxpr(both)(x))
