@@ -75,7 +75,6 @@ class Instruction:
     op_name: str = ""  # the path of scopes that it was traced in
     source: str = ""  # file:line
     target: str = ""  # of a custom call
-    kernel: str = ""  # the kernel that a Triton call names
     inner: frozenset[str] = field(default_factory=frozenset)  # opcodes of a fusion
     scopes: tuple[str, ...] = ()  # op_names of what is fused
 
@@ -94,9 +93,6 @@ def instructions(text: str) -> dict[str, Instruction]:
             made = Instruction(name, opcode, _quoted(rest, "op_name"), target=_quoted(rest, "custom_call_target"))
             file, number = _quoted(rest, "source_file"), re.search(r"source_line=(\d+)", rest)
             made.source = f"{'/'.join(file.split('/')[-2:])}:{number[1]}" if file and number else ""
-            if "triton" in made.target:
-                named = re.search(r'name = "([^"]+)"', rest)
-                made.kernel = named[1] if named else ""
             if called := re.search(r"calls=%?([\w.\-]+)", rest):
                 calls[name] = called[1]
             inside[computation].append(made)
@@ -123,7 +119,6 @@ class Names:
     def __init__(self, text: str) -> None:
         self.found = instructions(text)
         self.by_kernel = {_plain(name): i for name, i in self.found.items()}
-        self.by_kernel |= {i.kernel: i for i in self.found.values() if i.kernel}
 
     def of(self, kernel: Kernel) -> Instruction | None:
         said = self.found.get(kernel.hlo_op)
@@ -132,8 +127,18 @@ class Names:
         return said
 
 
-def class_of(kernel: Kernel, at: Instruction | None) -> str:
-    """Returns the class of a kernel, of the instruction `at`."""
+def triton_kernels() -> dict[str, str]:
+    """Returns name -> operation of our Triton kernels that are loaded: in a CUDA graph there is no more than the name."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kernels.ops."):
+            functions = (getattr(value, "fn", None) for value in vars(module).values())
+            found |= {f.__name__: name.split(".")[2] for f in functions if getattr(f, "__module__", "") == name}
+    return found
+
+
+def class_of(kernel: Kernel, at: Instruction | None, ours: dict[str, str]) -> str:
+    """Returns the class of a kernel, of the instruction `at`; `ours` is `triton_kernels()`."""
     name, op_name = kernel.name, "" if at is None else at.op_name
     if name.startswith("nccl") or (at and at.opcode.startswith(COLLECTIVES)):
         return "collectives"
@@ -141,9 +146,10 @@ def class_of(kernel: Kernel, at: Instruction | None) -> str:
     if "sdpa" in name or "fmha" in name or (at and "fmha" in at.target):
         back = "bprop" in name or "bwd" in name or (at is not None and "Backward" in at.target)
         return f"attention {'backward' if back else 'forward'}"
-    if at and "triton" in at.target:
-        if operation and operation[1].endswith("attention"):
-            return f"attention {'backward' if operation[3] else 'forward'}"
+    if name in ours or (at and "triton" in at.target):
+        if "attention" in (operation[1] if operation else ours.get(name, "")):
+            back = operation[3] if operation else "gradient" in name or "bwd" in name
+            return f"attention {'backward' if back else 'forward'}"
         return f"Triton {name}"
     if _MATMUL.search(name) or (at and (_MATMUL.search(at.target) or "dot" in at.inner or at.opcode == "dot")):
         return "matmuls"
@@ -158,7 +164,7 @@ def class_of(kernel: Kernel, at: Instruction | None) -> str:
 
 def summary(kernels: list[Kernel], text: str, steps: int, top: int) -> dict[str, Any]:
     """Returns where the time of a step goes; of several devices their mean."""
-    names = Names(text)
+    names, ours = Names(text), triton_kernels()
     devices = sorted({k.device for k in kernels})
     parts = 1e-6 / steps / len(devices)  # of the sum over all, ms of a step and a device
     classes: dict[str, float] = defaultdict(float)
@@ -167,7 +173,7 @@ def summary(kernels: list[Kernel], text: str, steps: int, top: int) -> dict[str,
     working: dict[str, list[Any]] = {d: [] for d in devices}
     for k in kernels:
         at = names.of(k)
-        kind = class_of(k, at)
+        kind = class_of(k, at, ours)
         classes[kind] += (k.end - k.start) * parts
         spans[k.device].append((k.start, k.end))
         if kind != "collectives":

@@ -193,8 +193,8 @@ def run_layers(
         return x, _stacked(metrics)
 
     def one_round(x: jax.Array, given: Any) -> tuple[jax.Array, Metrics]:
-        own, first_of_round = given
-        return run(x, own, first_of_round, pattern, in_scan=rounds > 1)
+        own, at_layer = given
+        return run(x, own, at_layer, pattern, in_scan=rounds > 1)
 
     def every_round(name: str, i: int) -> Any:
         n, start = each[name], first[name]

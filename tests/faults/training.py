@@ -25,8 +25,8 @@ FAULTS = (
     Fault(
         "the forward writes every weight again for the backward",
         STACK,
-        "return run(x, *given, pattern",
-        "return run(x, jax.tree.map(lambda w: w + 0, given[0]), given[1], pattern",
+        "return run(x, own, at_layer",
+        "return run(x, jax.tree.map(lambda w: w + 0, own), at_layer",
         "tests/test_layers.py -k second_copy",
     ),
     Fault(
