@@ -9,15 +9,15 @@ FAULTS = (
     Fault(
         "cross_entropy in Triton: a lane's sum is not rescaled",
         TRITON,
-        "total = total * tl.exp(largest - finite(new)) + ",
+        "total = total * rescaled + ",
         "total = total + ",
         "tests/kernels/test_cross_entropy.py -k masked",
     ),
     Fault(
         "cross_entropy in Triton: what is masked out is not a number",
         TRITON,
-        "tl.sum(tl.exp(x - finite(new)[:, None]), axis=1)",
-        "tl.sum(tl.exp(x - new[:, None]), axis=1)",
+        "tl.sum(exp_of(x, finite(new)[:, None]), axis=1)",
+        "tl.sum(exp_of(x, new[:, None]), axis=1)",
         "tests/kernels/test_cross_entropy.py -k masked",
     ),
     Fault(
@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         "cross_entropy in Triton: entries past the vocabulary are capped into the mean",
         TRITON,
-        'x = tl.where(inside, CAP * tanh(x / CAP), float("-inf"))',
-        "x = CAP * tanh(x / CAP)",
+        "counted = tl.where(cols < V, x, 0.0)",
+        "counted = counted",
         "tests/test_ops.py -k cross_entropy-soft_cap-float32-triton",
     ),
     Fault(

@@ -41,15 +41,15 @@ FAULTS = (
     Fault(
         "kl_divergence in Triton: a lane's gap is not rescaled",
         "kernels/ops/kl_divergence/triton_gpu.py",
-        "tl.where(rescaled > 0, gap * rescaled, 0.0)",
+        "tl.where(rescaled_p > 0, gap * rescaled_p, 0.0)",
         "gap",
         "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
     ),
     Fault(
         "kl_divergence in Triton: the student is always q",
         "kernels/ops/kl_divergence/triton_gpu.py",
-        "        if not REVERSE:\n            p, q = q, p\n",
-        "        p, q = q, p\n",
+        "    if not REVERSE:\n        p_ptr, q_ptr = q_ptr, p_ptr\n",
+        "    p_ptr, q_ptr = q_ptr, p_ptr\n",
         "tests/test_ops.py -k kl_divergence-all-float32-triton",
     ),
     Fault(

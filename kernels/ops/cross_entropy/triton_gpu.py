@@ -10,11 +10,29 @@ import triton
 import triton.language as tl
 
 from kernels._core import vocabulary
-from kernels._core.softmax_triton import LANE, finite, lse_of_lanes, tanh
+from kernels._core.softmax_triton import LANE, LN_2, exp, exp_of, finite, joined, log2_of_lanes, tanh
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work
 from kernels.ops.cross_entropy import blocks
 from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op
+
+
+@triton.jit
+def _more(ptr, cols, largest, total, plain, V: tl.constexpr, CAP: tl.constexpr, MASKED):
+    """Returns what the lanes have with one tile more: largest entry, sum of exponentials, sum."""
+    if MASKED:
+        x = tl.load(ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(ptr + cols).to(tl.float32)
+    if CAP > 0:
+        x = CAP * tanh(x / CAP)
+    counted = x
+    if MASKED:
+        x = tl.where(cols < V, x, float("-inf"))
+        counted = tl.where(cols < V, x, 0.0)
+    new, rescaled = joined(x, largest)
+    total = total * rescaled + tl.sum(exp_of(x, finite(new)[:, None]), axis=1)
+    return new, total, plain + tl.sum(counted, axis=1)
 
 
 @triton.jit
@@ -35,16 +53,13 @@ def cross_entropy_fwd_kernel(
     largest = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V // LANE], tl.float32)
     plain = tl.zeros([BLOCK_V // LANE], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        inside = start + cols < V
-        x = tl.load(logits_ptr + row * V + start + cols, mask=inside, other=float("-inf")).to(tl.float32)
-        if CAP > 0:
-            x = tl.where(inside, CAP * tanh(x / CAP), float("-inf"))
-        new = tl.maximum(largest, tl.max(x, axis=1))
-        total = total * tl.exp(largest - finite(new)) + tl.sum(tl.exp(x - finite(new)[:, None]), axis=1)
-        plain += tl.sum(tl.where(inside, x, 0.0), axis=1)
-        largest = new
-    tl.store(lse_ptr + row, lse_of_lanes(largest, total))
+    # Only the last tile is masked: the exponentials are as many as the arithmetic units make while the logits are read.
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
+    for start in range(0, WHOLE, BLOCK_V):
+        largest, total, plain = _more(logits_ptr + row * V, start + cols, largest, total, plain, V, CAP, False)
+    if WHOLE < V:
+        largest, total, plain = _more(logits_ptr + row * V, WHOLE + cols, largest, total, plain, V, CAP, True)
+    tl.store(lse_ptr + row, log2_of_lanes(largest, total) * LN_2)
     tl.store(mean_logit_ptr + row, tl.sum(plain, axis=0) / V)
     target = tl.load(targets_ptr + row)
     there = (target >= 0) & (target < V)
@@ -75,7 +90,7 @@ def cross_entropy_bwd_kernel(
         bent = tanh(x / CAP)
         x, slope = CAP * bent, 1.0 - bent * bent
     lse, d_lse = tl.load(lse_ptr + row), tl.load(d_lse_ptr + row)
-    d = tl.exp(x - finite(lse)) * d_lse + tl.load(d_mean_logit_ptr + row) / V
+    d = exp(x - finite(lse)) * d_lse + tl.load(d_mean_logit_ptr + row) / V
     d += tl.where(cols == tl.load(targets_ptr + row), tl.load(d_target_logit_ptr + row), 0.0)
     tl.store(d_logits_ptr + row * V + cols, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels._core import vocabulary
-from kernels._core.softmax_triton import LANE, finite, lse_of_lanes, tanh
+from kernels._core.softmax_triton import LANE, LN_2, exp, exp_of, finite, joined, log2_of_lanes, tanh
 from kernels._core.triton import triton_launch
 from kernels._core.work import Work
 from kernels.ops.kl_divergence import blocks
@@ -30,6 +30,33 @@ def _bent(x, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
 
 
 @triton.jit
+def _logits(ptr, cols, V: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr, MASKED):
+    """Returns a tile of what is under the softmax; -inf past the vocabulary."""
+    if MASKED:
+        raw = tl.load(ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+    else:
+        raw = tl.load(ptr + cols).to(tl.float32)
+    z, _ = _bent(raw, CAP, TEMPERATURE)
+    if MASKED:
+        z = tl.where(cols < V, z, float("-inf"))
+    return z
+
+
+@triton.jit
+def _more(p, q, largest_p, largest_q, total_p, total_q, gap):
+    """Returns what the lanes have with one tile more: largest entries, sums of exponentials, p's sum of its distance to q."""
+    new_p, rescaled_p = joined(p, largest_p)
+    new_q, rescaled_q = joined(q, largest_q)
+    share = exp_of(p, finite(new_p)[:, None])
+    # An entry that p gives nothing counts nothing, and a sum that is 0 stays 0 however far q is.
+    apart = tl.where(share > 0, share * (p - q), 0.0)
+    gap = tl.where(rescaled_p > 0, gap * rescaled_p, 0.0) + tl.sum(apart, axis=1)
+    total_p = total_p * rescaled_p + tl.sum(share, axis=1)
+    total_q = total_q * rescaled_q + tl.sum(exp_of(q, finite(new_q)[:, None]), axis=1)
+    return new_p, new_q, total_p, total_q, gap
+
+
+@triton.jit
 def kl_divergence_fwd_kernel(
     student_ptr,
     teacher_ptr,
@@ -45,6 +72,11 @@ def kl_divergence_fwd_kernel(
     LANE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    p_ptr, q_ptr = student_ptr + row * V, teacher_ptr + row * V
+    if not REVERSE:
+        p_ptr, q_ptr = q_ptr, p_ptr
+    P_CAP: tl.constexpr = CAP if REVERSE else TEACHER_CAP
+    Q_CAP: tl.constexpr = TEACHER_CAP if REVERSE else CAP
     cols = tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     # Each lane has largest entries and sums of its own, so that nothing is exchanged until the end.
     largest_p = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
@@ -52,32 +84,24 @@ def kl_divergence_fwd_kernel(
     total_p = tl.zeros([BLOCK_V // LANE], tl.float32)
     total_q = tl.zeros([BLOCK_V // LANE], tl.float32)
     gap = tl.zeros([BLOCK_V // LANE], tl.float32)
-    for start in range(0, V, BLOCK_V):
-        inside = start + cols < V
-        at = row * V + start + cols
-        p, _ = _bent(tl.load(student_ptr + at, mask=inside, other=0.0).to(tl.float32), CAP, TEMPERATURE)
-        q, _ = _bent(tl.load(teacher_ptr + at, mask=inside, other=0.0).to(tl.float32), TEACHER_CAP, TEMPERATURE)
-        if not REVERSE:
-            p, q = q, p
-        p, q = tl.where(inside, p, float("-inf")), tl.where(inside, q, float("-inf"))
-        new_p, new_q = tl.maximum(largest_p, tl.max(p, axis=1)), tl.maximum(largest_q, tl.max(q, axis=1))
-        rescaled = tl.exp(largest_p - finite(new_p))
-        share = tl.exp(p - finite(new_p)[:, None])
-        total_p = total_p * rescaled + tl.sum(share, axis=1)
-        # An entry that p gives nothing counts nothing, and a sum that is 0 stays 0 however far q is.
-        apart = tl.where(share > 0, share * (p - q), 0.0)
-        gap = tl.where(rescaled > 0, gap * rescaled, 0.0) + tl.sum(apart, axis=1)
-        total_q = total_q * tl.exp(largest_q - finite(new_q)) + tl.sum(tl.exp(q - finite(new_q)[:, None]), axis=1)
-        largest_p, largest_q = new_p, new_q
-    lse_p, lse_q = lse_of_lanes(largest_p, total_p), lse_of_lanes(largest_q, total_q)
-    part = tl.exp(largest_p - finite(lse_p))
+    WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
+    for start in range(0, WHOLE, BLOCK_V):
+        p = _logits(p_ptr, start + cols, V, P_CAP, TEMPERATURE, False)
+        q = _logits(q_ptr, start + cols, V, Q_CAP, TEMPERATURE, False)
+        largest_p, largest_q, total_p, total_q, gap = _more(p, q, largest_p, largest_q, total_p, total_q, gap)
+    if WHOLE < V:
+        p = _logits(p_ptr, WHOLE + cols, V, P_CAP, TEMPERATURE, True)
+        q = _logits(q_ptr, WHOLE + cols, V, Q_CAP, TEMPERATURE, True)
+        largest_p, largest_q, total_p, total_q, gap = _more(p, q, largest_p, largest_q, total_p, total_q, gap)
+    log2_p, log2_q = log2_of_lanes(largest_p, total_p), log2_of_lanes(largest_q, total_q)
+    part = tl.exp2(largest_p - finite(log2_p))
     tl.store(gap_ptr + row, tl.sum(tl.where(part > 0, gap * part, 0.0), axis=0))
     if REVERSE:
-        tl.store(student_lse_ptr + row, lse_p)
-        tl.store(teacher_lse_ptr + row, lse_q)
+        tl.store(student_lse_ptr + row, log2_p * LN_2)
+        tl.store(teacher_lse_ptr + row, log2_q * LN_2)
     else:
-        tl.store(student_lse_ptr + row, lse_q)
-        tl.store(teacher_lse_ptr + row, lse_p)
+        tl.store(student_lse_ptr + row, log2_q * LN_2)
+        tl.store(teacher_lse_ptr + row, log2_p * LN_2)
 
 
 @triton.jit
@@ -105,14 +129,14 @@ def kl_divergence_bwd_kernel(
     raw = tl.load(teacher_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
     teacher, _ = _bent(raw, TEACHER_CAP, TEMPERATURE)
     d_gap, gap = tl.load(d_gap_ptr + row), tl.load(gap_ptr + row)
-    own = tl.exp(student - finite(tl.load(student_lse_ptr + row)))
+    own = exp(student - finite(tl.load(student_lse_ptr + row)))
     d = tl.load(d_student_lse_ptr + row) * own
     if REVERSE:
         more = tl.where(own > 0, own * (1.0 + (student - teacher) - gap), 0.0)
         # The gap of a token that is not counted may be infinite, and its cotangent is 0.
         d += tl.where(d_gap == 0.0, 0.0, d_gap * more)
     else:
-        d -= d_gap * tl.exp(teacher - finite(tl.load(teacher_lse_ptr + row)))
+        d -= d_gap * exp(teacher - finite(tl.load(teacher_lse_ptr + row)))
     tl.store(d_logits_ptr + at, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
 
 
