@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,6 +116,18 @@ def summed(terms: TokenLosses, weights: jax.Array | None) -> tuple[jax.Array, ja
     return sums[0] + sums[1], loss, z_loss
 
 
+def check_options(owner: str, label_smoothing: float, z_loss: float, logits_soft_cap: float | None) -> None:
+    """Raises ValueError where a loss of these options is none, naming the argument."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"{owner}: argument 'label_smoothing' must be in [0, 1), got {label_smoothing}")
+    if not (z_loss >= 0 and math.isfinite(z_loss)):
+        raise ValueError(f"{owner}: argument 'z_loss' must not be negative, got {z_loss}; 0 for none")
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(
+            f"{owner}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap"
+        )
+
+
 def cross_entropy_sums(
     hidden: Float[Array, "*lead D"],
     lm_head: Float[Array, "D V"],
@@ -132,6 +145,7 @@ def cross_entropy_sums(
     The first alone has a gradient; the other two are for reports. With one cotangent for all tokens a differentiated forward
     can make the gradients while it has the logits, and no logits are computed twice.
     """
+    check_options("cross_entropy_sums", label_smoothing, z_loss, logits_soft_cap)
     outputs = cross_entropy(hidden, lm_head, targets, logits_soft_cap=logits_soft_cap)
     how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     return summed(token_losses(*outputs, targets=targets, vocabulary=lm_head.shape[1], **how), weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,15 @@ import jax.numpy as jnp
 from kernels._core.binding import is_array
 from kernels._core.dims import leading
 from kernels._core.public import Prepared, public
-from kernels.ops.cross_entropy.contract import TokenLosses, is_counted, logits_op, op, sums_op, token_losses
+from kernels.ops.cross_entropy.contract import (
+    TokenLosses,
+    check_options,
+    is_counted,
+    logits_op,
+    op,
+    sums_op,
+    token_losses,
+)
 
 
 class LossSums(NamedTuple):
@@ -31,17 +38,6 @@ def _check_arrays(hidden: Any, lm_head: Any, targets: Any, logits: Any) -> None:
     for name, x in (("hidden", hidden), ("lm_head", lm_head), ("logits", logits), ("targets", targets)):
         if x is not None and not is_array(x) and not (name == "targets" and isinstance(x, (list, tuple, int))):
             raise ValueError(f"fused_cross_entropy: argument {name!r} must be an array, got {type(x).__name__}")
-
-
-def _check_options(label_smoothing: float, z_loss: float, logits_soft_cap: float | None) -> None:
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"fused_cross_entropy: argument 'label_smoothing' must be in [0, 1), got {label_smoothing}")
-    if not (z_loss >= 0 and math.isfinite(z_loss)):
-        raise ValueError(f"fused_cross_entropy: argument 'z_loss' must not be negative, got {z_loss}; 0 for none")
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(
-            f"fused_cross_entropy: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap"
-        )
 
 
 def _check_shape(name: str, x: jax.Array, lead: tuple[int, ...]) -> None:
@@ -79,7 +75,7 @@ def fused_token_losses(
     [2.0794 0.    ] [1. 0.]
     """
     _check_arrays(hidden, lm_head, targets, logits)
-    _check_options(label_smoothing, z_loss, logits_soft_cap)
+    check_options("fused_cross_entropy", label_smoothing, z_loss, logits_soft_cap)
     targets = jnp.asarray(targets)
     given: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
     _check_shape("targets", targets, next(iter(given.values())).shape[:-1])
@@ -130,7 +126,7 @@ def fused_loss_sums(
     2.0794 1.0
     """
     _check_arrays(hidden, lm_head, targets, None)
-    _check_options(label_smoothing, z_loss, logits_soft_cap)
+    check_options("fused_cross_entropy", label_smoothing, z_loss, logits_soft_cap)
     targets = jnp.asarray(targets)
     _check_shape("targets", targets, hidden.shape[:-1])
     if weights is not None:
