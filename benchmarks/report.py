@@ -128,7 +128,58 @@ def tables(folder: Path) -> str:
             parts.append(table(path.stem, result))
     if older:
         parts.append(f"Written by an older command, and not shown: {', '.join(f'`{name}`' for name in older)}.")
+    parts += [section for section in (steps(folder / "steps"), sequences(folder / "sequences")) if section]
     return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
+def _origin(found: dict[str, Any]) -> str:
+    return f"{found['date']} `{found['commit'][:9]}`"
+
+
+def steps(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.step` in a folder, a row each; empty where there are none."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        times: dict[str, float] = {}  # of a CPU there are none
+        if "classes" in found:
+            # Kernels inside a CUDA graph are known by their names alone, and are no class.
+            times = {r["kernel"]: r["ms"] for r in found["largest"] if r["class"] == "unknown"}
+            times |= {name: x["ms"] for name, x in found["classes"].items() if name != "unknown"}
+            times |= {"collectives, exposed": found["exposed_collectives"]["ms"], "gaps": found["gaps"]["ms"]}
+        largest = sorted(times.items(), key=lambda item: -item[1])[:6]
+        share = ", ".join(f"{name} {ms / found['window_ms']:.1%}" for name, ms in largest)
+        mfu = "" if found["mfu_causal"] is None else f"{found['mfu_causal']:.1%} ({found['mfu_full']:.1%})"
+        cells = (
+            f"`{' '.join(found['recipe'])}`", f"{found['devices']} x {found['device']}", f"{found['step_ms']:.1f}",
+            f"{found['tokens_per_second']:,.0f}", f"{found['tflops_causal']:.0f}", mfu, share, _origin(found),
+        )  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return ""
+    heads = (
+        "recipe",
+        "devices",
+        "ms",
+        "tokens/s",
+        "TFLOP/s a device",
+        "MFU causal (full)",
+        "share of the step",
+        "measured",
+    )
+    return "\n".join(["### Training steps", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows])
+
+
+def sequences(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.sequence` in a folder; empty where there are none."""
+    from benchmarks.sequence import table as rows_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        title = f"### Attention over {found['ranks']} x {found['device']}, {found['processes']} processes"
+        parts.append(f"{title}\n\n{rows_of(found['rows'])}\n\nMeasured {_origin(found)}.")
+    return "\n\n".join(parts)
 
 
 def write(folder: Path = RESULTS, readme: Path = README) -> None:

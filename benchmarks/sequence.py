@@ -1,6 +1,6 @@
 """`python -m benchmarks.sequence [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [dtype=bfloat16]
 [schemes=ring,all_gather] [orders=zigzag,contiguous] [backends=auto] [directions=forward,both] [check=512] [rounds=5]
-[out=FILE]`: causal attention whose sequence is split over all devices.
+[out=FILE] [commit=]`: causal attention whose sequence is split over all devices.
 
 Tokens and `check` are of a device. Beside every way stand three times:
 one device: its kernel on one sequence with as many visible pairs as a device has of the split one, by the backend that
@@ -31,6 +31,7 @@ import numpy as np
 
 import ejdist
 import kernels
+from benchmarks.measure import provenance
 from benchmarks.timing import quartiles
 from ejdist.layout import ACTIVATIONS, sharding, spec
 from ejdist.mesh import SP
@@ -42,7 +43,7 @@ from kernels._core.pairs import visible_pairs
 OPTIONS = {
     "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "dtype": "bfloat16", "schemes": "ring,all_gather",
     "orders": "zigzag,contiguous", "backends": "auto", "directions": "forward,both", "check": 512, "rounds": 5, "out": "",
-    "coordinator": "", "processes": 1, "process": 0,
+    "coordinator": "", "processes": 1, "process": 0, "commit": "",
 }  # fmt: skip
 DIMS = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "d_out": "BTNH"}
 TRAVELS = ("key", "value")
@@ -314,7 +315,13 @@ def main(argv: list[str]) -> None:
     mesh = ejdist.make_mesh(sp=-1)
     rows = Rows(lambda text: print(text, flush=True) if first else None)
     kind = jax.devices()[0].device_kind
-    facts = {"device": kind, "ranks": mesh.size, "processes": jax.process_count(), "jax": jax.__version__, "options": o}
+    facts = {
+        "device": kind,
+        "ranks": mesh.size,
+        "processes": jax.process_count(),
+        "options": o,
+        **provenance(o["commit"]),
+    }
     for tokens in map(int, o["tokens"].split(",")):
         measure(mesh, o, tokens, rows)
         if first and o["out"]:  # after each length, so that what was measured is not lost with what comes after

@@ -1,5 +1,5 @@
 """`python -m benchmarks.step [GROUP=VARIANT ...] [KEY=VALUE ...] [steps=3] [warmup=3] [timed=5] [documents=0] [top=15]
-[out=FILE]`: where the time of a recipe's training step goes, by the profiler.
+[out=FILE] [commit=]`: where the time of a recipe's training step goes, by the profiler.
 
 Everything but these options is of the recipe, as `python -m launch.train` takes it; nothing is written to run.dir. After
 `warmup` steps, `timed` ones are timed by the clock, back to back, and `steps` more are traced. Times are of a step and a
@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.measure import provenance
 from benchmarks.timing import Kernel, has_kernel_times, traced, union
 from ejdist.mesh import make_mesh
 from ejdist.training.data import build as build_data
@@ -36,7 +37,7 @@ from ejdist.training.program import Program, local_rows, make_program, place_bat
 from launch.train import start_jax
 from recipes.schema import compose
 
-OPTIONS = {"steps": 3, "warmup": 3, "timed": 5, "documents": 0, "top": 15, "out": ""}
+OPTIONS = {"steps": 3, "warmup": 3, "timed": 5, "documents": 0, "top": 15, "out": "", "commit": ""}
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # What moves numbers and computes none.
@@ -318,7 +319,7 @@ def main(argv: list[str]) -> None:
     o, words = options(argv)
     sections = compose(words)
     start_jax(sections)
-    found = {"recipe": words, "options": o, **measure(sections, o)}
+    found = {"recipe": words, "options": o, **provenance(o["commit"]), **measure(sections, o)}
     if jax.process_index() == 0:
         print(text_of(found), flush=True)
         if o["out"]:

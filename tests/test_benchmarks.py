@@ -338,6 +338,12 @@ def test_a_step_is_measured_and_nothing_is_written(tmp_path, monkeypatch):
     assert (
         found["devices"] == 2 and found["step_ms"] > 0 and len(found["losses"]) == 2 and not (tmp_path / "run").exists()
     )
+    shown = report.steps(tmp_path)
+    assert f"| {found['step_ms']:.1f} | {found['tokens_per_second']:,.0f} |" in shown and found["commit"][:9] in shown
+    found |= {"window_ms": 10.0, "classes": {"matmuls": {"ms": 6.0}, "unknown": {"ms": 3.0}}, "gaps": {"ms": 1.0}}
+    found |= {"largest": [{"kernel": "mine", "class": "unknown", "ms": 3.0}], "exposed_collectives": {"ms": 0.5}}
+    (tmp_path / "out.json").write_text(json.dumps(found))
+    assert "| matmuls 60.0%, mine 30.0%, gaps 10.0%, collectives, exposed 5.0% |" in report.steps(tmp_path)
 
 
 def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeypatch, capsys):
@@ -362,6 +368,8 @@ def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeyp
         "dtype float32" in refused["refused"]
         and "| 32 tokens, both, all_gather, zigzag, auto | " in capsys.readouterr().out
     )
+
+    assert "| 32 tokens, both, ring, zigzag, auto | " in report.sequences(tmp_path)
 
     monkeypatch.setattr(sequence, "split", lambda *a: lambda q, k, v: 1.01 * q)
     sequence.main([*small, "schemes=ring"])
