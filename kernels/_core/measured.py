@@ -102,8 +102,8 @@ def ranked(
     op: Operation, call: Call, platform: str, backends: list[Backend], differentiated: bool
 ) -> tuple[list[Backend], str]:
     """Returns the backends, given in the contract's order, the fastest first, and the measurement in words; as they are, and
-    nothing, where no two of them were measured. A differentiated call is ranked by its backward, which follows anyone's
-    forward, unless the contract has `kept`: then one backend runs both.
+    nothing, where no two of them were measured. A differentiated call is ranked by its backward, which follows the forward of
+    any backend, unless the contract has `kept`: then one backend runs both.
 
     A backend that was not measured keeps its place, so a new one is where its author puts it until it is measured.
     """

@@ -29,9 +29,16 @@ FAULTS = (
     Fault(
         "deterministic: specialised warps take it",
         "kernels/ops/flash_attention/triton_gpu.py",
-        "        if deterministic:",
-        "        if False:",
+        "if deterministic and cfg.bwd_params.num_warps == SPECIALISED:",
+        "if False:",
         "tests/kernels/test_flash_attention_deterministic.py -k specialised",
+    ),
+    Fault(
+        "deterministic: a configuration that adds in any order is chosen",
+        "kernels/ops/flash_attention/triton_gpu.py",
+        "if call.deterministic:",
+        "if False:",
+        "tests/kernels/test_flash_attention_deterministic.py -k 'no_configuration or passed_over'",
     ),
     Fault(
         "deterministic: dropped by the public function",

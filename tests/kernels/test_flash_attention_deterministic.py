@@ -15,7 +15,7 @@ import kernels
 from ejdist import make_mesh, ring_attention
 from ejdist.operations import bind_ops
 from ejdist.training.program import make_program
-from kernels import Unsupported
+from kernels import MaskInfo, Unsupported
 from kernels._core.config import BwdParams, KernelConfig
 from kernels._core.contract import Op
 from kernels._core.target import custom_call_target
@@ -69,10 +69,14 @@ def test_specialised_warps_add_in_any_order_and_refuse():
 
 
 def test_no_configuration_for_such_a_call_has_them():
-    call = op.bind(QUERY, KEY, VALUE, deterministic=True)
     backend = op.backends["triton_gpu"]
-    for cfg in (backend.heuristic(call, "cuda"), *backend.candidates(call)):
-        assert cfg.bwd_params.num_warps != SPECIALISED
+    x = jax.ShapeDtypeStruct((1, 8192, 8, 128), "bfloat16")
+    with_and_without = []
+    for deterministic in (True, False):
+        call = op.bind(x, x, x, MaskInfo(causal=True), deterministic=deterministic)
+        configs = (backend.heuristic(call, "cuda"), *backend.candidates(call))
+        with_and_without.append(any(cfg.bwd_params.num_warps == SPECIALISED for cfg in configs))
+    assert with_and_without == [False, True]
 
 
 @pytest.mark.parametrize("name", [name for name in op.backends if name != "cudnn_gpu"])
