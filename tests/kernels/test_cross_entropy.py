@@ -217,8 +217,7 @@ def summed_terms(hidden, head, targets, weights, **how):
     return LossSums(loss + z_loss, loss, z_loss, counted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize(("rows", "dtype"), [(None, "float32"), (5, "float32"), (5, "bfloat16")])
 def test_sums_and_their_gradients_are_those_of_the_terms(rows, dtype):
     cfg = CrossEntropyConfig(rows)
     got, want = (sums_and_gradients(f, dtype, cfg=cfg) for f in (fused_loss_sums, summed_terms))
@@ -226,7 +225,7 @@ def test_sums_and_their_gradients_are_those_of_the_terms(rows, dtype):
         assert a.dtype == b.dtype and error(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_sums_on_a_mesh(mesh):
     got = sums_and_gradients(ejdist.fused_loss_sums, mesh=make_mesh(**mesh))
     jax.tree.map(
@@ -259,11 +258,12 @@ def test_logits_are_computed_twice_only_where_it_is_said():
 @pytest.mark.parametrize("backend", ["xla", "triton_gpu"])
 def test_what_a_forward_keeps_is_what_the_contract_says(backend):
     case = next(case for case in sums_op.cases if case.name == "odd")
-    a = {"weights": None, **sums_op.case_inputs(case, dtype="bfloat16")}
-    wanted = sums_op.kept(**a)
+    call = sums_op.bind(**sums_op.case_inputs(case, dtype="bfloat16"))
+    cfg = CrossEntropyConfig(block_rows=128, block_vocab=64, num_warps=1)
+    wanted = jax.jit(lambda a: sums_op.kept(**a, **call.static()))(call.traced())
     with interpret():
-        cfg = CrossEntropyConfig(block_rows=64, block_vocab=16, num_warps=1)
-        _, got = sums_op.backends[backend].run("keeping", a, cfg)
+        run = jax.jit(lambda a: sums_op.backends[backend].run("keeping", {**a, **call.static()}, cfg))
+        _, got = run(call.traced())
     assert {n: x.dtype for n, x in got.items()} == {n: x.dtype for n, x in wanted.items()}
     for name, want in wanted.items():
         assert error(got[name], want) < (1e-4 if name == "losses" else 1e-2), name
