@@ -50,6 +50,20 @@ FAULTS = (
         "if earlier else (slice(0, own), slice(0, own))",
         f"{SEQUENCE} -k contiguous",
     ),
+    Fault(
+        "of gathered keys a rank takes those of the next",
+        SCHEMES,
+        "dynamic_slice_in_dim(x, at, own, 1)",
+        "dynamic_slice_in_dim(x, (at + own) % x.shape[1], own, 1)",
+        f"{SEQUENCE} -k all_gather",
+    ),
+    Fault(
+        "the gradients of gathered keys go to the first rank",
+        SCHEMES,
+        "grads[n].astype(jnp.float32), at, 1)",
+        "grads[n].astype(jnp.float32), 0 * at, 1)",
+        f"{SEQUENCE} -k all_gather",
+    ),
     Fault("merge without rescale", LOCAL, "return out * a[..., None] + ", "return out + ", SEQUENCE),
     Fault(
         "ring counts the sink twice",
