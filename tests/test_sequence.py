@@ -566,6 +566,7 @@ def test_a_hop_is_one_kernel_and_a_hop_that_a_rank_does_not_need_none(platform):
     """Of a rank's own keys, then at each hop the earlier and the later ranks: without positions cuDNN has every one."""
     assert kernels_of_hops("zigzag", platform, False) == [[1], [1, 1], [1, 1]]
     assert kernels_of_hops("contiguous", platform, False) == [[1], [0, 1], [0, 1]]
+    assert kernels_of_hops("zigzag", platform, False, scheme="all_gather") == [[1], [1, 1]], "the others' are one loop"
     assert kernels_of_hops("zigzag", platform, True) == [[2], [1, 1], [1, 1], [1, 1], [1, 1]]
     assert kernels_of_hops("contiguous", platform, True) == [[2], [0, 1], [0, 1], [0, 1], [0, 1]]
 
@@ -573,6 +574,7 @@ def test_a_hop_is_one_kernel_and_a_hop_that_a_rank_does_not_need_none(platform):
 def test_where_positions_are_compared_a_hop_is_one_kernel_for_all_ranks():
     """The kernel skips the blocks that nobody sees."""
     assert kernels_of_hops("zigzag", None, False, sliding_window=300) == [[3]]
+    assert kernels_of_hops("zigzag", None, False, sliding_window=300, scheme="all_gather") == [[1]], "all keys at once"
     assert kernels_of_hops("zigzag", None, False, logits_soft_cap=5.0) == [[1], [1, 1], [1, 1]], "which is no mask"
 
 

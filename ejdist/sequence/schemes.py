@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -62,20 +63,28 @@ def _over_hops(local: Local, body: Any, stay: Any, travel: Any) -> tuple[Any, An
     return stay, exchange.shift(travel, axis, local.ranks - hops[-1])
 
 
+def _nothing(local: Local) -> tuple[jax.Array, jax.Array]:
+    """Returns the (out, lse) of no keys."""
+    B, T, N, _ = local.query.shape
+    return local.full((B, T, N, local.value.shape[3])), local.full((B, T, N), -jnp.inf)
+
+
+def _attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) of the keys so far and of those that are here at a hop."""
+    out, lse = sofar
+    new_out, new_lse = local.attend_at(hop, keys)
+    return merge(out, lse, new_out, new_lse)
+
+
 @dataclass(frozen=True)
 class Ring(Scheme):
     """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory."""
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        B, T, N, _ = local.query.shape
-
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
-            out, lse = sofar
-            return merge(out, lse, *local.attend_at(hop, keys)), travel
+            return _attended(local, hop, keys, sofar), travel
 
-        nothing = local.full((B, T, N, local.value.shape[3])), local.full((B, T, N), -jnp.inf)
-        (out, lse), _ = _over_hops(local, attend, nothing, ())
-        return out, lse
+        return _over_hops(local, attend, _nothing(local), ())[0]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def pull(hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any) -> tuple[Any, Any]:
@@ -89,22 +98,62 @@ class Ring(Scheme):
         return own | sums
 
 
+def _over_gathered(local: Local, body: Any, state: Any) -> Any:
+    """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, which need not wait for
+    those of the others, and then of theirs, which are gathered meanwhile."""
+    gathered, own = exchange.gather(local.keys, local.axis), local.query.shape[1]
+    state = body(0, local.keys, state)
+
+    def visit(state: Any, hop: Any) -> tuple[Any, None]:
+        at = local.holder(hop) * own
+        return body(hop, {n: jax.lax.dynamic_slice_in_dim(x, at, own, 1) for n, x in gathered.items()}, state), None
+
+    return jax.lax.scan(visit, state, jnp.asarray(local.hops[1:]))[0]
+
+
 @dataclass(frozen=True)
 class AllGather(Scheme):
-    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, no hops."""
+    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange.
+
+    Where hops are plain they are made one by one, the first beside the exchange; else all keys are one attention.
+    """
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # nobody needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
+        if local.plain:
+            return _over_gathered(local, functools.partial(_attended, local), _nothing(local))
         out, lse = local.attend(*local.in_order(exchange.gather(local.keys, local.axis)))
         return out.astype(jnp.float32), lse
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if len(local.hops) == 1:
             return Ring().backward(local, saved)
-        grads = local.pull(saved, *local.in_order(exchange.gather(local.keys, local.axis)))
-        parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in ("key", "value")}
+        if local.plain:
+            grads, parts = self._backward_of_hops(local, saved)
+        else:
+            grads = local.pull(saved, *local.in_order(exchange.gather(local.keys, local.axis)))
+            parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in ("key", "value")}
         return grads | exchange.scatter_sum(parts, local.axis)
+
+    def _backward_of_hops(self, local: Local, saved: dict[str, jax.Array]) -> tuple[dict, dict]:
+        """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks)."""
+        own = local.query.shape[1]
+
+        def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
+            (query, parts), grads, at = state, local.pull_at(hop, saved, keys), local.holder(hop) * own
+
+            def placed(n: str, x: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice_in_dim(x, grads[n].astype(jnp.float32), at, 1)
+
+            return query + grads["query"], {n: placed(n, x) for n, x in parts.items()}
+
+        def whole(x: jax.Array) -> jax.Array:
+            return local.full((x.shape[0], own * local.ranks, *x.shape[2:]))
+
+        parts = {"key": whole(local.key), "value": whole(local.value)}
+        query, parts = _over_gathered(local, pull, (local.full(local.query.shape), parts))
+        return {"query": query}, parts
 
 
 SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather}
