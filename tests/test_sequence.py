@@ -534,7 +534,7 @@ def kernels_of_hops(order, platform, gradient, **options):
         out, pull = jax.vjp(ring, q, k, v)
         return pull(out) if gradient else out
 
-    arrays = [jax.ShapeDtypeStruct((1, 512, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+    arrays = [jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
     with kernels.compile_for(90) as checks:
         module = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=checks)(*arrays).mlir_module()
     return hops_in(module)
