@@ -20,6 +20,7 @@ from kernels._core.work import Work
 
 # Bytes of shared memory for tiles that are read ahead: beside it a block of an A100 has room for what its sums exchange.
 READ_AHEAD = 128 * 1024
+WIDEST_AHEAD = 8192
 
 
 @triton.jit
@@ -336,26 +337,28 @@ def rejects(call: Call) -> str | None:
 
 
 def _read_ahead(call: Call, rows: int) -> int:
-    """Returns the stages of a backward of wide rows: what is read of the next tile or two fits shared memory."""
+    """Returns the most stages of a backward: what is read of the next tile or two fits shared memory. 1 for narrow rows, of
+    which there are many programs, and for those so wide that they fill the registers and are as many bytes on their way."""
+    D = call.dims["D"]
+    chunks, block_d = cut.tiles(D)
+    if chunks > 1 or D < cut.WIDE or block_d > WIDEST_AHEAD:
+        return 1
     x, stream = call.x.dtype.itemsize, jnp.dtype(call.arguments.get("residual", call.x).dtype).itemsize
-    tile = rows * call.dims["D"] * (x + stream * (2 if "residual" in call.arguments else 1))
+    tile = rows * block_d * (x + stream * (2 if "residual" in call.arguments else 1))
     return 1 + min(2, READ_AHEAD // tile)
 
 
 def shapes(call: Call, *, crowded: bool) -> NormConfig:
     """Returns the tiles of a call; `crowded` as `rows.shapes` has it."""
-    D = call.dims["D"]
     itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
-    found = cut.shapes(D, itemsize, crowded=crowded)
-    wide = D >= cut.WIDE and cut.tiles(D)[0] == 1
-    return NormConfig(*found, _read_ahead(call, found[2]) if wide else 1)
+    found = cut.shapes(call.dims["D"], itemsize, crowded=crowded)
+    return NormConfig(*found, _read_ahead(call, found[2]))
 
 
 def candidates(call: Call) -> list[NormConfig]:
-    """Returns what to choose from when tuning: every shape, and those of wide rows with tiles read ahead too."""
-    D = call.dims["D"]
-    stages = (1, 2, 3) if D >= cut.WIDE and cut.tiles(D)[0] == 1 else (1,)
-    return [NormConfig(*shape, n) for shape in cut.candidates(D) for n in stages if n <= _read_ahead(call, shape[2])]
+    """Returns what to choose from when tuning: every shape, and with tiles read ahead."""
+    found = cut.candidates(call.dims["D"])
+    return [NormConfig(*shape, n + 1) for shape in found for n in range(_read_ahead(call, shape[2]))]
 
 
 FACTS: Any = {
@@ -363,4 +366,5 @@ FACTS: Any = {
     "dtypes": {"float32", "bfloat16", "float16"},
     "rejects": rejects,
     "candidates": candidates,
+    "version": 2,
 }

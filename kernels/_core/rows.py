@@ -43,7 +43,8 @@ def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, i
     """Returns (rows and warps of a program of the forward, the same of the backward, programs of the backward).
 
     Args:
-      crowded: the backward has more in its registers than two arrays and one sum: another array, or another sum.
+      crowded: the backward has more in its registers than two arrays and one sum: another array, or another sum. Of rows
+        narrower than WIDE, whose sums have a row for each of the tile's.
     """
     chunks, block_d = tiles(D)
     # 8 elements of a chunk in a thread are a load of 16 bytes of a 16-bit type.
