@@ -48,6 +48,8 @@ def shape(*sizes):
         ({"width": 128, "value_width": 64}, True, True),
         ({"width": 64, "value_width": 128}, False, False),
         ({"width": 32}, False, False),
+        ({"width": 100}, False, False),
+        ({"width": 128, "value_width": 68}, False, False),
         ({"dtype": "float32"}, False, False),
         ({"length": 64}, False, False),
         ({"softmax_scale": -1.0}, False, False),

@@ -57,9 +57,9 @@ class _Call(NamedTuple):
         """
         if given.num_warps != SPECIALISED:
             return given
-        wide, tall = self.options["BLOCK_H"], self.options["BLOCK_V"]
+        H, HV = self.options["H"], self.options["HV"]
         direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
-        made = getattr(_specialised(wide, tall, itemsize, self.options["SCALE"]), direction)
+        made = getattr(_specialised(H, HV, itemsize, self.options["SCALE"]), direction)
         asks = [name for name, array in _NOT_SPECIALISED.items() if self.arrays[array] is not None]
         if asks or (given.q_blocksize, given.kv_blocksize) != (made.q_blocksize, made.kv_blocksize):
             raise ValueError(
@@ -69,7 +69,7 @@ class _Call(NamedTuple):
                 + ": use 4 or 8 warps"
             )
         if interpreting() or compute_capability() != 90:
-            return getattr(_plain(max(wide, tall), itemsize), direction)
+            return getattr(_plain(_width(max(H, HV)), itemsize), direction)
         return given
 
     def spans(self, q_block: int, k_block: int) -> tuple[jax.Array, jax.Array]:
@@ -365,11 +365,13 @@ def _plain(width: int, itemsize: int) -> FlashAttentionConfig:
     return _config((128, 64, 8, 2), (64, 64, 8, 2))
 
 
-def _specialised(wide: int, tall: int, itemsize: int, scale: float) -> FlashAttentionConfig:
-    """Returns the tiles of Hopper's kernels for keys and values that are padded to so many entries; of a direction that has
-    no such kernel, those of the plain one."""
+def _specialised(H: int, HV: int, itemsize: int, scale: float) -> FlashAttentionConfig:
+    """Returns the tiles of Hopper's kernels for heads of so many entries; of a direction that has no such kernel, those of the
+    plain one."""
+    wide, tall = _width(H), _width(HV)
     plain = _plain(max(wide, tall), itemsize)
-    if itemsize != 2 or not 64 <= tall <= wide or scale <= 0:
+    # TMA reads heads that begin every 16 bytes.
+    if itemsize != 2 or H % 8 or HV % 8 or not 64 <= tall <= wide or scale <= 0:
         return plain
     forward = FwdParams(128, 128 if wide <= 128 else 64, SPECIALISED, 2)
     return FlashAttentionConfig(forward, BwdParams(64, 128, SPECIALISED, 2) if wide <= 128 else plain.bwd_params)
@@ -384,19 +386,19 @@ def _scale(softmax_scale: float | None, entries: int) -> float:
 
 
 def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
-    wide, tall, itemsize = _width(call.dims["H"]), _width(call.dims["Hv"]), call.query.dtype.itemsize
+    H, HV, itemsize = call.dims["H"], call.dims["Hv"], call.query.dtype.itemsize
+    plain = _plain(_width(max(H, HV)), itemsize)
     dense = call.mask is not None and call.mask.attention_mask is not None
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
-        return _plain(max(wide, tall), itemsize)
-    found = _specialised(wide, tall, itemsize, _scale(call.softmax_scale, call.dims["H"]))
-    if call.deterministic:  # which the one pass backward is not
-        return FlashAttentionConfig(found.fwd_params, _plain(max(wide, tall), itemsize).bwd_params)
-    return found
+        return plain
+    found = _specialised(H, HV, itemsize, _scale(call.softmax_scale, H))
+    # The backward of one pass is not deterministic.
+    return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
-    wide, tall, itemsize = _width(call.dims["H"]), _width(call.dims["Hv"]), call.query.dtype.itemsize
-    found = [_heuristic(call, "cuda"), _plain(max(wide, tall), itemsize)]
+    itemsize = call.query.dtype.itemsize
+    found = [_heuristic(call, "cuda"), _plain(_width(max(call.dims["H"], call.dims["Hv"])), itemsize)]
     if itemsize == 2:
         others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
         backwards = [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)]
