@@ -93,10 +93,9 @@ class Local:
             # The order alone tells where a rank's tokens are, so their positions do not travel.
             length, order = self.query.shape[1] * self.ranks, self.static.order
             changes["q_positions"] = order.positions(exchange.rank(self.axis), length)[None]
-            at = (
-                jnp.arange(length, dtype=jnp.int32) if holders is None else order.positions(holders, length).reshape(-1)
-            )
-            changes["kv_positions"] = at[None]
+            every = jnp.arange(length, dtype=jnp.int32)
+            at = every if holders is None else order.positions(holders, length)
+            changes["kv_positions"] = at.reshape(1, -1)
         return vary_alike(self.mask.replace(**changes), self.query)
 
     def _over(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:

@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "deterministic: a configuration that adds in any order is chosen",
         "kernels/ops/flash_attention/triton_gpu.py",
-        "if call.deterministic:",
-        "if False:",
+        "plain.bwd_params) if call.deterministic else found",
+        "plain.bwd_params) if False else found",
         "tests/kernels/test_flash_attention_deterministic.py -k 'no_configuration or passed_over'",
     ),
     Fault(

@@ -104,8 +104,8 @@ FAULTS = (
     Fault(
         "gathered keys that were put in order are taken to lie as the ranks have them",
         LOCAL,
-        "at = jnp.arange(length, dtype=jnp.int32) if holders is None else order.positions(holders, length).reshape(-1)",
-        "at = order.positions(jnp.arange(self.ranks) if holders is None else holders, length).reshape(-1)",
+        "at = every if holders is None else order.positions(holders, length)",
+        "at = order.positions(jnp.arange(self.ranks) if holders is None else holders, length)",
         f"{SEQUENCE} -k all_gather",
     ),
     Fault(
@@ -147,13 +147,6 @@ FAULTS = (
         EXCHANGE,
         "jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)",
         "jax.lax.dynamic_slice_in_dim(x, rank(axis) * (k := x.shape[1] // jax.lax.axis_size(axis)), k, 1)",
-        f"{SEQUENCE} -k all_gather",
-    ),
-    Fault(
-        "gathered keys taken for those of other ranks",
-        SCHEMES,
-        "local.attend(keys, jnp.arange(local.ranks))",
-        "local.attend(keys, (jnp.arange(local.ranks) + 1) % local.ranks)",
         f"{SEQUENCE} -k all_gather",
     ),
     Fault(
