@@ -21,15 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels._core.gluon import SWIZZLED, after
 from kernels.ops.flash_attention.gluon_parts import (
     BLOCK,
     BLOCK_OF_SUMS,
     ROW,
-    TILE,
     TILE_OF_SUMS,
-    after,
     positions_of,
     segments_of,
+    span_of,
     tanh,
     visible,
 )
@@ -46,17 +46,11 @@ def _place(O: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _span(spans_ptr, b, block, O: gl.constexpr):
-    span = spans_ptr + b * O.SPAN_BATCH + block * 4
-    return gl.load(span), gl.load(span + 1), gl.load(span + 2), gl.load(span + 3)
-
-
-@gluon.jit
 def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
     """Returns (tiles of queries, of cotangents, rows of the two statistics, a barrier of each stage for "is full", and for "is
     free")."""
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_H], TILE)
-    d_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_V], TILE)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_H], SWIZZLED)
+    d_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_V], SWIZZLED)
     rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, O.BLOCK_Q], ROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -70,7 +64,7 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
 def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k_tile, v_tile, kv_full, ring, O: gl.constexpr,
           HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     b, head, block = _place(O, HEADS)
-    first, full_first, full_end, last = _span(spans_ptr, b, block, O)
+    first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
@@ -123,7 +117,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, d_tiles, rows, full, free = ring
     b, head, block = _place(O, HEADS)
-    first, full_first, full_end, last = _span(spans_ptr, b, block, O)
+    first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     prefix = None
     if prefix_ptr is not None:
         prefix = gl.load(prefix_ptr + b * O.PREFIX_BATCH)
@@ -234,12 +228,12 @@ def specialised_gradient_kernel(
     LOADING: gl.constexpr,  # registers of a thread that loads
 ):
     dtype: gl.constexpr = q_desc.dtype
-    k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], TILE)
-    v_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_V], TILE)
+    k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
+    v_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_V], SWIZZLED)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     ring = _make_ring(STAGES, dtype, O)
-    ds_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_Q], TILE)
+    ds_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_Q], SWIZZLED)
     dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, O.BLOCK_H], TILE_OF_SUMS)
     gl.warp_specialize(
         [

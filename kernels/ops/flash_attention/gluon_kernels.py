@@ -15,14 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from kernels._core.gluon import SWIZZLED, after
 from kernels.ops.flash_attention.gluon_parts import (
     BLOCK,
-    TILE,
-    after,
-    load_tile,
-    make_ring,
     positions_of,
     segments_of,
+    span_of,
     tanh,
     visible,
 )
@@ -43,16 +41,34 @@ def _place(O: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _span(spans_ptr, b, block, O: gl.constexpr):
-    span = spans_ptr + b * O.SPAN_BATCH + block * 4
-    return gl.load(span), gl.load(span + 1), gl.load(span + 2), gl.load(span + 3)
+def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns (tiles of keys or values, a barrier of each for "is full", and one for "is free")."""
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], SWIZZLED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return tiles, full, free
+
+
+@gluon.jit
+def _load_tile(desc, batch, row, head, ring, stage, phase):
+    """Loads the rows of a head from `row` on into a stage, once it is free; rows past the last are zeros."""
+    tiles, full, free = ring
+    ROWS: gl.constexpr = desc.block_type.shape[1]
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    mbarrier.wait(free.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), desc.nbytes_per_cta)
+    block = tiles.index(stage).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+    tma.async_load(desc, [batch, row, head, 0], full.index(stage), block)
 
 
 @gluon.jit
 def _load(q_desc, k_desc, v_desc, spans_ptr, q_tiles, q_full, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr):  # fmt: skip
     b, n, block = _place(O, HEADS)
-    first, full, full_end, last = _span(spans_ptr, b, block, O)
+    first, full, full_end, last = span_of(spans_ptr, b, block, O)
     head = n // (O.N // O.K)
     mbarrier.expect(q_full, 2 * q_desc.nbytes_per_cta)
     for i in gl.static_range(2):
@@ -61,8 +77,8 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, q_tiles, q_full, keys, values, O: g
     stage, phase = 0, 0
     for i in range(last - first):
         row = (last - 1 - i) * O.BLOCK_K
-        load_tile(k_desc, b, row, head, keys, stage, phase)
-        load_tile(v_desc, b, row, head, values, stage, phase)
+        _load_tile(k_desc, b, row, head, keys, stage, phase)
+        _load_tile(v_desc, b, row, head, values, stage, phase)
         stage, phase = after(stage, phase, STAGES)
 
 
@@ -103,7 +119,7 @@ def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
     b, n, block = _place(O, HEADS)
-    first, full, full_end, last = _span(spans_ptr, b, block, O)
+    first, full, full_end, last = span_of(spans_ptr, b, block, O)
     row = block * O.BLOCK_Q + WHICH * ROWS
     at = row + gl.arange(0, ROWS, ROW)
     prefix = None
@@ -194,11 +210,11 @@ def specialised_forward_kernel(
     LOADING: gl.constexpr,  # and of one that loads
 ):
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, O.BLOCK_H], TILE)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, O.BLOCK_H], SWIZZLED)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    keys = make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_H, 2)
-    values = make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_V, 2)
+    keys = _make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_H)
+    values = _make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_V)
     gl.warp_specialize(
         [
             (_attend, (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from kernels._core.gluon import after
 from kernels.ops.grouped_matmul.gluon_parts import (
-    after,
     hand_over,
     has_half,
     hear,

@@ -15,8 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-# Of a block of 16-bit entries in shared memory, as TMA and the matrix units read it. Rows are of 64 entries or more.
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+from kernels._core.gluon import SWIZZLED, after
 
 
 @gluon.jit
@@ -78,13 +77,6 @@ def _before(stage, STAGES: gl.constexpr):
     """Returns the stage before this one. (Computed, since a name for it that a loop carries may not begin as another name of
     `stage`: the compiler takes the two for one value, and does not carry it.)"""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
-def after(stage, phase, STAGES: gl.constexpr):
-    """Returns the stage after this one, and its phase: how often the ring has been gone round, modulo 2."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit

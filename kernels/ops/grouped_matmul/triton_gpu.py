@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import triton
 from jax import lax
 
+from kernels._core.gluon import SWIZZLED
 from kernels._core.interpret import interpreting
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
 from kernels.ops.grouped_matmul.gluon_kernels import specialised_contraction_kernel, specialised_matmul_kernel
-from kernels.ops.grouped_matmul.gluon_parts import SWIZZLED
 from kernels.ops.grouped_matmul.groups import register, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
