@@ -31,6 +31,12 @@ SPILLS = {
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
 }
+# Kernels whose products the assembler lets follow one another (`serialized`), and why it is left so.
+SERIALIZED = {
+    # The sums of gate and up, and the activation's sides beside them, are more registers than a thread has. The plain products
+    # have kernels of Hopper's own; this one has none yet.
+    ("grouped_matmul", "qwen3_gate_up", 90): {"grouped_matmul_kernel"},
+}
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # what a block may have
 
 
@@ -88,7 +94,8 @@ def test_for_cuda(op, backend, case, dtype, target):
         assert re.search(rf"^\.target sm_{target}", kernel.ptx, re.M), kernel.name
         spilled = max(kernel.resources["spill_stores"], kernel.resources["spill_loads"])
         assert spilled <= SPILLS.get((op.name, case.name, target), 0), (kernel.name, kernel.resources)
-        assert kernel.resources["serialized"] == 0, kernel.name
+        known = SERIALIZED.get((op.name, case.name, target), ())
+        assert not kernel.resources["serialized"] or kernel.name in known, kernel.name
         assert kernel.shared_memory_bytes <= SHARED_MEMORY[target], (kernel.name, kernel.shared_memory_bytes)
 
 
