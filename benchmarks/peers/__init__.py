@@ -77,11 +77,14 @@ def needs_torch(gpu: bool = False) -> str | None:
     return None if torch.cuda.is_available() else "torch sees no GPU"
 
 
-def plain_attention(arguments: dict[str, Any], *, causal_cross: bool = False) -> PlainAttention | str:
+def plain_attention(
+    arguments: dict[str, Any], *, causal_cross: bool = False, besides: tuple[str, ...] = ()
+) -> PlainAttention | str:
     """Returns the call as plain attention, or why it is more than that.
 
     Args:
       causal_cross: the peer puts the last query at the last key, as the contract does; most start both at 0.
+      besides: arguments and fields of the mask that the peer reads itself.
     """
     plain = ("bias", "softmax_aux", "alibi_slopes", "dropout_seed", "logits_soft_cap", "dropout_prob")
     given = {name: arguments.get(name) for name in plain}
@@ -91,8 +94,8 @@ def plain_attention(arguments: dict[str, Any], *, causal_cross: bool = False) ->
     mask = arguments.get("mask")
     if mask is not None:
         used += [*mask.data_fields] + (["chunk_size"] if mask.chunk_size is not None else [])
-    if used:
-        return f"it cannot say {', '.join(used)}"
+    if unsaid := [name for name in used if name not in besides]:
+        return f"it cannot say {', '.join(unsaid)}"
     causal, window = (False, None) if mask is None else (mask.causal, mask.window)
     if (causal or window) and not causal_cross and arguments["query"].shape[1] != arguments["key"].shape[1]:
         return "it aligns the first query with the first key"

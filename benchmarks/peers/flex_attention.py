@@ -1,4 +1,5 @@
-"""torch's flex_attention, compiled, with block masks for causal masks and windows."""
+"""torch's flex_attention, compiled: block masks for causal masks, windows and documents, a soft cap as its change of logits,
+and sinks by a factor of its outputs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from benchmarks.peers import needs_torch, plain_attention
 
 FRAMEWORK = "torch"
 OPERATIONS = ("flash_attention",)
+BESIDES = ("logits_soft_cap", "softmax_aux", "q_segment_ids", "kv_segment_ids")
+MOST_PAIRS = 2**31  # of which a block mask is made all at once; of more, by a compiled function
 
 
 def available() -> str | None:
@@ -15,15 +18,20 @@ def available() -> str | None:
 
 
 def express(op_name: str, arguments: dict[str, Any]) -> Any:
-    plain = plain_attention(arguments, causal_cross=True)
+    plain = plain_attention(arguments, causal_cross=True, besides=BESIDES)
     if isinstance(plain, str):
         return plain
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    T, N = arguments["query"].shape[1:3]
+    from benchmarks.torch_programs import device, to_torch
+
+    (B, T, N), cap = arguments["query"].shape[:3], arguments.get("logits_soft_cap")
     S, K = arguments["key"].shape[1:3]
     left, right = plain.sides(max(T, S)) or (None, None)
+    mask = arguments.get("mask")
+    ids = None if mask is None else mask.q_segment_ids
+    q_ids, k_ids = (None, None) if ids is None else (to_torch(ids), to_torch(mask.kv_segment_ids))
 
     def visible(batch: Any, head: Any, i: Any, j: Any) -> Any:
         at = i + (S - T)
@@ -32,15 +40,29 @@ def express(op_name: str, arguments: dict[str, Any]) -> Any:
             seen = seen & (j <= at)
         if left is not None:
             seen = seen & (j >= at - left) & (j <= at + right)
+        if q_ids is not None and k_ids is not None:
+            row, column = (batch if x.shape[0] > 1 else 0 for x in (q_ids, k_ids))
+            seen = seen & (q_ids[row, i] == k_ids[column, j]) & (q_ids[row, i] >= 0)
         return seen
 
-    masked = plain.causal or left is not None
-    block_mask = create_block_mask(visible, None, None, T, S, device="cuda") if masked else None
-    compiled = torch.compile(flex_attention, dynamic=False)
+    def capped(logit: Any, batch: Any, head: Any, i: Any, j: Any) -> Any:
+        return cap * torch.tanh(logit / cap)
 
-    def attention(query: Any, key: Any, value: Any) -> Any:
+    made = None
+    if plain.causal or left is not None or q_ids is not None:
+        rows = B if q_ids is not None and k_ids is not None and max(q_ids.shape[0], k_ids.shape[0]) > 1 else None
+        made = create_block_mask(visible, rows, None, T, S, device=device(), _compile=T * S >= MOST_PAIRS)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    options: dict[str, Any] = {"block_mask": made, "scale": plain.scale, "enable_gqa": N != K}
+    if cap is not None:
+        options["score_mod"] = capped
+
+    def attention(query: Any, key: Any, value: Any, softmax_aux: Any = None) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = compiled(q, k, v, block_mask=block_mask, scale=plain.scale, enable_gqa=N != K)
-        return out.transpose(1, 2)
+        if softmax_aux is None:
+            return compiled(q, k, v, **options).transpose(1, 2)
+        out, lse = compiled(q, k, v, return_lse=True, **options)
+        share = torch.sigmoid(lse - torch.logsumexp(softmax_aux.float(), -1)[None, :, None])
+        return (out * share[..., None].to(out.dtype)).transpose(1, 2)
 
     return attention

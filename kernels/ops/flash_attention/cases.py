@@ -87,6 +87,18 @@ def _seed(rng, dims):
     return expand_dropout_seed(int(rng.integers(2**31)), dims["B"], dims["N"])
 
 
+def _heads(width, B, T=8192):
+    """Returns the shape of 2,048 entries a token in heads of that width."""
+    return {"B": B, "T": T, "S": T, "N": 2048 // width, "K": 2048 // width, "H": width, "Hv": width}
+
+
+LONG = {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128}
+
+
+def _bench(name, dims, *, causal=True, window=None, tags=frozenset({"bench"}), make=None, **rest):
+    return Case(name, dims, make=make or _mask(causal=causal, window=window), tags=tags, **rest)
+
+
 # Those that `attention`, which also returns its weights, is held to: every option and every kind of mask once.
 WITH_WEIGHTS = (
     "causal", "cross", "window", "chunk", "prefix", "segments", "permuted", "dense_mask", "value_width", "scale", "soft_cap",
@@ -141,35 +153,31 @@ CASES = (
         make={**_permuted(causal=True, window=(11, 0)), "dropout_seed": _seed},
         tags=KERNELS | {"smoke", "code"},
     ),
-    Case(
-        "causal_8k",
-        {"B": 2, "T": 8192, "S": 8192, "N": 16, "K": 16, "H": 128, "Hv": 128},
-        make=_mask(causal=True),
-        tags=frozenset({"bench"}),
-    ),
-    Case(
-        "causal_32k_gqa",
-        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
-        make=_mask(causal=True),
-        tags=frozenset({"bench", "code"}),
-    ),
-    Case(
-        "packed_4k_of_32k",
-        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
-        make={"mask": _documents},
-        tags=frozenset({"bench"}),
-    ),
-    Case(
-        "soft_cap_32k",
-        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
+    # What benchmarks race: widths of heads, lengths, and what is masked or added, 16k tokens and more.
+    _bench("causal_2k", _heads(128, B=8, T=2048)),
+    _bench("causal_8k", _heads(128, B=2)),
+    _bench("full_8k", _heads(128, B=2), causal=False),
+    _bench("causal_32k_gqa", LONG, tags=frozenset({"bench", "code"})),
+    _bench("narrow_causal_2k", _heads(64, B=8, T=2048)),
+    _bench("narrow_causal_8k", _heads(64, B=2)),
+    _bench("narrow_full_8k", _heads(64, B=2), causal=False),
+    _bench("narrow_causal_32k", _heads(64, B=1, T=32768)),
+    _bench("wide_causal_2k", _heads(256, B=8, T=2048)),
+    _bench("wide_causal_8k", _heads(256, B=2)),
+    _bench("wide_full_8k", _heads(256, B=2), causal=False),
+    _bench("wide_causal_32k", _heads(256, B=1, T=32768)),
+    _bench("latent_causal_8k", {**_heads(192, B=2), "Hv": 128}),
+    _bench("packed_4k_of_32k", LONG, make={"mask": _documents}),
+    _bench("soft_cap_32k", LONG, options={"logits_soft_cap": 30.0}),
+    _bench("sinks_32k", {**LONG, "sinks": 1}, arrays=("softmax_aux",)),
+    _bench(
+        "packed_soft_cap_sinks_32k",
+        {**LONG, "sinks": 1},
         options={"logits_soft_cap": 30.0},
-        make=_mask(causal=True),
-        tags=frozenset({"bench"}),
+        arrays=("softmax_aux",),
+        make={"mask": _documents},
     ),
-    Case(
-        "window_4k_of_32k",
-        {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128},
-        make=_mask(causal=True, window=(4095, 0)),
-        tags=frozenset({"bench"}),
-    ),
+    _bench("window_4k_of_32k", LONG, window=(4095, 0)),
+    _bench("window_1k_of_32k", LONG, window=(1023, 0)),
+    _bench("window_4k_of_128k", {**LONG, "T": 131072, "S": 131072}, window=(4095, 0)),
 )
