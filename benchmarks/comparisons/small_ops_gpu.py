@@ -10,6 +10,7 @@ every configuration that tuning would try. `divide`: rows divided by that, for a
 """
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -190,11 +191,11 @@ def gated_mlp(divide, candidates):
     return case.name, {"xla": of("xla"), "triton": of("triton")}, scaled
 
 
-def projection(divide, candidates):
+def projection(divide, candidates, named="llama_8b"):
     """Returns the same of hidden states, a projection and cross entropy, the mean: with gradients made in the forward, with
     logits computed twice, and with whole logits. `candidates`: in blocks of other sizes too."""
     op = OPS["cross_entropy_sums"]
-    case = shrunk(next(c for c in op.cases if c.name == "llama_8b"), divide)
+    case = shrunk(next(c for c in op.cases if c.name == named), divide)
     made = inputs_of(op, case)
     targets = made.pop("targets")
     made["lm_head"] = (made["lm_head"] * 0.02).astype(jnp.bfloat16)
@@ -285,7 +286,8 @@ def main(ops="", quick="", candidates="", divide="1", out=""):
         cases = {c.name: c for c in OPS[name].cases}
         for case in names[:1] if quick else names:
             take(bound_by_memory(name, cases[case], int(divide), bool(candidates), rounds))
-    for name, make in {"gated_mlp": gated_mlp, "cross_entropy": projection}.items():
+    longer = functools.partial(projection, named="llama_8b_32k")
+    for name, make in (("gated_mlp", gated_mlp), ("cross_entropy", projection), ("cross_entropy", longer)):
         if not asked or name in asked:
             take(programs(name, make(int(divide), bool(candidates)), rounds))
     failed = [row for row in rows if "failed" in row]

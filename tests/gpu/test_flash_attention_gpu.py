@@ -1,4 +1,4 @@
-"""flash_attention's kernels for Hopper on a CUDA device, which no interpreter runs. Run with: pytest -n 0 -m gpu tests/gpu
+"""flash_attention's kernels for Hopper on a CUDA device, which no interpreter runs. Run with the command in CONTRIBUTING.md.
 
 Every mask and option that they take, beside the plain kernels and the contract in float32. What lies past the ends of a row of
 the batch is another row, full of NaN: a kernel that reads a token too many shows it.

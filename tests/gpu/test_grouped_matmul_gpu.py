@@ -1,4 +1,4 @@
-"""grouped_matmul's specialised warps on a CUDA device, which no interpreter runs. Run with: pytest -n 0 -m gpu tests/gpu"""
+"""grouped_matmul's specialised warps on a CUDA device, which no interpreter runs. Run with the command in CONTRIBUTING.md."""
 
 import functools
 

@@ -1,6 +1,6 @@
 """Every operation that has a backend for GPUs alone, on a CUDA device: numbers, tuning candidates, and the same bits twice.
 
-Run with: pytest -n 0 -m gpu tests/gpu
+Run with the command in CONTRIBUTING.md.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""rms_norm on a CUDA device. Run with: pytest -n 0 -m gpu tests/gpu"""
+"""rms_norm on a CUDA device. Run with the command in CONTRIBUTING.md."""
 
 import jax
 import jax.numpy as jnp

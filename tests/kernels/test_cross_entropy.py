@@ -281,8 +281,10 @@ def test_reports_have_no_gradient_and_flags_are_weights():
 def test_logits_are_read_and_written_16_bytes_at_a_time():
     case = next(case for case in op.cases if case.name == "llama_8b")
     forward, backward = checks.export_cuda(*checks.call_of(op, case)).kernels
-    assert forward.ptx.count("ld.global.v4.b32") >= 4
-    assert backward.ptx.count("ld.global.v4.b32") >= 4 and backward.ptx.count("st.global.v4.b32") >= 2
+    # A thread has 8 numbers of 16 bits: one load, and another one that reads ahead or masks the last block.
+    assert forward.ptx.count("ld.global.v4.b32") >= 2
+    assert backward.ptx.count("ld.global.v4.b32") >= 2 and backward.ptx.count("st.global.v4.b32") >= 1
+    assert "st.global.b16" not in backward.ptx and "st.global.v2.b16" not in backward.ptx
 
 
 def test_dispatch_and_refusals():

@@ -272,6 +272,7 @@ sums_op = Op(
             make={"targets": _some_at_minus_one_hundred},
         ),
         _case("llama_8b", 16384, D=4096, V=128256, tags=("bench", "code")),
+        _case("llama_8b_32k", 32768, D=4096, V=128256, tags=("bench",)),
     ),
     work=work_of_sums,
 )

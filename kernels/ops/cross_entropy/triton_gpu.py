@@ -146,19 +146,19 @@ def backward_logits(saved, logits, targets, logits_soft_cap, cfg):
 
 def _config(call, rows, most):
     block_vocab = max(16, min(most, triton.next_power_of_2(call.dims["V"])))
-    # 16 float32 of a thread: four loads of 16 bytes.
-    return CrossEntropyConfig(rows, block_vocab, max(1, min(16, block_vocab // 512)))
+    # 8 float32 of a thread: of 16 bits that is one load.
+    return CrossEntropyConfig(rows, block_vocab, max(1, min(16, block_vocab // 256)))
 
 
 def heuristic(call, platform):
     return _config(
-        call, vocabulary.block_rows(call, blocks.BLOCK_ELEMENTS) if "hidden" in call.arguments else None, 4096
+        call, vocabulary.block_rows(call, blocks.BLOCK_ELEMENTS) if "hidden" in call.arguments else None, 2048
     )
 
 
 def candidates(call):
     rows = vocabulary.candidates(call, blocks.MOST_ROWS) if "hidden" in call.arguments else [None]
-    return list(dict.fromkeys(_config(call, r, most) for r in rows for most in (4096, 2048, 8192)))
+    return list(dict.fromkeys(_config(call, r, most) for r in rows for most in (2048, 1024, 4096)))
 
 
 def rejects(call):

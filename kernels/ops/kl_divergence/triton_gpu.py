@@ -198,8 +198,8 @@ def backward_logits(saved, logits, teacher_logits, reverse, temperature, logits_
 
 def _config(call, rows, most):
     block_vocab = max(16, min(most, triton.next_power_of_2(call.dims["V"])))
-    # 8 float32 of each model in a thread: four loads of 16 bytes.
-    return KLDivergenceConfig(rows, block_vocab, max(1, min(16, block_vocab // 256)))
+    # 16 float32 of each model in a thread: of 16 bits that are two loads of each.
+    return KLDivergenceConfig(rows, block_vocab, max(1, min(16, block_vocab // 512)))
 
 
 def heuristic(call, platform):
