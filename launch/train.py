@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from launch.errors import DONE, PREEMPTED, tell
+from launch.cluster import join
+from launch.errors import DONE, HOST_LOST, PREEMPTED, tell
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -62,22 +63,7 @@ def start_jax(recipe) -> None:
         jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only=jax.config.jax_platforms == "cpu"))
-    cluster = recipe.cluster
-    if cluster.kind == "manual":
-        given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
-        if None in given:
-            raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
-        jax.distributed.initialize(*given)
-    elif cluster.kind == "auto":
-        try:
-            jax.distributed.initialize()
-        except ValueError as error:  # JAX asks for what no environment gave it
-            raise ValueError(
-                f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process ({error}); leave it out "
-                "to train on this machine alone, or use cluster=manual"
-            ) from error
-    elif cluster.kind != "local":
-        raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
+    join(recipe.cluster)
 
 
 def _how_to_scale() -> str:
@@ -131,6 +117,25 @@ def _without_late_reads(unraisable) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-if __name__ == "__main__":
+def command(before: Callable[[], object] = lambda: None) -> None:
+    """Runs `main` as a process of its own, after `before`, and ends it."""
+    import signal
+
     sys.unraisablehook = _without_late_reads
-    sys.exit(main())
+    # First of all: threads that start from here on leave it to the one that listens.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    from ejdist.cluster.ending import Codes, listen
+
+    listen(Codes(PREEMPTED, HOST_LOST))
+    before()
+    code = main()
+    if code == HOST_LOST:
+        # An orderly end would wait for that host.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    command()

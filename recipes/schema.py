@@ -27,6 +27,8 @@ class ClusterSection:
     coordinator: str | None = None  # host:port of process 0
     num_processes: int | None = None
     process_id: int | None = None
+    timeout: int = 300  # seconds that the processes have to come together
+    heartbeat: int = 100  # seconds without a sign after which a process is taken for lost, and all end
 
 
 @dataclass

@@ -254,18 +254,36 @@ def command(directory, corpus, *overrides):
     return main([*TINY, *corpus, f"run.dir={directory}", "run.steps=6", "checkpoint.every=1", *overrides])
 
 
-def test_a_damaged_checkpoint_is_named_with_a_remedy(stopped_run, corpus, capsys):
-    directory = stopped_run
-    for file in (directory / "checkpoints" / "3" / "state").rglob("*"):
+def damage(directory, step):
+    for file in (directory / "checkpoints" / str(step) / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(b"damaged")
-    before = (directory / "metrics.jsonl").read_text()
+
+
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(stopped_run, corpus, capsys, tmp_path):
+    directory, whole = stopped_run, tmp_path / "whole"
+    shutil.copytree(directory, whole)
+    damage(directory, 3)
+    assert [command(d, corpus) for d in (directory, whole)] == [DONE, DONE]
+    said = capsys.readouterr().out
+    assert "checkpoints/3 cannot be read" in said and "checkpoints/3.damaged" in said
+    assert f"going on from step 2 of {directory}" in said
+    assert losses(directory) == losses(whole)
+    assert (directory / "checkpoints" / "3.damaged").is_dir() and (directory / "checkpoints" / "6").is_dir()
+    assert command(directory, corpus) == DONE, "what was set aside is no checkpoint, and no stranger"
+
+
+def test_where_no_checkpoint_can_be_read_nothing_is_touched(stopped_run, corpus, capsys):
+    directory = stopped_run
+    for step in (1, 2, 3):
+        damage(directory, step)
+    before = sorted(p.relative_to(directory) for p in directory.rglob("*"))
+    rows = (directory / "metrics.jsonl").read_text()
     assert command(directory, corpus) == BAD_CHECKPOINT
     message = capsys.readouterr().err
-    assert "checkpoints/3 cannot be read" in message and "remove it to go on from step 2" in message
-    assert (directory / "metrics.jsonl").read_text() == before, "the metrics so far must not be touched"
-    shutil.rmtree(directory / "checkpoints" / "3")
-    assert command(directory, corpus) == DONE
+    assert "checkpoints/3 cannot be read" in message and "nor can the 2 before it" in message
+    assert sorted(p.relative_to(directory) for p in directory.rglob("*")) == before
+    assert (directory / "metrics.jsonl").read_text() == rows
 
 
 def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monkeypatch, capsys):
@@ -290,7 +308,6 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monk
     assert command(directory, corpus) == BAD_CHECKPOINT
     message = capsys.readouterr().err
     assert "checkpoints/3 cannot be read" in message and "embedding is not what was saved" in message
-    assert "remove it to go on from step 2" in message
 
 
 def test_a_digest_is_of_the_bits_and_their_places_wherever_they_lie():

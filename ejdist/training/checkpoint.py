@@ -6,6 +6,7 @@ back is noticed, on whatever mesh they are restored to.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from ejdist.training.leaves import bits_of, from_arrays, is_key, kind_of, like_arrays, name_of, to_arrays
 
 _STATE, _RUN = "state", "run"
+_ASIDE = ".damaged"
 _DIGEST, _KEYS = "digest", "keys"  # what is added to the run: of each array its digest, of each PRNG key its kind
 
 
@@ -31,6 +33,10 @@ class CheckpointSection:
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message says which, why, and what to do."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """What was saved cannot be read back. An earlier checkpoint may be whole."""
 
 
 @jax.jit
@@ -61,12 +67,14 @@ def digest(tree: Any) -> Any:
 class Checkpoints:
     """The checkpoints of one run, in `<run.dir>/checkpoints`. Nothing is created until the first save."""
 
-    def __init__(self, run_dir: str | Path, section: CheckpointSection) -> None:
+    def __init__(self, run_dir: str | Path, section: CheckpointSection, timeout: float = 900) -> None:
+        """`timeout` is in seconds: how long a save waits for its last host."""
         if section.every < 0 or section.keep < 1:
             raise ValueError(
                 f"checkpoint.every must be >= 0 and checkpoint.keep >= 1, got {section.every}, {section.keep}"
             )
         self.directory, self.section = Path(run_dir).absolute() / "checkpoints", section
+        self._timeout = max(1, round(timeout))
         self._made: Any = None
 
     def _manager(self) -> Any:
@@ -76,7 +84,11 @@ class Checkpoints:
             # Orbax tells of every array that it writes, and of a failure with its traceback; what matters is said here.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
             handlers = {_STATE: ocp.StandardCheckpointHandler(), _RUN: ocp.JsonCheckpointHandler()}
-            options = ocp.CheckpointManagerOptions(max_to_keep=self.section.keep, enable_async_checkpointing=True)
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self.section.keep,
+                enable_async_checkpointing=True,
+                async_options=ocp.AsyncOptions(timeout_secs=self._timeout),
+            )
             self._made = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         return self._made
 
@@ -91,7 +103,8 @@ class Checkpoints:
         if not self.directory.is_dir():
             raise CheckpointError(f"{self.directory} is not a folder; choose another run.dir, or remove it")
         names = [p.name for p in self.directory.iterdir()]
-        strangers = [n for n in names if not n.isdigit() and "orbax-checkpoint-tmp" not in n and not n.startswith(".")]
+        ours = [n for n in names if n.isdigit() or "orbax-checkpoint-tmp" in n or _ASIDE in n or n.startswith(".")]
+        strangers = set(names) - set(ours)
         if strangers:
             raise CheckpointError(
                 f"{self.directory} holds {', '.join(sorted(strangers)[:3])}, which this project did not write; choose another "
@@ -138,48 +151,78 @@ class Checkpoints:
     def _writing(self, step: int | None) -> _Writing:
         return _Writing(self.directory, step)
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    def steps(self) -> list[int]:
+        """Returns the steps of the complete checkpoints, the last one first."""
+        return sorted(self._manager().all_steps(), reverse=True) if self.directory.exists() else []
+
+    def restore(self, step: int, like: Any, first: Any = lambda moment, word: word) -> tuple[Any, dict[str, Any]]:
         """Returns (state, what `save` was given beside it).
 
         Args:
           like: tree of `jax.ShapeDtypeStruct` with shardings; the mesh may differ from the one that saved. A number in it
             stands for its type.
+          first: `Hosts.first` of a run on several hosts: what one of them cannot read, none restores.
 
         Raises:
-          CheckpointError: the checkpoint is damaged, or of a model of another shape.
+          DamagedCheckpoint: it cannot be read, or has other bits than were saved. CheckpointError: it is of another model.
         """
         import orbax.checkpoint as ocp
 
-        try:
-            run = self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
-            self._check_kinds(step, like, run.pop(_KEYS, {}))
-            wanted = like_arrays(like)
-            args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(_without_empty(wanted))})
-            arrays = self._manager().restore(step, args=args)[_STATE]
-            written, found = run.pop(_DIGEST), _digests(arrays)
-            changed = [name for name in found if found[name] != written.get(name)]
-            if changed:
-                raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
-            whole = wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays
-            return from_arrays(whole, like), run
-        except CheckpointError:
-            raise
-        except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
-            earlier = [s for s in self._manager().all_steps() if s < step]
-            remedy = (
-                f"remove it to go on from step {max(earlier)}" if earlier else "choose another run.dir, or remove it"
-            )
-            raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} cannot be read ({_reason(error)}); {remedy}"
-            ) from error
+        def read(what: str, args: Any) -> Any:
+            found, reason = None, None
+            try:
+                found = self._manager().restore(step, args=ocp.args.Composite(**{what: args}))[what]
+            except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
+                reason = _reason(error)
+            self._check_whole(step, first(f"the reading of checkpoint {step}", reason))
+            return found
 
-    def _check_kinds(self, step: int, like: Any, keys: dict[str, str]) -> None:
-        """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
+        run = read(_RUN, ocp.args.JsonRestore())
+        try:
+            keys = run.pop(_KEYS, {})
+            written = run.pop(_DIGEST)
+            kinds = self._kinds(step) | keys
+        except Exception as error:
+            self._check_whole(step, _reason(error))
+            raise
+        self._check_kinds(step, like, kinds)
+        wanted = like_arrays(like)
+        arrays = read(_STATE, ocp.args.StandardRestore(_without_empty(wanted)))
+        found = _digests(arrays)  # of arrays that all hosts have read: the same on all of them
+        if changed := [name for name in found if found[name] != written.get(name)]:
+            self._check_whole(step, f"{', '.join(changed[:3])} is not what was saved")
+        whole = wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays
+        return from_arrays(whole, like), run
+
+    def _check_whole(self, step: int, reason: str | None) -> None:
+        if reason is not None:
+            raise DamagedCheckpoint(f"checkpoint {self.directory / str(step)} cannot be read ({reason})")
+
+    def set_aside(self, step: int) -> Path:
+        """Renames a checkpoint, so that it is none any more, and returns its new path. Only one process may do this."""
+        aside = self.directory / f"{step}{_ASIDE}"
+        for n in itertools.count(2):
+            if not aside.exists():
+                break
+            aside = self.directory / f"{step}{_ASIDE}-{n}"
+        (self.directory / str(step)).rename(aside)
+        return aside
+
+    def reload(self) -> None:
+        """Looks again at what is there: another process may have changed it."""
+        if self._made is not None:
+            self._made.reload()
+
+    def _kinds(self, step: int) -> dict[str, str]:
+        """Returns the leaves that were saved, by name, each with its dtype and shape."""
         stored = self._manager().item_metadata(step)[_STATE]
         stored = getattr(stored, "tree", stored)
         if stored is None:
             raise FileNotFoundError(f"there is no {_STATE!r} in it")
-        found = {name: kind_of(leaf) for name, leaf in _leaves(stored)} | keys
+        return {name: kind_of(leaf) for name, leaf in _leaves(stored)}
+
+    def _check_kinds(self, step: int, like: Any, found: dict[str, str]) -> None:
+        """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
         wanted = {name: kind_of(leaf) for name, leaf in _leaves(like_arrays(like))} | _keys(like)
         for name, kind in wanted.items():
             if name in found and found[name] != kind:

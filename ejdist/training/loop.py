@@ -12,8 +12,11 @@ from typing import Any
 
 import jax
 
+from ejdist.cluster.agreement import check_shared, environment, program_digest
+from ejdist.cluster.ending import stepping
+from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
-from ejdist.training.checkpoint import Checkpoints
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import peak_flops, step_flops
@@ -27,7 +30,7 @@ from ejdist.training.metrics import (
     write_whole,
 )
 from ejdist.training.program import Program, RunSection, TrainSections, local_rows, make_program, place_batch
-from ejdist.training.resume import check_same_run, fingerprint, how_to_go_on
+from ejdist.training.resume import check_same_run, fingerprint, flat, how_to_go_on
 from ejdist.training.stop import Stop, Watch, stop_on_signals
 
 
@@ -75,20 +78,29 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
 
     Raises:
       ValueError: the recipe is wrong; nothing has been written. CheckpointError: a checkpoint cannot be read or written.
-      Diverged: the loss is not a number any more.
+      Diverged: the loss is not a number any more. HostsDiffer: hosts were started with different things, before anything was
+        written. HostLost: one of them does not answer.
     """
     s = sections
     main = jax.process_index() == 0
     say = say if main else (lambda line: None)
-    directory = _check_run(s.run)
-    mesh = make_mesh(**vars(s.mesh), devices=devices)
-    program = make_program(s, mesh)
-    checkpoints = Checkpoints(directory, s.checkpoint)
-    there = checkpoints.latest()
-    data = _build_data(s)
-    # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
-    step = program.step.lower(program.state, program.batch).compile()
-    start, state = (0, program.init()) if there is None else _resume(s, program, checkpoints, there, data, say)
+    hosts = Hosts(s.run.host_timeout)
+    with hosts.together():
+        directory = _check_run(s.run)
+        recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
+        hosts.compare("the start", recipe | environment())
+        mesh = make_mesh(**vars(s.mesh), devices=devices)
+        program = make_program(s, mesh)
+        checkpoints = Checkpoints(directory, s.checkpoint, hosts.limit)
+        there = checkpoints.latest()
+        data = _build_data(s)
+        lowered = program.step.lower(program.state, program.batch)
+        corpus = {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")}
+        hosts.compare("the first step", corpus | {"checkpoint": there, "program (digest)": program_digest(lowered)})
+        # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
+        step = lowered.compile()
+        check_shared(hosts, directory)
+        start, state = (0, program.init()) if there is None else _resume(s, program, checkpoints, data, hosts, say)
     for name in checkpoints.interrupted():
         say(f"ignoring {name}: a save that was cut off")
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
@@ -107,7 +119,7 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         return Outcome(start, start >= s.run.steps, summary)
     writer = MetricsWriter(directory, start, s.run.steps, tables_every=s.experts.load_every) if main else None
     try:
-        with stop_on_signals() as stop:
+        with hosts.together(), stop_on_signals() as stop, stepping(hosts.failed, hosts.limit):
             last = _steps(s, program, step, data, state, checkpoints, writer, start, end, stop)
     finally:
         if writer is not None:
@@ -130,16 +142,36 @@ def _build_data(s: TrainSections) -> Data:
     return data
 
 
-def _resume(s: TrainSections, program: Program, checkpoints: Checkpoints, step: int, data: Data, say: Any) -> Any:
-    """Returns (step, state) of that checkpoint.
+def _resume(
+    s: TrainSections, program: Program, checkpoints: Checkpoints, data: Data, hosts: Hosts, say: Any
+) -> tuple[int, Any]:
+    """Returns (step, state) of the last checkpoint that is whole. One that is not is set aside, once an earlier one is read.
 
     Raises:
-      ValueError: it is of another run than this recipe's. CheckpointError: it cannot be read, or is of another model.
+      ValueError: it is of another run than this recipe's. CheckpointError: none can be read, or it is of another model.
     """
-    state, kept = checkpoints.restore(step, program.state)
+    damaged: list[tuple[int, DamagedCheckpoint]] = []
+    for step in checkpoints.steps():
+        try:
+            state, kept = checkpoints.restore(step, program.state, hosts.first)
+            break
+        except DamagedCheckpoint as error:
+            damaged.append((step, error))
+    else:
+        none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
+        raise CheckpointError(f"{damaged[0][1]}; {none}: mend the storage, or choose another run.dir") from damaged[0][
+            1
+        ]
     directory = Path(s.run.dir).expanduser()
     check_same_run(kept["recipe"], s, step, directory)
     data.check_cursor(kept["data"])
+    for lost, error in damaged:
+        aside = hosts.say(
+            "the place of a damaged checkpoint", str(checkpoints.set_aside(lost)) if hosts.index == 0 else ""
+        )
+        say(f"{error}: going on from the one before it; what is left of it is in {aside}")
+    if damaged:
+        checkpoints.reload()
     say(f"going on from step {step} of {directory}")
     before = kept["recipe"]["run.steps"]
     if before != s.run.steps:

@@ -32,6 +32,7 @@ class RunSection:
     stop_after: int | None = None  # stop at this step, with a checkpoint; the schedule does not change
     seed: int = 0  # of parameters and data
     cpu_devices: int = 4  # virtual devices where there is no accelerator and a mesh size is -1
+    host_timeout: float = 900  # seconds that a host waits for the others at the start, and for a save to end
 
 
 @dataclass

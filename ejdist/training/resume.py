@@ -20,16 +20,16 @@ from ejdist.training.program import RunSection, TrainSections
 _STEPS = "run.steps"
 
 
-def _flat(section: Any, prefix: str) -> dict[str, Any]:
+def flat(section: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the keys of a section, with dots, and their values."""
     keys = {}
     for name, value in vars(section).items():
-        keys |= _flat(value, f"{prefix}{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
+        keys |= flat(value, f"{prefix}{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
     return keys
 
 
 def _deciding(sections: TrainSections) -> dict[str, Any]:
-    found = _flat(sections.model, "model.") | _flat(sections.optimizer, "optimizer.")
+    found = flat(sections.model, "model.") | flat(sections.optimizer, "optimizer.")
     found |= {"accumulation": sections.accumulation, "z_loss": sections.z_loss}
     # Of how tokens get to experts, what drops some.
     return {k: v for k, v in found.items() if k != "model.remat"} | {"experts.capacity": sections.experts.capacity}

@@ -1,0 +1,93 @@
+"""What must be the same on every host of a run, as facts that can be compared and shown."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import time
+import uuid
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejdist.cluster.hosts import Hosts
+
+PACKAGES = (
+    "jax", "jaxlib", "libtpu", "jax-triton", "triton", "numpy", "optax", "orbax-checkpoint", "tensorstore", "grain",
+    "tokenizers",
+)  # fmt: skip
+CODE = ("ejdist", "kernels", "launch", "recipes")
+# Flags that change no program, and may name a place of their own on each host.
+_NO_PROGRAM = ("--xla_dump",)
+_SEEN_WITHIN = 30.0  # seconds after which a network file system shows a new file to every host
+
+
+def code_digest() -> str:
+    """Returns a digest of the sources of this project that are installed here."""
+    digest = hashlib.sha256()
+    for name in CODE:
+        spec = importlib.util.find_spec(name)
+        for root in sorted(spec.submodule_search_locations or []) if spec else ():
+            for path in sorted(Path(root).rglob("*")):
+                if path.suffix in (".py", ".yaml", ".json"):
+                    digest.update(f"{name}/{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def environment() -> dict[str, Any]:
+    """Returns what a program is made with: packages, this project's code, devices and compiler flags."""
+    facts: dict[str, Any] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            facts[f"package {name}"] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            facts[f"package {name}"] = None
+    facts["code (digest of the project's sources)"] = code_digest()
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_NO_PROGRAM)]
+    facts["XLA_FLAGS"] = " ".join(sorted(flags))
+    facts["LIBTPU_INIT_ARGS"] = os.environ.get("LIBTPU_INIT_ARGS", "")
+    facts["device kind"] = jax.local_devices()[0].device_kind
+    facts["devices of a host"] = jax.local_device_count()
+    return facts
+
+
+def program_digest(lowered: Any) -> str:
+    """Returns a digest of a program as it is given to the compiler."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+
+
+def check_shared(hosts: Hosts, directory: Path) -> None:
+    """Returns when every host sees what host 0 writes to a folder. The folder is made; nothing else stays in it.
+
+    Raises:
+      HostsDiffer: one of them has another folder under this name. HostLost: one does not answer. OSError: host 0 cannot write.
+    """
+    if hosts.count == 1:
+        return
+    token, name = uuid.uuid4().hex, ""
+    if hosts.index == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f".seen-by-all-{token}"
+        (directory / name).touch()
+    try:
+        name = hosts.say("a file in run.dir", name)
+        end = time.monotonic() + min(_SEEN_WITHIN, hosts.limit / 2)
+        while not (seen := _exists(directory / name)) and time.monotonic() < end:
+            time.sleep(0.2)
+        folder = "the folder of host 0" if seen else f"{directory}, in which a file that host 0 has made cannot be seen"
+        hosts.compare("the check of run.dir", {"run.dir": folder})
+    finally:
+        if hosts.index == 0:
+            (directory / name).unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        os.listdir(path.parent)  # a network file system may remember for a while that a file was not there
+        return path.exists()
+    except OSError:
+        return False

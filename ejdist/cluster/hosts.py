@@ -1,0 +1,219 @@
+"""Hosts talk through the store of JAX's coordinator: no collective, so nothing hangs where they differ; every wait has an end.
+
+Each host says what it has, host 0 reads all of it, and says the outcome: what goes over the network grows with the number of
+hosts, not with its square. All of them raise the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+_SLICE = 1.0  # seconds of one request; between two of them Python hears signals
+_FAILED = "ejdist/failed/"
+_NOTHING = "nothing"  # a fact that a host does not know
+# In the errors of Gloo, NCCL and JAX's coordinator where the other side has ended.
+_OF_ANOTHER = ("gloo", "nccl", "connection", "peer", "socket", "coordination service")
+_numbers = itertools.count()  # of comparisons in this process: all hosts make them in the same order
+
+
+class HostsDiffer(ValueError):
+    """The hosts of a run were started with different things; the message names the host, the key and both values."""
+
+
+class HostLost(RuntimeError):
+    """A host of the run does not answer; the message names it, or says what is known. The same command may go on."""
+
+
+class Hosts:
+    """The processes of this run, each called a host: on a pod there is one on each.
+
+    Attributes:
+      index, count: this one's number, and how many there are.
+      limit: seconds that one waits for the others.
+    """
+
+    def __init__(self, limit: float) -> None:
+        if not limit > 0:
+            raise ValueError(f"run.host_timeout must be a positive number of seconds, got {limit}")
+        self.index, self.count, self.limit = jax.process_index(), jax.process_count(), limit
+
+    def compare(self, moment: str, facts: Mapping[str, Any]) -> None:
+        """Returns when all hosts have come here with the same facts.
+
+        Args:
+          moment: where this is, in words that complete "has not come to": for the message that names who is missing.
+          facts: name -> anything that JSON holds. Compared with host 0's.
+
+        Raises:
+          HostsDiffer: they have not; of the first difference, the host, the name and both values.
+          HostLost: a host has not come within `limit` seconds.
+        """
+        if text := self._round(moment, facts, _first_difference):
+            raise HostsDiffer(text)
+
+    def first(self, moment: str, what: str | None) -> str | None:
+        """Returns what the first host says that says anything, on all hosts, with its name if there are several.
+
+        Raises:
+          HostLost: a host has not come within `limit` seconds.
+        """
+        return self._round(moment, what, _first_word)
+
+    def say(self, name: str, value: Any = None) -> Any:
+        """Returns what host 0 says under this name, on all hosts. The others' value is ignored.
+
+        Raises:
+          HostLost: it has said nothing within `limit` seconds.
+        """
+        if self.count == 1:
+            return value
+        at = f"ejdist/{next(_numbers)}/{name}"
+        if self.index == 0:
+            _put(at, value)
+            return value
+        return self._get(at, f"host 0 has not said {name}")
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in here on one host ends the others too, with its reason; else they would wait for it."""
+        try:
+            yield
+        except (HostsDiffer, HostLost):
+            raise  # the others have it too, or this is what they said
+        except Exception as error:
+            tell_others((str(error).splitlines() or [type(error).__name__])[0], wrong=isinstance(error, ValueError))
+            raise
+
+    def failed(self) -> str | None:
+        """Returns what a host has said that failed inside `together`, None if none has."""
+        said = {i: text for i, text in sorted(_under(_FAILED).items()) if i != self.index} if self.count > 1 else {}
+        return next(
+            (f"host {i} ({host}) ended, and so do all: {reason}" for i, (host, _, reason) in said.items()), None
+        )
+
+    def _check_failed(self) -> None:
+        if said := self.failed():
+            wrong = any(wrong for _, wrong, _ in _under(_FAILED).values())
+            raise (HostsDiffer if wrong else HostLost)(said)
+
+    def _round(self, moment: str, mine: Any, judge: Callable[[dict[int, Any]], str | None]) -> str | None:
+        """Returns what `judge` makes of what all hosts say: host -> [its name, what it says]."""
+        said = {self.index: json.loads(json.dumps([socket.gethostname(), mine]))}
+        if self.count == 1:
+            return judge(said)
+        at = f"ejdist/{next(_numbers)}/{moment}"
+        if self.index > 0:
+            _put(f"{at}/said/{self.index}", said[self.index])
+            # Host 0 waits that long for the last of the others, and then says so.
+            missing, verdict = self._get(f"{at}/verdict", f"host 0 has not come to {moment}", self.limit + 30)
+        else:
+            missing = self._wait_for_all(f"{at}/said/", moment)
+            verdict = None if missing else judge(said | _under(f"{at}/said/"))
+            _put(f"{at}/verdict", [missing, verdict])
+        if missing:
+            raise HostLost(missing)
+        return verdict
+
+    def _wait_for_all(self, prefix: str, moment: str) -> str | None:
+        """Returns who has not come, in words; None when all have."""
+        end = time.monotonic() + self.limit
+        while len(said := _under(prefix)) < self.count - 1:
+            self._check_failed()
+            if time.monotonic() > end:
+                absent = [i for i in range(1, self.count) if i not in said]
+                return f"{_named(absent)} not come to {moment}{self._after(self.limit)}"
+            time.sleep(min(_SLICE, 0.05 * self.count))
+        return None
+
+    def _get(self, key: str, otherwise: str, limit: float | None = None) -> Any:
+        limit = self.limit if limit is None else limit
+        end = time.monotonic() + limit
+        while True:
+            try:
+                return json.loads(_store().blocking_key_value_get(key, round(_SLICE * 1000)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    reason = (str(error).splitlines() or [""])[0]
+                    raise HostLost(f"{otherwise}: the coordinator on host 0 does not answer ({reason})") from error
+            self._check_failed()
+            if time.monotonic() > end:
+                raise HostLost(f"{otherwise}{self._after(limit)}")
+
+    def _after(self, limit: float) -> str:
+        return (
+            f" within {limit:g} s (run.host_timeout = {self.limit:g}): look at its log, and start all of them again; "
+            "or give them more time"
+        )
+
+
+def tell_others(reason: str, *, wrong: bool = False) -> None:
+    """Lets the other hosts know that this one ends, if there are any and the coordinator answers.
+
+    Args:
+      wrong: what it was started with is, so that to start again changes nothing.
+    """
+    if _store() is not None:
+        with contextlib.suppress(Exception):  # the coordinator may be what has failed
+            _put(f"{_FAILED}{jax.process_index()}", [socket.gethostname(), wrong, reason])
+
+
+def lost(error: Exception) -> HostLost | None:
+    """Returns what an error of a program that runs on several hosts means, if it is that one of them is gone."""
+    text = str(error)
+    if jax.process_count() == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    if not any(word in text.lower() for word in _OF_ANOTHER):
+        return None
+    return HostLost(
+        f"another host is gone, or its network ({(text.splitlines() or [''])[0][:300]}); look at its log. The same command, "
+        "started on all hosts, goes on from the last checkpoint"
+    )
+
+
+def _first_difference(said: dict[int, Any]) -> str | None:
+    first, theirs = said[0]
+    for i in sorted(said):
+        host, mine = said[i]
+        for name in {**theirs, **mine}:
+            there, here = theirs.get(name, _NOTHING), mine.get(name, _NOTHING)
+            if there != here:
+                return (
+                    f"host {i} ({host}) has {name} = {here}, and host 0 ({first}) has {there}: start all with the same"
+                )
+    return None
+
+
+def _first_word(said: dict[int, Any]) -> str | None:
+    for i in sorted(said):
+        host, word = said[i]
+        if word is not None:
+            return word if len(said) == 1 else f"{word} (on host {i}, {host})"
+    return None
+
+
+def _named(hosts: list[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, hosts[:most])) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+    return f"host {shown} has" if len(hosts) == 1 else f"hosts {shown} have"
+
+
+def _store() -> Any:
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _put(key: str, value: Any) -> None:
+    _store().key_value_set(key, json.dumps(value))
+
+
+def _under(prefix: str) -> dict[int, Any]:
+    """Returns what hosts have said, by their number."""
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in _store().key_value_dir_get(prefix)}

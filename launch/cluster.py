@@ -1,0 +1,80 @@
+"""How the processes of a run find each other: the `cluster` section of a recipe."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+# What JAX is given more than the user's limit: at the limit a message of ours ends the process, and JAX has none.
+_MARGIN = 60
+
+
+def join(cluster: Any) -> None:
+    """Joins the cluster of a recipe; returns when all its processes have come.
+
+    Raises:
+      ValueError: the section is incomplete, or the environment describes no cluster. A command ends with a message, and the
+        exit code of a lost host, where the others do not come within `cluster.timeout` seconds.
+    """
+    import jax
+
+    from ejdist.cluster.ending import within
+
+    if cluster.timeout <= 0 or cluster.heartbeat < 10:
+        raise ValueError(
+            f"cluster.timeout = {cluster.timeout} must be positive, and cluster.heartbeat = {cluster.heartbeat} at least 10 s"
+        )
+    limits = {
+        "initialization_timeout": cluster.timeout + _MARGIN,
+        "heartbeat_timeout_seconds": cluster.heartbeat,
+    }
+    if cluster.kind == "manual":
+        given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
+        if None in given:
+            raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
+        _check_address(cluster.coordinator)
+        with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
+            jax.distributed.initialize(*given, **limits)
+    elif cluster.kind == "auto":
+        try:
+            with within(cluster.timeout, lambda: _why_alone(None, None, None, cluster.timeout)):
+                jax.distributed.initialize(**limits)
+        except ValueError as error:  # JAX asks for what no environment gave it
+            raise ValueError(
+                f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process ({error}); leave it out "
+                "to train on this machine alone, or use cluster=manual"
+            ) from error
+    elif cluster.kind != "local":
+        raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
+
+
+def _check_address(coordinator: str) -> None:
+    host, colon, port = coordinator.rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"cluster.coordinator = {coordinator!r} must be HOST:PORT, the address of process 0")
+
+
+def _why_alone(coordinator: str | None, count: int | None, index: int | None, seconds: float) -> str:
+    """Returns why not all processes came together, as far as this one can find out."""
+    end = f"within {seconds:g} s (cluster.timeout)"
+    if coordinator is None:
+        return f"error: not all processes that the cluster describes came together {end}; look at their logs"
+    if index != 0 and not _answers(coordinator):
+        return (
+            f"error: the coordinator {coordinator} (cluster.coordinator) did not answer {end}: start process 0 there, and let "
+            "this host reach that port"
+        )
+    others = "the others" if count is None else "the other one" if count == 2 else f"the other {count - 1}"
+    return (
+        f"error: not all of the {count} processes (cluster.num_processes) came to {coordinator} {end}: this is process "
+        f"{index}; look at the logs of {others}, and start all of them"
+    )
+
+
+def _answers(coordinator: str) -> bool:
+    host, _, port = coordinator.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+            return True
+    except OSError:
+        return False

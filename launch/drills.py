@@ -1,0 +1,328 @@
+"""The faults of `launch.rehearse`: what goes wrong, on which host, and how the run is to take it.
+
+`python -m launch.drills SPEC [KEY=VALUE ...]` is `launch.train` as one host that does something to itself at a step. What it
+does is real: it kills itself with SIGKILL, poisons its parameters, takes the room for files away. Nothing in the training code
+knows of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, HOST_LOST, PREEMPTED, WRONG
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a drill may use: how the rehearsal runs, and a source of chance."""
+
+    hosts: int
+    steps: int
+    every: int  # steps between checkpoints
+    folder: Path  # of this drill
+    arguments: Sequence[str]  # of the run
+    chance: random.Random
+
+    def host(self) -> int:
+        return self.chance.randrange(self.hosts)
+
+    def other(self) -> int:
+        """Returns a host that is not host 0, if there is one: the one that is started with something else."""
+        return self.chance.randrange(1, self.hosts) if self.hosts > 1 else 0
+
+    def step(self) -> int:
+        """Returns a step after the first checkpoint and before the last step."""
+        return self.chance.randrange(self.every + 1, self.steps)
+
+    def save(self) -> int:
+        """Returns the step of a checkpoint that is not the last one."""
+        return self.every * self.chance.randrange(1, max(2, self.steps // self.every))
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What is done to a run, and how it is to end.
+
+    Attributes:
+      told: in a sentence.
+      arguments: for all hosts.
+      inside: host -> what it does to itself, for `python -m launch.drills`.
+      of_host, environment: host -> arguments, and variables, that only it is started with.
+      stop_after: where the run is to stop by itself, so that `after` may do something to what it has left.
+      after: is given run.dir.
+      codes: exit codes that its processes may end with; -9 is of SIGKILL, -6 of JAX when the coordinator is gone.
+      says: what one of the logs must say.
+      goes_on: the same command without the fault is to go on, and to end as the run that nothing happened to.
+      says_after: what one of the logs must say then.
+      writes: whether run.dir may be there after it.
+    """
+
+    told: str
+    codes: Sequence[int]
+    arguments: Sequence[str] = ()
+    inside: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    of_host: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    environment: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    stop_after: int | None = None
+    after: Callable[[Path], None] | None = None
+    says: Sequence[str] = ()
+    goes_on: bool = True
+    says_after: Sequence[str] = ()
+    writes: bool = True
+
+
+_GONE = (HOST_LOST, -6, -9)
+
+
+def _sigterm(s: Scene) -> Disturbance:
+    host, step = s.host(), s.step()
+    return Disturbance(
+        f"SIGTERM to host {host} at step {step}",
+        (PREEMPTED,),
+        inside={host: {"do": "signal", "number": int(signal.SIGTERM), "step": step}},
+        says=("stopped by SIGTERM after step",),
+    )
+
+
+def _kill(s: Scene) -> Disturbance:
+    host, step = s.host(), s.step()
+    doing = {"do": "signal", "number": int(signal.SIGKILL), "step": step}
+    return Disturbance(f"kill -9 of host {host} at step {step}", _GONE, inside={host: doing})
+
+
+def _kill_in_save(s: Scene) -> Disturbance:
+    host, step = s.host(), s.save()
+    return Disturbance(
+        f"kill -9 of host {host} in the save of step {step}", _GONE, inside={host: {"do": "kill_in_save", "step": step}}
+    )
+
+
+def _nan(s: Scene) -> Disturbance:
+    step = s.step()
+    doing = {host: {"do": "nan", "step": step} for host in range(s.hosts)}
+    return Disturbance(
+        f"a NaN in the parameters at step {step}", (DIVERGED,), inside=doing, says=("nothing was saved since",)
+    )
+
+
+def _slow(s: Scene) -> Disturbance:
+    host = s.host()
+    return Disturbance(
+        f"host {host} sleeps 0.2 s before each step", (DONE,), inside={host: {"do": "sleep", "seconds": 0.2}}
+    )
+
+
+def _truncate(s: Scene) -> Disturbance:
+    return _damaged(s, "half of a file of the newest checkpoint is gone", _halve)
+
+
+def _flip(s: Scene) -> Disturbance:
+    return _damaged(s, "a bit of the newest checkpoint is another one", _flip_bit)
+
+
+def _damaged(s: Scene, told: str, harm: Callable[[Path, random.Random], None]) -> Disturbance:
+    stop = 2 * s.every + 1
+
+    def after(run: Path) -> None:
+        newest = max((p for p in (run / "checkpoints").iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+        files = sorted(p for p in (newest / "state").rglob("*") if p.is_file() and p.stat().st_size > 64)
+        largest = max(files, key=lambda p: p.stat().st_size)
+        harm(largest, s.chance)
+
+    says = ("cannot be read", "going on from the one before it")
+    return Disturbance(f"{told}, after step {stop}", (DONE,), stop_after=stop, after=after, says_after=says)
+
+
+def _halve(path: Path, chance: random.Random) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip_bit(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def _disk_full(s: Scene) -> Disturbance:
+    step = s.save()
+    # Host 0 finds it out as its own failure; the others by its message, or by its end.
+    codes = (BAD_CHECKPOINT, WRONG, *_GONE)
+    doing = {host: {"do": "no_room", "step": step} for host in range(s.hosts)}
+    return Disturbance(
+        f"no room for files from the save of step {step} on", codes, inside=doing, says=("could not be written",)
+    )
+
+
+def _missing_data(s: Scene) -> Disturbance:
+    host = s.other()
+    says = ("ended, and so do all", "data.source")
+    return _refused(f"host {host} does not have the file of the corpus", says, **_copies(s, host, ""))
+
+
+def _other_data(s: Scene) -> Disturbance:
+    host = s.other()
+    says = (f"host {host} (", "corpus")
+    return _refused(f"host {host} has another letter in its copy of the corpus", says, **_copies(s, host, "gold"))
+
+
+def _copies(s: Scene, odd: int, word: str) -> dict[str, Any]:
+    """Gives each host a folder of its own with a copy of a corpus; the odd one's has another word in it, or is not there."""
+    text = "A run is as good as what it does when something goes wrong.\n" * 2000
+    for host in range(s.hosts):
+        folder = s.folder / "texts" / str(host)
+        folder.mkdir(parents=True, exist_ok=True)
+        if host != odd:
+            (folder / "text.txt").write_text(text)
+        elif word:
+            (folder / "text.txt").write_text(text.replace("good", word, 1))
+    return {
+        "inside": {host: {"folder": str(s.folder / "texts" / str(host))} for host in range(s.hosts)},
+        "arguments": ["data.source=text.txt"],
+        "environment": {i: {"EJDIST_CACHE_DIR": str(s.folder / "caches" / str(i))} for i in range(s.hosts)},
+    }
+
+
+def _other_recipe(s: Scene) -> Disturbance:
+    host = s.other()
+    return _refused(
+        f"host {host} has another learning rate", (f"host {host} (", "optimizer.learning_rate"),
+        of_host={host: ["optimizer.learning_rate=0.00123"]},
+    )  # fmt: skip
+
+
+def _other_code(s: Scene) -> Disturbance:
+    import ejdist
+
+    host, copy = s.other(), s.folder / "code"
+    root = Path(ejdist.__file__).resolve().parent.parent
+    for name in ("ejdist", "kernels", "launch", "recipes"):
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    with (copy / "ejdist" / "training" / "step.py").open("a") as changed:
+        changed.write("\n# A line that the others do not have.\n")
+    path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    return _refused(
+        f"host {host} has a line of code more",
+        (f"host {host} (", "code (digest"),
+        environment={host: {"PYTHONPATH": path}},
+    )
+
+
+def _no_coordinator(s: Scene) -> Disturbance:
+    host = s.other()
+    return Disturbance(
+        f"host {host} is sent to a coordinator that is not there",
+        (HOST_LOST,),
+        of_host={host: ["cluster.coordinator=localhost:1"]},
+        arguments=["cluster.timeout=10"],
+        says=("did not answer",),
+        goes_on=False,
+        writes=False,
+    )
+
+
+def _refused(told: str, says: Sequence[str], **rest: Any) -> Disturbance:
+    return Disturbance(told, (WRONG,), says=says, goes_on=False, writes=False, **rest)
+
+
+DRILLS: dict[str, Callable[[Scene], Disturbance]] = {
+    "sigterm": _sigterm,
+    "kill": _kill,
+    "kill_in_save": _kill_in_save,
+    "nan": _nan,
+    "slow": _slow,
+    "truncate": _truncate,
+    "flip": _flip,
+    "disk_full": _disk_full,
+    "missing_data": _missing_data,
+    "no_coordinator": _no_coordinator,
+    "other_code": _other_code,
+    "other_data": _other_data,
+    "other_recipe": _other_recipe,
+}
+# Where one host must differ from another one.
+NEED_TWO = ("missing_data", "no_coordinator", "other_code", "other_data", "other_recipe")
+
+
+# -- one host that does something to itself -----------------------------------------------------------------------------------
+
+
+def _disturb(spec: dict[str, Any]) -> None:
+    """Puts what the host does to itself around the steps of its training loop."""
+    from ejdist.training import loop
+    from ejdist.training.checkpoint import Checkpoints
+
+    steps, save = loop._steps, Checkpoints.save
+
+    def with_steps(
+        s: Any,
+        program: Any,
+        train_step: Any,
+        data: Any,
+        state: Any,
+        checkpoints: Any,
+        writer: Any,
+        start: int,
+        *rest: Any,
+    ):
+        made = start
+
+        def step(state: Any, batch: Any) -> Any:
+            nonlocal made
+            made += 1
+            return train_step(_at_step(spec, made, state), batch)
+
+        return steps(s, program, step, data, state, checkpoints, writer, start, *rest)
+
+    def with_save(self: Any, step: int, *rest: Any) -> None:
+        if spec["do"] == "no_room" and step >= spec["step"]:
+            _take_room()
+        save(self, step, *rest)
+        if spec["do"] == "kill_in_save" and step == spec["step"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop._steps, Checkpoints.save = with_steps, with_save
+
+
+def _at_step(spec: dict[str, Any], step: int, state: Any) -> Any:
+    if spec["do"] == "sleep":
+        time.sleep(spec["seconds"])
+    elif spec["do"] == "signal" and step == spec["step"]:
+        os.kill(os.getpid(), spec["number"])
+    elif spec["do"] == "nan" and step == spec["step"]:
+        import jax
+
+        poison = jax.jit(lambda tree: jax.tree.map(lambda x: x * float("nan"), tree), donate_argnums=0)
+        return state._replace(params=poison(state.params))
+    return state
+
+
+def _take_room() -> None:
+    """From here on no file of this process can grow past a kilobyte: what a full disk does to a save, without filling one."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails, as on a full disk, instead of ending the process
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def main() -> None:
+    """Runs `launch.train` as a host that does to itself what its first argument says."""
+    from launch import train
+
+    spec = json.loads(sys.argv.pop(1))
+    if folder := spec.get("folder"):
+        os.chdir(folder)
+    train.command(lambda: _disturb(spec) if "do" in spec else None)
+
+
+if __name__ == "__main__":
+    main()

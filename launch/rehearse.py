@@ -1,0 +1,213 @@
+"""`python -m launch.rehearse recipe=long_context hosts=2 devices_per_host=2 fault=kill`: what happens when something goes wrong?
+
+Trains the recipe as several processes of this machine, each of which plays a host: the command, the data, the checkpoints and
+the coordinator are the real ones. Once with nothing in its way, and once with a fault; then it says what that cost.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
+from launch.errors import DONE, FAILED_DRILL, WRONG, tell
+from launch.processes import Job
+
+USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fault=NAME[,NAME]|all] [seed=0] [times=1] [KEY=VALUE ...]
+
+  python -m launch.rehearse recipe=long_context hosts=2 devices_per_host=2 fault=kill
+  python -m launch.rehearse recipe=moe hosts=4 devices_per_host=2 fault=all run.steps=40 checkpoint.every=10
+
+faults: {", ".join(DRILLS)}
+times: of each fault, at other steps and on other hosts each time. seed: of the chance in that.
+Writes to run.dir (default outputs/rehearsal): a folder for the run without a fault and one for each drill, with every host's log.
+"""
+_OWN = {"hosts": 2, "devices_per_host": 2, "fault": "kill", "seed": 0, "times": 1}
+_DEFAULTS = {"run.dir": "outputs/rehearsal", "run.steps": "24", "checkpoint.every": "6", "run.host_timeout": "120"}
+_MOST_SECONDS = 3600  # of one start of the run
+_AFTER_FIRST = 150  # seconds in which the other hosts must notice that one has ended
+
+
+@dataclass(frozen=True)
+class Options:
+    hosts: int
+    devices_per_host: int
+    faults: tuple[str, ...]
+    seed: int
+    times: int
+    folder: Path
+    steps: int
+    every: int
+    arguments: tuple[str, ...]  # of the run, without run.dir
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One run to its end: the exit codes of each start, its time, and what it left."""
+
+    codes: list[list[int | None]]
+    seconds: float
+    losses: dict[int, float]
+    digest: dict[str, int] | None  # of each array of the last checkpoint
+
+
+def options_of(argv: Sequence[str]) -> Options:
+    """Returns what a command line asks for. Raises ValueError, naming the argument."""
+    from recipes.schema import compose
+
+    given = dict(a.partition("=")[::2] for a in argv)
+    own: dict[str, Any] = {name: given.pop(name, default) for name, default in _OWN.items()}
+    for name in ("hosts", "devices_per_host", "seed", "times"):
+        least = 0 if name == "seed" else 1
+        if not str(own[name]).isdigit() or int(own[name]) < least:
+            raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
+        own[name] = int(own[name])
+    for key in ("run.stop_after", "run.extend", "cluster", "cluster.kind"):
+        if key in given:
+            raise ValueError(f"{key} cannot be given to a rehearsal: it starts and stops the run itself")
+    faults = tuple(DRILLS) if own["fault"] == "all" else tuple(own["fault"].split(","))
+    for fault in faults:
+        if fault not in DRILLS:
+            raise ValueError(f"fault={fault} is unknown; there are {', '.join(DRILLS)}, and all")
+        if fault in NEED_TWO and own["hosts"] == 1:
+            if own["fault"] != "all":
+                raise ValueError(f"fault={fault} needs hosts=2 or more: one host cannot differ from another")
+            faults = tuple(f for f in faults if f not in NEED_TWO)
+    given = _DEFAULTS | given
+    arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
+    recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
+    steps, every = recipe.run.steps, recipe.checkpoint.every
+    if every < 1 or steps < 2 * every + 2:
+        raise ValueError(
+            f"run.steps = {steps} with checkpoint.every = {every} leaves no room for a fault between checkpoints: at least "
+            "2 * checkpoint.every + 2 steps"
+        )
+    folder = Path(recipe.run.dir).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"run.dir = {folder} is there already; a rehearsal begins with an empty folder: remove it, or name another"
+        )
+    return Options(
+        own["hosts"], own["devices_per_host"], faults, own["seed"], own["times"], folder, steps, every, arguments
+    )
+
+
+def run(
+    o: Options, folder: Path, d: Disturbance | None, extra: Sequence[str] = ()
+) -> tuple[list[int | None], str, float]:
+    """Returns the exit codes of one start of the run in a folder, what its hosts said, and its seconds."""
+    logs = folder / "logs"
+    job = Job(o.hosts, logs, o.devices_per_host, (sys.executable, "-P", "-m", "launch.train"))
+    began = [job.log(i).stat().st_size if job.log(i).exists() else 0 for i in range(o.hosts)]
+    start = time.monotonic()
+    commands = {
+        i: (sys.executable, "-P", "-m", "launch.drills", json.dumps(spec))
+        for i, spec in (d.inside if d else {}).items()
+    }
+    arguments = [*o.arguments, f"run.dir={folder / 'run'}", *extra, *(d.arguments if d else ())]
+    of_host, environment = (d.of_host, d.environment) if d else ({}, {})
+    job.start(arguments, of_host=of_host, environment=environment, commands=commands)
+    try:
+        codes = job.wait(_MOST_SECONDS, _AFTER_FIRST)
+    finally:
+        job.kill()
+    said = "\n".join(job.log(i).read_bytes()[began[i] :].decode(errors="replace") for i in range(o.hosts))
+    return codes, said, time.monotonic() - start
+
+
+def left(folder: Path) -> tuple[dict[int, float], dict[str, int] | None]:
+    """Returns the loss of each step of a run, and the digest of each array of its last checkpoint."""
+    rows, last = {}, None
+    path = folder / "run" / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        rows[row["step"]] = row["loss"]
+    checkpoints = folder / "run" / "checkpoints"
+    done = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()] if checkpoints.exists() else []
+    if done:
+        last = json.loads((checkpoints / str(max(done)) / "run" / "metadata").read_text())["digest"]
+    return rows, last
+
+
+def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
+    """Makes one drill and tells of it; returns whether the run took it as it should."""
+    folder = o.folder / (name if o.times == 1 else f"{name}-{number}")
+    folder.mkdir(parents=True)
+    chance = random.Random(f"{o.seed}/{name}/{number}")
+    scene = Scene(o.hosts, o.steps, o.every, folder, o.arguments, chance)
+    d = DRILLS[name](scene)
+    extra = [] if d.stop_after is None else [f"run.stop_after={d.stop_after}"]
+    codes, said, seconds = run(o, folder, d, extra)
+    faults = [f"exit codes {codes}, which are not of {sorted(set(d.codes))}"] if not set(codes) <= set(d.codes) else []
+    faults += [f"no host said {word!r}" for word in d.says if word not in said]
+    if not d.writes and (folder / "run" / "checkpoints").exists():
+        faults.append("it wrote checkpoints all the same")
+    told = [f"exit codes {codes}"]
+    if d.goes_on:
+        made = max(left(folder)[0], default=0)
+        if d.after is not None:
+            d.after(folder / "run")
+        codes, said_after, more = run(o, folder, None)
+        seconds += more
+        faults += [] if codes == [DONE] * o.hosts else [f"started again it ended with {codes}"]
+        faults += [f"started again no host said {word!r}" for word in d.says_after if word not in said_after]
+        rows, digest = left(folder)
+        from_step = next((int(line.split()[4]) for line in said_after.splitlines() if "going on from step" in line), 0)
+        if d.codes == (DONE,) and d.stop_after is None:
+            told.append("nothing to start again")
+        else:
+            told.append(f"started again from step {from_step}, {max(0, made - from_step)} steps made twice")
+        told.append(f"{max(0.0, seconds - calm.seconds):.1f} s more than without")
+        same = rows == calm.losses and digest == calm.digest
+        told.append("losses and final state are those of the run without" if same else "LOSSES OR STATE DIFFER")
+        faults += [] if same else [_unlike(calm, rows, digest)]
+    ok = not faults
+    say(f"{name}: {d.told}\n    {'; '.join(told)}")
+    for fault in faults:
+        say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+    say(f"    {'ok' if ok else 'FAILED'}")
+    return ok
+
+
+def _unlike(calm: Ended, rows: dict[int, float], digest: dict[str, int] | None) -> str:
+    steps = [s for s in sorted({*calm.losses, *rows}) if calm.losses.get(s) != rows.get(s)]
+    if steps:
+        s = steps[0]
+        return f"the loss of step {s} is {rows.get(s)}, and {calm.losses.get(s)} without a fault ({len(steps)} steps differ)"
+    return "the losses are the same, and an array of the last checkpoint is not"
+
+
+def main(argv: Sequence[str] | None = None, say: Any = None) -> int:
+    """Returns the exit code of the command: 0 where the run took every fault as it should."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    say = say or (lambda line: print(line, flush=True))
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        print(USAGE)
+        return DONE if arguments else WRONG
+    try:
+        o = options_of(arguments)
+        o.folder.mkdir(parents=True, exist_ok=True)
+        where = f"{o.hosts} hosts of {o.devices_per_host} devices, {o.steps} steps, a checkpoint every {o.every}, in {o.folder}"
+        say(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
+        codes, said, seconds = run(o, o.folder / "calm", None)
+        if codes != [DONE] * o.hosts:
+            say(f"without a fault it ended with {codes}:\n{said[-2000:]}")
+            return next((c for c in codes if c), WRONG)
+        calm = Ended([codes], seconds, *left(o.folder / "calm"))
+        say(f"    without a fault: {seconds:.1f} s")
+        drills = [(name, n) for name in o.faults for n in range(o.times)]
+        passed = [drill(o, name, n, calm, say) for name, n in drills]
+        say(f"{sum(passed)} of {len(passed)} drills ended as they should")
+        return DONE if all(passed) else FAILED_DRILL
+    except Exception as error:
+        return tell(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
