@@ -85,11 +85,14 @@ _GONE = (HOST_LOST, -6, -9)
 
 
 def _sigterm(s: Scene) -> Disturbance:
-    host, step = s.host(), s.step()
+    host, step = s.host(), s.chance.randrange(2, max(3, s.steps - 4))
+    # Steps of some length, as in a real run: the hosts agree on a step that none of them has begun.
+    inside: dict[int, dict[str, Any]] = {i: {"do": "sleep", "seconds": 0.2} for i in range(s.hosts)}
+    inside[host] |= {"do": "signal", "number": int(signal.SIGTERM), "step": step}
     return Disturbance(
         f"SIGTERM to host {host} at step {step}",
         (PREEMPTED,),
-        inside={host: {"do": "signal", "number": int(signal.SIGTERM), "step": step}},
+        inside=inside,
         says=("stopped by SIGTERM after step",),
     )
 
@@ -290,13 +293,13 @@ def _disturb(spec: dict[str, Any]) -> None:
         if spec["do"] == "kill_in_save" and step == spec["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    loop._steps, Checkpoints.save = with_steps, with_save
+    for owner, name, function in ((loop, "_steps", with_steps), (Checkpoints, "save", with_save)):
+        setattr(owner, name, function)
 
 
 def _at_step(spec: dict[str, Any], step: int, state: Any) -> Any:
-    if spec["do"] == "sleep":
-        time.sleep(spec["seconds"])
-    elif spec["do"] == "signal" and step == spec["step"]:
+    time.sleep(spec.get("seconds", 0))
+    if spec["do"] == "signal" and step == spec["step"]:
         os.kill(os.getpid(), spec["number"])
     elif spec["do"] == "nan" and step == spec["step"]:
         import jax

@@ -1,4 +1,4 @@
-"""`python -m launch.rehearse recipe=long_context hosts=2 devices_per_host=2 fault=kill`: what happens when something goes wrong?
+"""`python -m launch.rehearse recipe=long_context hosts=2 devices_per_host=2 fault=kill`: what if a host dies, and so on?
 
 Trains the recipe as several processes of this machine, each of which plays a host: the command, the data, the checkpoints and
 the coordinator are the real ones. Once with nothing in its way, and once with a fault; then it says what that cost.
@@ -19,14 +19,15 @@ from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, WRONG, tell
 from launch.processes import Job
 
-USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fault=NAME[,NAME]|all] [seed=0] [times=1] [KEY=VALUE ...]
+USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fault=NAME[,NAME]|all] [KEY=VALUE ...]
 
   python -m launch.rehearse recipe=long_context hosts=2 devices_per_host=2 fault=kill
   python -m launch.rehearse recipe=moe hosts=4 devices_per_host=2 fault=all run.steps=40 checkpoint.every=10
 
 faults: {", ".join(DRILLS)}
-times: of each fault, at other steps and on other hosts each time. seed: of the chance in that.
-Writes to run.dir (default outputs/rehearsal): a folder for the run without a fault and one for each drill, with every host's log.
+times=N makes each of them so often, at other steps and on other hosts; seed=N is of the chance in that. All other keys are the
+recipe's. Writes to run.dir (default outputs/rehearsal) a folder for the run without a fault and one for each drill, with the
+log of every host.
 """
 _OWN = {"hosts": 2, "devices_per_host": 2, "fault": "kill", "seed": 0, "times": 1}
 _DEFAULTS = {"run.dir": "outputs/rehearsal", "run.steps": "24", "checkpoint.every": "6", "run.host_timeout": "120"}
@@ -61,7 +62,7 @@ def options_of(argv: Sequence[str]) -> Options:
     """Returns what a command line asks for. Raises ValueError, naming the argument."""
     from recipes.schema import compose
 
-    given = dict(a.partition("=")[::2] for a in argv)
+    given = {name: value for name, _, value in (a.partition("=") for a in argv)}
     own: dict[str, Any] = {name: given.pop(name, default) for name, default in _OWN.items()}
     for name in ("hosts", "devices_per_host", "seed", "times"):
         least = 0 if name == "seed" else 1

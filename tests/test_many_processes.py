@@ -1,71 +1,149 @@
-"""The train command as several processes, as on several hosts: real `jax.distributed` on the CPU, stopped and resumed."""
+"""The train command as several processes, as on several hosts: real `jax.distributed` on the CPU, disturbed, started again."""
 
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from small_run import TINY, losses
 
-from launch.errors import DONE, PREEMPTED
+from launch import local, rehearse
+from launch.drills import DRILLS, NEED_TWO
+from launch.errors import DONE, PREEMPTED, WRONG
+from launch.processes import Job
+from launch.train import main as train
 
-ROOT = Path(__file__).resolve().parent.parent
-HERE = ["run.steps=300", "mesh.dp=2"]
-
-
-def start(count, directory, *overrides):
-    """Returns the processes of one run, started."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
-    environment = {**os.environ, "XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
-    cluster = ["cluster=manual", f"cluster.coordinator=localhost:{port}", f"cluster.num_processes={count}"]
-    directory.mkdir(exist_ok=True)
-    processes = []
-    for i in range(count):
-        command = [sys.executable, "-m", "launch.train", *TINY, *HERE, *(cluster if count > 1 else []), *overrides]
-        command += [f"run.dir={directory}", *([f"cluster.process_id={i}"] if count > 1 else [])]
-        log = (directory / f"log.{i}").open("w")
-        processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT))
-    return processes
+README = Path(__file__).resolve().parent.parent / "launch" / "README.md"
+SMALL = [a for a in TINY if not a.startswith(("run.", "checkpoint.", "mesh."))]
+LENGTH = ["run.steps=14", "checkpoint.every=4", "run.host_timeout=120"]
 
 
-def finish(processes, directory, code):
-    try:
-        for i, process in enumerate(processes):
-            assert process.wait(timeout=240) == code, (directory / f"log.{i}").read_text()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+def rehearsed(folder, *arguments):
+    """Returns the exit code of a rehearsal, and what it said."""
+    lines = []
+    return rehearse.main([*SMALL, f"run.dir={folder}", *arguments], say=lines.append), "\n".join(lines)
 
 
-def has_rows(directory, count, processes):
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and all(p.poll() is None for p in processes):
-        path = directory / "metrics.jsonl"
-        if path.exists() and path.read_text().count("\n") >= count:
-            return
-        time.sleep(0.05)
-    raise AssertionError((directory / "log.0").read_text()[-3000:])
+def test_two_hosts_stopped_or_killed_go_on_bit_for_bit_and_refuse_to_differ(corpus, tmp_path):
+    """And one host makes the losses of two."""
+    faults = "fault=sigterm,kill,other_recipe"
+    code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", faults)
+    assert code == DONE and "3 of 3 drills ended as they should" in said, said
+    assert said.count("losses and final state are those of the run without") == 2
+    assert "exit codes [75, 75]" in said and "exit codes [2, 2]" in said
+    alone = tmp_path / "alone"
+    assert train([*TINY, *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", f"run.dir={alone}"]) == DONE
+    np.testing.assert_allclose(losses(tmp_path / "two" / "calm" / "run"), losses(alone), rtol=1e-4)
 
 
-def test_two_processes_stopped_by_a_signal_to_one_go_on_bit_for_bit(corpus, tmp_path):
-    """Every process stops after the same step though only one was told; any number of them may go on."""
-    parts, whole, alone = (tmp_path / name for name in ("parts", "whole", "alone"))
-    processes = start(2, parts, *corpus)
-    has_rows(parts, 2, processes)
-    processes[1].send_signal(signal.SIGTERM)
-    finish(processes, parts, PREEMPTED)
-    stopped_at = len(losses(parts))
-    assert [p.name for p in (parts / "checkpoints").iterdir()] == [str(stopped_at)] and 2 <= stopped_at < 300
-    end = f"run.stop_after={stopped_at + 3}"
-    for directory, count in ((parts, 2), (whole, 2), (alone, 1)):
-        finish(start(count, directory, *corpus, end), directory, DONE)
-    assert f"going on from step {stopped_at}" in (parts / "log.0").read_text()
-    assert len(losses(parts)) == stopped_at + 3 and losses(parts) == losses(whole)
-    np.testing.assert_allclose(losses(parts), losses(alone), rtol=1e-4)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", DRILLS)
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_every_fault(corpus, tmp_path, fault, hosts):
+    own = [] if fault.endswith("_data") else corpus
+    mesh = [f"mesh.dp={hosts // 2}", "mesh.sp=4", f"hosts={hosts}", "devices_per_host=2"]
+    batch = ["data.global_batch=4"]
+    code, said = rehearsed(tmp_path / "r", *own, *LENGTH, *mesh, *batch, f"fault={fault}", f"seed={hosts}")
+    assert code == DONE, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "sigterm"])
+def test_twenty_in_a_row(corpus, tmp_path, fault):
+    length = ["run.steps=30", "checkpoint.every=5", "run.host_timeout=120", "times=20"]
+    code, said = rehearsed(tmp_path / "r", *corpus, *length, "mesh.dp=2", "mesh.sp=2", f"fault={fault}")
+    assert code == DONE and "20 of 20" in said, said
+
+
+@pytest.mark.slow
+def test_any_number_of_hosts_goes_on_with_the_same_tokens(corpus, tmp_path):
+    """4, 2, 3 and 1 hosts after each other, on other meshes, as one host that does all of it."""
+    common = [*SMALL, *corpus, "data.global_batch=12", "run.steps=12", "checkpoint.every=0"]
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    stages = ((4, 2, ["mesh.dp=2", "mesh.sp=4"]), (2, 2, ["mesh.dp=4"]), (3, 2, ["mesh.dp=6"]), (1, 4, ["mesh.sp=4"]))
+    for n, (hosts, devices, mesh) in enumerate(stages):
+        job = Job(hosts, tmp_path / f"logs-{n}", devices).start(
+            [*common, *mesh, f"run.dir={parts}", f"run.stop_after={3 * (n + 1)}"]
+        )
+        assert job.wait(600) == [DONE] * hosts, job.log(0).read_text()
+    assert train([*common, "mesh.sp=4", f"run.dir={whole}"]) == DONE
+    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-4)
+
+
+def test_local_starts_processes_and_tells_what_each_says(corpus, tmp_path, capfd):
+    run = [
+        *SMALL,
+        *corpus,
+        "mesh.dp=2",
+        "mesh.sp=2",
+        "run.steps=2",
+        "optimizer.warmup_steps=1",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    code = local.main(["processes=2", "devices=2", *run, "data.sequence_length=63"])
+    out = capfd.readouterr().out
+    assert code == WRONG, out
+    assert "[0] error: " in out and "[1] error: " in out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["devices=2"], "processes=N is missing"),
+        (["processes=0"], "processes must be a number from 1 on, got '0'"),
+        (["processes=2", "cluster.process_id=0"], "cluster.process_id cannot be given here"),
+        (["processes=2", "cluster=auto"], "cluster cannot be given here"),
+        (["processes=2", "gpus=0"], "names one GPU for each of 2 processes"),
+        (["processes=2", "gpus=0,1", "devices=1"], "excludes devices="),
+    ],
+)
+def test_local_called_wrongly(arguments, message, capsys):
+    assert local.main(arguments) == WRONG
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fault=earthquake"], "fault=earthquake is unknown; there are sigterm, kill"),
+        (["fault=other_code", "hosts=1"], "fault=other_code needs hosts=2 or more"),
+        (["hosts=many"], "hosts must be a number from 1 on, got 'many'"),
+        (["times=0"], "times must be a number from 1 on"),
+        (["seed=-1"], "seed must be a number from 0 on"),
+        (["run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
+        (["run.steps=10", "checkpoint.every=5"], r"at least 2 * checkpoint.every + 2 steps"),
+        (["modle.num_layers=2"], "did you mean 'model.num_layers'"),
+    ],
+)
+def test_a_rehearsal_called_wrongly_starts_nothing(arguments, message, capsys, tmp_path):
+    code = rehearse.main(["recipe=long_context", f"run.dir={tmp_path / 'run'}", *arguments])
+    assert code == WRONG and message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rehearsal_touches_no_folder_that_is_there(capsys, tmp_path):
+    (tmp_path / "kept.txt").write_text("mine")
+    assert rehearse.main(["recipe=long_context", f"run.dir={tmp_path}"]) == WRONG
+    assert "is there already" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_the_faults_are_documented():
+    text = README.read_text()
+    assert not [name for name in DRILLS if f"`{name}`" not in text]
+    assert set(NEED_TWO) < set(DRILLS)
+
+
+def test_sigterm_before_the_first_step_ends_at_once(corpus, tmp_path):
+    """While Python imports, compiles or waits for another host, and nothing was written."""
+    import signal
+    import time
+
+    job = Job(1, tmp_path / "logs", 2, (sys.executable, "-m", "launch.train"))
+    # A host that waits for another one, which never comes.
+    waits = ["cluster=manual", "cluster.coordinator=localhost:1", "cluster.num_processes=2", "cluster.process_id=1"]
+    job.start([*SMALL, *corpus, *waits, f"run.dir={tmp_path / 'run'}"])
+    time.sleep(4)
+    start = time.monotonic()
+    job.signal(signal.SIGTERM)
+    assert job.wait(60) == [PREEMPTED] and time.monotonic() - start < 30
+    assert "stopped at once by SIGTERM" in job.log(0).read_text() and not (tmp_path / "run").exists()

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 _SLICE = 1.0  # seconds of one request; between two of them Python hears signals
+_FOR_THE_VERDICT = 30.0  # seconds more than host 0 has, in which the others hear from it who is missing
 _FAILED = "ejdist/failed/"
 _NOTHING = "nothing"  # a fact that a host does not know
 # In the errors of Gloo, NCCL and JAX's coordinator where the other side has ended.
@@ -112,8 +113,9 @@ class Hosts:
         at = f"ejdist/{next(_numbers)}/{moment}"
         if self.index > 0:
             _put(f"{at}/said/{self.index}", said[self.index])
-            # Host 0 waits that long for the last of the others, and then says so.
-            missing, verdict = self._get(f"{at}/verdict", f"host 0 has not come to {moment}", self.limit + 30)
+            missing, verdict = self._get(
+                f"{at}/verdict", f"host 0 has not come to {moment}", self.limit + _FOR_THE_VERDICT
+            )
         else:
             missing = self._wait_for_all(f"{at}/said/", moment)
             verdict = None if missing else judge(said | _under(f"{at}/said/"))

@@ -1,0 +1,106 @@
+"""`python -m launch.local processes=4 [devices=2] [KEY=VALUE ...]`: one run as several processes of this machine.
+
+For a machine with several GPUs and a process for each, and to see on any machine what a run on several hosts does. A signal
+goes to all of them. Ends with the first exit code that is not 0, after the others have ended too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.errors import DONE, WRONG
+from launch.processes import Job
+
+_TIMES = ("cluster.timeout", "cluster.heartbeat")
+_PATIENCE = 150  # seconds that the others have to end once one has failed
+
+
+def options_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Returns (processes, devices, gpus; the arguments of the run). Raises ValueError, naming the argument."""
+    own: dict[str, Any] = {"devices": None, "gpus": None}
+    rest = []
+    for argument in argv:
+        name, _, value = argument.partition("=")
+        if name in ("processes", "devices"):
+            if not value.isdigit() or int(value) < 1:
+                raise ValueError(f"{name} must be a number from 1 on, got {value!r}")
+            own[name] = int(value)
+        elif name == "gpus":
+            own[name] = value.split(",")
+        elif name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
+            raise ValueError(f"{name} cannot be given here: launch.local says itself how its processes find each other")
+        else:
+            rest.append(argument)
+    if "processes" not in own:
+        raise ValueError("processes=N is missing: how many processes the run is to have")
+    if own["gpus"] is not None and (own["devices"] is not None or len(own["gpus"]) != own["processes"]):
+        raise ValueError(
+            f"gpus={','.join(own['gpus'])} names one GPU for each of {own['processes']} processes, and excludes devices="
+        )
+    return own, rest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        print(__doc__)
+        print("devices=N: virtual CPU devices of each process. gpus=0,1,2,3: the GPU that each process is to see.")
+        return DONE if arguments else WRONG
+    try:
+        own, rest = options_of(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
+    logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
+    job = Job(own["processes"], logs, own["devices"])
+    gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own["gpus"] or ())}
+    told = threading.Event()
+    try:
+        job.start(rest, environment=gpus)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: job.signal(number))
+        reader = threading.Thread(target=_tell, args=(job, told), daemon=True)
+        reader.start()
+        codes = job.wait(float("inf"), _PATIENCE)
+        told.set()
+        reader.join()
+    finally:
+        job.kill()
+        shutil.rmtree(logs, ignore_errors=True)
+    return next((128 - c if c < 0 else c for c in codes if c), DONE)
+
+
+def _tell(job: Job, ended: threading.Event) -> None:
+    """Prints what the processes say, as it comes: each line with the number of its process."""
+    read, open_lines = [0] * job.count, [b""] * job.count
+    last = False
+    while True:
+        for i in range(job.count):
+            if not job.log(i).exists():
+                continue
+            with job.log(i).open("rb") as log:
+                log.seek(read[i])
+                new = log.read()
+            read[i] += len(new)
+            *lines, open_lines[i] = (open_lines[i] + new).split(b"\n")
+            for line in [*lines, *([open_lines[i]] if last and open_lines[i] else [])]:
+                sys.stdout.write(f"[{i}] {line.decode(errors='replace')}{os.linesep}")
+        sys.stdout.flush()
+        if last:
+            return
+        last = ended.is_set()
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""What hosts say to each other through the coordinator's store: here a store in memory, and hosts that are threads.
+
+Processes that do the same are in tests/test_many_processes.py.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+import ejdist.cluster.hosts as hosts_module
+from ejdist.cluster import HostLost, Hosts, HostsDiffer, agreement
+from launch.errors import HOST_LOST, WRONG, exit_code_of
+
+HERE = threading.local()
+
+
+class Store:
+    """What is used of the client of JAX's coordinator."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self.changed:
+            assert key not in self.values, f"{key} is set twice, which the coordinator refuses"
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+            return self.values[key]
+
+    def key_value_dir_get(self, prefix):
+        with self.changed:
+            return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Returns a function that runs `act(hosts)` on so many hosts at once, and returns what each returned or raised."""
+    monkeypatch.setattr(hosts_module, "_SLICE", 0.02)
+    monkeypatch.setattr(jax, "process_index", lambda: HERE.index)
+
+    def run(count, act, limit=5.0, come=None):
+        store, turns = Store(), [iter(range(100)) for _ in range(count)]
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        monkeypatch.setattr(hosts_module, "_store", lambda: store)
+        # Each thread counts for itself, as each process does.
+        monkeypatch.setattr(
+            hosts_module, "_numbers", type("", (), {"__next__": lambda self: next(turns[HERE.index])})()
+        )
+
+        def one(index):
+            HERE.index = index
+            try:
+                return act(Hosts(limit))
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(one, range(count) if come is None else come))
+
+    return run
+
+
+def test_hosts_with_the_same_facts_go_on_together(together):
+    def act(hosts):
+        time.sleep(0.05 * hosts.index)
+        for moment in ("the start", "the first step", "the start"):
+            hosts.compare(moment, {"recipe": [1, 2.5, None], "package jax": "0.11"})
+        return hosts.say("a name", f"of host {hosts.index}")
+
+    assert together(3, act) == ["of host 0"] * 3
+
+
+def test_a_difference_is_told_on_every_host_with_its_host_and_both_values(together):
+    def act(hosts):
+        rate = 1e-3 if hosts.index == 2 else 3e-3
+        hosts.compare("the start", {"run.steps": 5, "optimizer.learning_rate": rate})
+
+    found = together(4, act)
+    assert {type(e) for e in found} == {HostsDiffer} and len({str(e) for e in found}) == 1
+    text = str(found[0])
+    assert "host 2 (" in text and "optimizer.learning_rate = 0.001" in text and "has 0.003" in text
+    assert exit_code_of(found[0]) == WRONG
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_fact_that_only_some_hosts_have_is_a_difference(together, odd):
+    (text, _) = map(
+        str, together(2, lambda hosts: hosts.compare("x", {"a": 1} | ({"b": 2} if hosts.index == odd else {})))
+    )
+    assert "has b = " in text and "nothing" in text and "2" in text
+
+
+@pytest.mark.parametrize(
+    ("come", "missing"), [([0, 2], "host 1 has"), ([0], "hosts 1, 2 have"), ([1, 2], "host 0 has")]
+)
+def test_who_does_not_come_is_named_after_the_limit(together, monkeypatch, come, missing):
+    if 0 not in come:  # the others give host 0 more time, to hear from it who else is missing
+        monkeypatch.setattr(hosts_module, "_FOR_THE_VERDICT", 0.0)
+    start = time.monotonic()
+    found = together(3, lambda hosts: hosts.compare("the first step", {}), limit=0.5, come=come)
+    assert time.monotonic() - start < 3
+    for error in found:
+        assert isinstance(error, HostLost) and f"{missing} not come to the first step within 0.5 s" in str(error)
+        assert "run.host_timeout" in str(error) and exit_code_of(error) == HOST_LOST
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("data.source: no file"), HostsDiffer), (OSError("disk"), HostLost)]
+)
+def test_a_host_that_fails_ends_the_waits_of_the_others(together, failing, error, kind):
+    def act(hosts):
+        with hosts.together():
+            if hosts.index == failing:
+                raise error
+            hosts.compare("the first step", {})
+
+    start = time.monotonic()
+    found = together(3, act, limit=30)
+    assert time.monotonic() - start < 5
+    assert found[failing] is error
+    for i in {0, 1, 2} - {failing}:
+        assert type(found[i]) is kind and f"host {failing} (" in str(found[i]) and str(error) in str(found[i])
+
+
+def test_the_first_host_that_says_something_is_heard_by_all(together):
+    def act(hosts):
+        quiet = hosts.first("a moment", None)
+        return quiet, hosts.first("the reading", f"chunk {hosts.index} is odd" if hosts.index > 0 else None)
+
+    found = together(3, act)
+    assert {quiet for quiet, _ in found} == {None}
+    assert {word.split(" (on")[0] for _, word in found} == {"chunk 1 is odd"} and "on host 1, " in found[0][1]
+
+
+def test_a_host_that_is_alone_waits_for_nobody():
+    hosts = Hosts(1)
+    hosts.compare("the start", {"a": 1})
+    assert hosts.first("x", None) is None and hosts.first("x", "odd") == "odd" and hosts.say("x", 3) == 3
+    assert hosts.failed() is None
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan")])
+def test_a_limit_must_be_a_time(limit):
+    with pytest.raises(ValueError, match=r"run\.host_timeout must be a positive number"):
+        Hosts(limit)
+
+
+def test_the_folder_of_a_run_must_be_one(together, tmp_path, monkeypatch):
+    monkeypatch.setattr(agreement, "_SEEN_WITHIN", 0.3)
+    run = tmp_path / "run"
+    assert together(2, lambda hosts: agreement.check_shared(hosts, run)) == [None, None]
+    assert list(run.iterdir()) == []
+    found = together(2, lambda hosts: agreement.check_shared(hosts, tmp_path / f"run-{hosts.index}"))
+    assert all(isinstance(e, HostsDiffer) and "host 1 (" in str(e) and "run.dir" in str(e) for e in found)
+    assert list((tmp_path / "run-0").iterdir()) == []
+
+
+def test_the_digest_of_the_code_is_of_every_line_and_file(tmp_path, monkeypatch):
+    package = tmp_path / "some_package_of_a_test"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "inner" / "part.py").write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(agreement, "CODE", ("some_package_of_a_test", "a_package_that_is_not_there"))
+    digests = [agreement.code_digest()]
+    (package / "inner" / "part.py").write_text("A = 2\n")
+    digests.append(agreement.code_digest())
+    (package / "inner" / "part.py").rename(package / "inner" / "other.py")
+    digests.append(agreement.code_digest())
+    (package / "inner" / "notes.txt").write_text("of no meaning")
+    digests.append(agreement.code_digest())
+    assert len(set(digests)) == 3 and digests[2] == digests[3]
+
+
+def test_the_environment_has_what_changes_a_program(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=/tmp/of-this-host --xla_a=2")
+    facts = agreement.environment()
+    assert facts["XLA_FLAGS"] == "--xla_a=2 --xla_b=1" and facts["package jax"] == jax.__version__
+    assert facts["devices of a host"] == jax.local_device_count() and facts["package libtpu"] is not None
