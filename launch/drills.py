@@ -310,11 +310,12 @@ def _at_step(spec: dict[str, Any], step: int, state: Any) -> Any:
 
 
 def _take_room() -> None:
-    """From here on no file of this process can grow past a kilobyte: what a full disk does to a save, without filling one."""
+    """From here on no file of this process can grow past 16 KB: what a full disk does to a save, without filling one. What is
+    logged has room."""
     import resource
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails, as on a full disk, instead of ending the process
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def main() -> None:

@@ -129,12 +129,30 @@ def command(before: Callable[[], object] = lambda: None) -> None:
     listen(Codes(PREEMPTED, HOST_LOST))
     before()
     code = main()
-    if code == HOST_LOST:
-        # An orderly end would wait for that host.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if code not in (DONE, PREEMPTED):
+        _end_alone(code)
     sys.exit(code)
+
+
+# Seconds in which the other hosts of a run that fails find out why, before its coordinator may be gone.
+_FAREWELL = 20
+
+
+def _end_alone(code: int) -> None:
+    """Ends this process, if it is one of several, not waiting for others that may never end: JAX waits minutes for them, and
+    then ends the process with a code of its own."""
+    import threading
+
+    import jax
+
+    if not jax.distributed.is_initialized():
+        return
+    farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    farewell.start()
+    farewell.join(0 if code == HOST_LOST else _FAREWELL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The train command as several processes, as on several hosts: real `jax.distributed` on the CPU, disturbed, started again."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -147,3 +148,29 @@ def test_sigterm_before_the_first_step_ends_at_once(corpus, tmp_path):
     job.signal(signal.SIGTERM)
     assert job.wait(60) == [PREEMPTED] and time.monotonic() - start < 30
     assert "stopped at once by SIGTERM" in job.log(0).read_text() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "digest", "codes", "ok", "word"),
+    [
+        (2.0, 7, [69, -9], True, "losses and final state are those of the run without"),
+        (2.5, 7, [69, -9], False, "the loss of step 2 is 2.5, and 2.0 without a fault (1 steps differ)"),
+        (2.0, 8, [69, -9], False, "the losses are the same, and an array of the last checkpoint is not"),
+        (2.0, 7, [1, -9], False, "exit codes [1, -9], which are not of [-9, -6, 69]"),
+    ],
+)
+def test_a_rehearsal_tells_a_run_apart(tmp_path, monkeypatch, loss, digest, codes, ok, word):
+    def run(o, folder, d, extra=()):
+        """A run of two steps, that the fault ends after the first."""
+        kept = folder / "run" / "checkpoints" / "2" / "run"
+        kept.mkdir(parents=True, exist_ok=True)
+        calm = folder.name == "calm"
+        rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0 if calm else loss}]
+        (folder / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows[: 1 if d else 2])))
+        (kept / "metadata").write_text(json.dumps({"digest": {"x": 7 if calm else digest}}))
+        return codes if d else [DONE] * 2, "" if d or calm else "going on from step 1 of here", 3.0 if d else 2.0
+
+    monkeypatch.setattr(rehearse, "run", run)
+    code, said = rehearsed(tmp_path / "r", *LENGTH, "fault=kill")
+    assert (code == DONE) is ok and word in said
+    assert "started again from step 1, 0 steps made twice; 3.0 s more than without" in said

@@ -1,0 +1,108 @@
+"""Faults of what hosts say to each other, of how a run ends, and of what it goes on from."""
+
+from faults import Fault
+
+HOSTS, AGREEMENT = "ejdist/cluster/hosts.py", "ejdist/cluster/agreement.py"
+LOOP, CHECKPOINT = "ejdist/training/loop.py", "ejdist/training/checkpoint.py"
+TESTS, TRAIN, PROCESSES = "tests/test_hosts.py", "tests/test_train.py", "tests/test_many_processes.py"
+
+FAULTS = (
+    Fault(
+        "what hosts were started with is not compared",
+        HOSTS,
+        "if there != here:",
+        "if False:",
+        f"{TESTS} -k difference",
+    ),
+    Fault(
+        "only the facts that host 0 has are compared",
+        HOSTS,
+        "for name in {**theirs, **mine}:",
+        "for name in theirs:",
+        f"{TESTS} -k only_some",
+    ),
+    Fault(
+        "the host before the one that is missing is named",
+        HOSTS,
+        "absent = [i for i in range(1, self.count) if i not in said]",
+        "absent = [i - 1 for i in range(1, self.count) if i not in said]",
+        f"{TESTS} -k named_after_the_limit",
+    ),
+    Fault(
+        "a wait for host 0 has no end",
+        HOSTS,
+        'if time.monotonic() > end:\n                raise HostLost(f"{otherwise}',
+        'if False:\n                raise HostLost(f"{otherwise}',
+        f"{TESTS} -k named_after_the_limit",
+    ),
+    Fault(
+        "a host that fails keeps it to itself",
+        HOSTS,
+        "            tell_others((str(error)",
+        "            str((str(error)",
+        f"{TESTS} -k ends_the_waits",
+    ),
+    Fault(
+        "files that only move are other code",
+        AGREEMENT,
+        'f"{name}/{path.relative_to(root)}\\0".encode() + path.read_bytes()',
+        "path.read_bytes()",
+        f"{TESTS} -k digest_of_the_code",
+    ),
+    Fault(
+        "a folder of one's own counts as the one of the run",
+        AGREEMENT,
+        '"the folder of host 0" if seen else',
+        '"the folder of host 0" if True else',
+        f"{TESTS} -k must_be_one",
+    ),
+    Fault(
+        "the file that hosts look for stays in the folder",
+        AGREEMENT,
+        "(directory / name).unlink(missing_ok=True)",
+        "pass",
+        f"{TESTS} -k must_be_one",
+    ),
+    Fault(
+        "a damaged checkpoint ends the run",
+        LOOP,
+        "            damaged.append((step, error))",
+        "            raise",
+        f"{TRAIN} -k set_aside",
+    ),
+    Fault(
+        "a damaged checkpoint is set aside where none is whole",
+        LOOP,
+        "            damaged.append((step, error))",
+        "            damaged.append((step, error)); checkpoints.set_aside(step)",
+        f"{TRAIN} -k nothing_is_touched",
+    ),
+    Fault(
+        "what was set aside is a stranger",
+        CHECKPOINT,
+        'or _ASIDE in n or n.startswith(".")',
+        'or n.startswith(".")',
+        f"{TRAIN} -k set_aside",
+    ),
+    Fault(
+        "other bits than were saved are taken",
+        CHECKPOINT,
+        "if found[name] != written.get(name)",
+        "if name not in written",
+        f"{TRAIN} -k other_bits",
+    ),
+    Fault(
+        "SIGTERM waits for the first step",
+        "ejdist/cluster/ending.py",
+        "    if not _stepping.is_set():\n        tell_others",
+        "    if False:\n        tell_others",
+        f"{PROCESSES} -k before_the_first_step",
+    ),
+    Fault(
+        "a rehearsal does not compare the final state",
+        "launch/rehearse.py",
+        "same = rows == calm.losses and digest == calm.digest",
+        "same = True",
+        f"{PROCESSES} -k tells_a_run_apart",
+    ),
+)
