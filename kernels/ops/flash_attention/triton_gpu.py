@@ -21,6 +21,7 @@ from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.gluon_gradients import specialised_gradient_kernel
 from kernels.ops.flash_attention.gluon_kernels import specialised_forward_kernel
+from kernels.ops.flash_attention.gluon_wide import specialised_wide_gradient_kernel
 from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW
 from kernels.ops.flash_attention.triton_gradients import (
     bias_gradient_kernel,
@@ -32,6 +33,8 @@ from kernels.ops.flash_attention.triton_parts import Options
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 
 WIDEST = 256
+COLUMNS = 64
+REGS = dict(DIFFERENTIATING=208, ADDING=72)
 # Warps of a program of Hopper's kernels, which specialise them: two warpgroups that multiply, and one that loads. A plain
 # program has a power of two.
 SPECIALISED = 12
@@ -91,7 +94,7 @@ class _Call(NamedTuple):
     ):
         """Likewise of a kernel of Hopper, whose programs of up to 8 of so many heads run side by side."""
         side = next(n for n in (8, 4, 2, 1) if heads % n == 0)
-        return self._launch(kernel, first, spans, blocks, HEADS=side, LOADING=24, **rest)
+        return self._launch(kernel, first, spans, blocks, HEADS=side, **rest)
 
     def _launch(self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], **rest: Any):
         q_block, k_block = blocks
@@ -207,6 +210,7 @@ def forward(
         N,
         STAGES=params.num_stages,
         ATTENDING=240,
+        LOADING=24,
         **rest,
     )
 
@@ -231,8 +235,9 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
     lse = by_head(jnp.where(some, saved.lse * (-1 / unit), -jnp.inf), -jnp.inf)
     delta = by_head(jnp.where(some, -saved.delta, 0), 0)
     sums = jnp.zeros(query.shape, jnp.float32)
+    widest = wide > 128
     arrays = (
-        _block_of(sums, q_block, wide, BLOCK_OF_SUMS),
+        _block_of(sums, q_block, COLUMNS if widest else wide, BLOCK_OF_SUMS),
         _block_of(saved.d_out.astype(query.dtype), q_block, tall),
         _block_of(query, q_block, wide),
         _block_of(key, k_block, wide),
@@ -241,7 +246,7 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
         delta,
     )
     d_key, d_value, d_query = call.launch_specialised(
-        specialised_gradient_kernel,
+        specialised_wide_gradient_kernel if widest else specialised_gradient_kernel,
         arrays,
         call.spans(*blocks)[1],
         blocks,
@@ -253,9 +258,10 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
         ),
         input_output_aliases={0: 2},
         grid=(triton.cdiv(S, k_block) * K * B,),
-        num_warps=8,
+        num_warps=4 if widest else 8,
         work=_work(query, key, value, call.mask, (3, 2)),
         STAGES=params.num_stages,
+        **(REGS if widest else {"LOADING": 24}),
     )
     d_query = (d_query * call.options["SCALE"]).astype(query.dtype)
     return {"query": d_query, "key": d_key, "value": d_value}
@@ -374,7 +380,7 @@ def _specialised(H: int, HV: int, itemsize: int, scale: float) -> FlashAttention
     if itemsize != 2 or H % 8 or HV % 8 or not 64 <= tall <= wide or scale <= 0:
         return plain
     forward = FwdParams(128, 128 if wide <= 128 else 64, SPECIALISED, 2)
-    return FlashAttentionConfig(forward, BwdParams(64, 128, SPECIALISED, 2) if wide <= 128 else plain.bwd_params)
+    return FlashAttentionConfig(forward, BwdParams(64, 128 if wide <= 128 else 64, SPECIALISED, 2))
 
 
 def _width(entries: int) -> int:
