@@ -27,8 +27,6 @@ from kernels.ops.flash_attention.gluon_gradients import place, row_of, seen, sto
 from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, TILE_OF_SUMS, span_of, tanh
 from kernels.ops.flash_attention.triton_parts import LOG2E
 
-INSTRUCTION = gl.constexpr(256)
-
 
 @gluon.jit
 def _make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
@@ -79,7 +77,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
            cotangents, pairs, done, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Makes the weights of a block, and the gradient of the values."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
     dtype: gl.constexpr = k_tile.dtype
@@ -101,7 +99,9 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
 
     zeros = gl.zeros(SHAPE, gl.float32, PAIRS)
     dv = gl.zeros([O.BLOCK_K, O.BLOCK_V], gl.float32, SUMS)
-    ahead, ahead_n = _load_first(d_out_desc, delta_desc, b, first, head * (O.N // O.K), first, last, steps, cotangents, O, STAGES)
+    ahead, ahead_n = _load_first(
+        d_out_desc, delta_desc, b, first, head * (O.N // O.K), first, last, steps, cotangents, O, STAGES
+    )
     mbarrier.wait(kv_full, 0)
     if steps > 0:
         stage, phase = 0, 0
@@ -154,7 +154,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
                    HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Makes the gradients of the logits of a block, and the gradient of the keys."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_H, 16])
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, q_rows, q_full = queries
@@ -169,7 +169,9 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
     tma.async_load(k_desc, [b, block * O.BLOCK_K, head, 0], kv_full, k_block)
     tma.async_load(v_desc, [b, block * O.BLOCK_K, head, 0], kv_full, v_block)
-    ahead, ahead_n = _load_first(q_desc, lse_desc, b, first, head * (O.N // O.K), first, last, steps, queries, O, STAGES)
+    ahead, ahead_n = _load_first(
+        q_desc, lse_desc, b, first, head * (O.N // O.K), first, last, steps, queries, O, STAGES
+    )
     mbarrier.wait(kv_full, 0)
     if steps > 0:
         stage, phase = 0, 0
@@ -206,10 +208,10 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
 
 
 @gluon.jit
-def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tile, O: gl.constexpr, HEADS: gl.constexpr,
-         STAGES: gl.constexpr):  # fmt: skip
+def _add(dq_out, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.constexpr, HEADS: gl.constexpr,
+         STAGES: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr, RED: gl.constexpr):  # fmt: skip
     """Adds the gradient of the queries of a block to memory."""
-    COLUMNS: gl.constexpr = dq_desc.block_type.shape[3]
+    HALF: gl.constexpr = COLUMNS // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     tiles, weighed, differentiated, tile_free = pairs
     b, head, block = place(O, HEADS)
@@ -227,19 +229,38 @@ def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tile, O: gl.conste
                 dq = warpgroup_mma(ds, k_tile.slice(c * COLUMNS, COLUMNS, 1), zeros, use_acc=False)
                 if c == O.BLOCK_H // COLUMNS - 1:
                     mbarrier.arrive(tile_free.index(stage))
-                tma.store_wait(0)
-                dq_tile.store(dq)
-                fence_async_shared()
-                part = dq_tile.reinterpret(shape=[1, O.BLOCK_Q, 1, COLUMNS], layout=BLOCK_OF_SUMS)
-                tma.async_atomic_add(dq_desc, [b, m * O.BLOCK_Q, n, c * COLUMNS], part)
+                if RED == 1:
+                    rows = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(1, SUMS))
+                    cols = c * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
+                    at = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.H
+                    mask = (rows < O.T)[:, None]
+                    if O.BLOCK_H != O.H:
+                        mask = mask & (cols < O.H)[None, :]
+                    gl.atomic_add(dq_out + at[:, None] + cols[None, :], dq, mask=mask, sem="relaxed")
+                elif RED == 0:
+                    if TILES == 1:
+                        tma.store_wait(0)
+                        dq_tiles.index(0).store(dq)
+                        fence_async_shared()
+                        part = dq_tiles.index(0).reinterpret(shape=[1, O.BLOCK_Q, 1, COLUMNS], layout=BLOCK_OF_SUMS)
+                        tma.async_atomic_add(dq_out, [b, m * O.BLOCK_Q, n, c * COLUMNS], part)
+                    else:
+                        left, right = dq.reshape([O.BLOCK_Q, 2, HALF]).permute((0, 2, 1)).split()
+                        for h in gl.static_range(2):
+                            tma.store_wait(1)
+                            dq_tiles.index(h).store(left if h == 0 else right)
+                            fence_async_shared()
+                            part = dq_tiles.index(h).reinterpret(shape=[1, O.BLOCK_Q, 1, HALF], layout=BLOCK_OF_SUMS)
+                            tma.async_atomic_add(dq_out, [b, m * O.BLOCK_Q, n, c * COLUMNS + h * HALF], part)
             stage, phase = after(stage, phase, STAGES)
     mbarrier.arrive(done.index(0))
-    tma.store_wait(0)
+    if RED == 0:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def specialised_wide_gradient_kernel(
-    dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, columns], zeros before; times 1 / SCALE
+    dq_out,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, columns], zeros before; times 1 / SCALE
     d_out_desc,  # this and what follows: as of `specialised_gradient_kernel`
     q_desc,
     k_desc,
@@ -259,6 +280,9 @@ def specialised_wide_gradient_kernel(
     STAGES: gl.constexpr,
     DIFFERENTIATING: gl.constexpr,  # registers of a thread that makes the gradient of the keys
     ADDING: gl.constexpr,  # and that makes the gradient of the queries
+    COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,
+    RED: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
@@ -274,14 +298,14 @@ def specialised_wide_gradient_kernel(
     done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(done.index(0), count=2)
     mbarrier.init(done.index(1), count=1)
-    dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, dq_desc.block_type.shape[3]], TILE_OF_SUMS)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [TILES, O.BLOCK_Q, COLUMNS // TILES], TILE_OF_SUMS)
     gl.warp_specialize(
         [
             (_weigh, (d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dv_ptr,
                       k_tile, v_tile, kv_full, queries, cotangents, pairs, done, O, HEADS, STAGES)),
             (_differentiate, (q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents,
                               pairs, done, O, HEADS, STAGES)),
-            (_add, (dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tile, O, HEADS, STAGES)),
+            (_add, (dq_out, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O, HEADS, STAGES, COLUMNS, TILES, RED)),
         ],
         [4, 4],
         [DIFFERENTIATING, ADDING],

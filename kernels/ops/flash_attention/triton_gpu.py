@@ -33,8 +33,7 @@ from kernels.ops.flash_attention.triton_parts import Options
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 
 WIDEST = 256
-COLUMNS = 64
-REGS = dict(DIFFERENTIATING=208, ADDING=72)
+REGS = dict(DIFFERENTIATING=208, ADDING=72, COLUMNS=64, TILES=1, RED=0)
 # Warps of a program of Hopper's kernels, which specialise them: two warpgroups that multiply, and one that loads. A plain
 # program has a power of two.
 SPECIALISED = 12
@@ -237,7 +236,9 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
     sums = jnp.zeros(query.shape, jnp.float32)
     widest = wide > 128
     arrays = (
-        _block_of(sums, q_block, COLUMNS if widest else wide, BLOCK_OF_SUMS),
+        sums
+        if widest and REGS["RED"] == 1
+        else _block_of(sums, q_block, REGS["COLUMNS"] // REGS["TILES"] if widest else wide, BLOCK_OF_SUMS),
         _block_of(saved.d_out.astype(query.dtype), q_block, tall),
         _block_of(query, q_block, wide),
         _block_of(key, k_block, wide),
