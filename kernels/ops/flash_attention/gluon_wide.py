@@ -46,7 +46,10 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, BLOCK_Q: gl.constexpr,
 
 @gluon.jit
 def _load(desc, row_desc, b, m, n, ring, stage, pred, O: gl.constexpr):
-    """Loads a block of queries or cotangents with its statistic, into a stage that nobody reads any more."""
+    """Loads a block of queries or cotangents with its statistic, into a stage that nobody reads any more.
+
+    A warpgroup that has read it need not meet before: `expect` begins with a barrier of all its warps.
+    """
     tiles, rows, full = ring
     WIDTH: gl.constexpr = desc.block_type.shape[3]
     arrived = full.index(stage)
@@ -136,7 +139,6 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
             dv = warpgroup_mma_wait(1, (dv,))
             # The other one has multiplied these cotangents with the values.
             mbarrier.wait(differentiated.index(stage), phase)
-            gl.barrier()
             _load(d_out_desc, delta_desc, b, ahead, ahead_n, cotangents, stage, i + STAGES < steps, O)
             ahead, ahead_n = _following(ahead, ahead_n, first, last)
             s = warpgroup_mma_wait(0, (s,))
@@ -196,7 +198,6 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
             dp = warpgroup_mma(v_tile, d_tiles.index(next_stage).permute((1, 0)), dp, is_async=True)
             dk = warpgroup_mma_wait(1, (dk,))
             # The other one had multiplied these queries with the keys before there were weights.
-            gl.barrier()
             _load(q_desc, lse_desc, b, ahead, ahead_n, queries, stage, i + STAGES < steps, O)
             ahead, ahead_n = _following(ahead, ahead_n, first, last)
             dp = warpgroup_mma_wait(0, (dp,))
@@ -208,10 +209,13 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
 
 
 @gluon.jit
-def _add(dq_out, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.constexpr, HEADS: gl.constexpr,
-         STAGES: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr, RED: gl.constexpr):  # fmt: skip
-    """Adds the gradient of the queries of a block to memory."""
-    HALF: gl.constexpr = COLUMNS // 2
+def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.constexpr, HEADS: gl.constexpr,
+         STAGES: gl.constexpr):  # fmt: skip
+    """Adds the gradient of the queries of a block to memory, two tiles of columns at a time. One is written while TMA adds the
+    other."""
+    HALF: gl.constexpr = dq_desc.block_type.shape[3]
+    COLUMNS: gl.constexpr = 2 * HALF
+    PARTS: gl.constexpr = (O.H + COLUMNS - 1) // COLUMNS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     tiles, weighed, differentiated, tile_free = pairs
     b, head, block = place(O, HEADS)
@@ -224,43 +228,26 @@ def _add(dq_out, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.conste
         n = head * G + g
         for m in range(first, last):
             mbarrier.wait(differentiated.index(stage), phase)
-            for c in gl.static_range(O.BLOCK_H // COLUMNS):
+            for i in gl.static_range(PARTS):
                 ds = tiles.index(stage).permute((1, 0))
-                dq = warpgroup_mma(ds, k_tile.slice(c * COLUMNS, COLUMNS, 1), zeros, use_acc=False)
-                if c == O.BLOCK_H // COLUMNS - 1:
+                dq = warpgroup_mma(ds, k_tile.slice(i * COLUMNS, COLUMNS, 1), zeros, use_acc=False)
+                if i == PARTS - 1:
                     mbarrier.arrive(tile_free.index(stage))
-                if RED == 1:
-                    rows = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(1, SUMS))
-                    cols = c * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
-                    at = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.H
-                    mask = (rows < O.T)[:, None]
-                    if O.BLOCK_H != O.H:
-                        mask = mask & (cols < O.H)[None, :]
-                    gl.atomic_add(dq_out + at[:, None] + cols[None, :], dq, mask=mask, sem="relaxed")
-                elif RED == 0:
-                    if TILES == 1:
-                        tma.store_wait(0)
-                        dq_tiles.index(0).store(dq)
-                        fence_async_shared()
-                        part = dq_tiles.index(0).reinterpret(shape=[1, O.BLOCK_Q, 1, COLUMNS], layout=BLOCK_OF_SUMS)
-                        tma.async_atomic_add(dq_out, [b, m * O.BLOCK_Q, n, c * COLUMNS], part)
-                    else:
-                        left, right = dq.reshape([O.BLOCK_Q, 2, HALF]).permute((0, 2, 1)).split()
-                        for h in gl.static_range(2):
-                            tma.store_wait(1)
-                            dq_tiles.index(h).store(left if h == 0 else right)
-                            fence_async_shared()
-                            part = dq_tiles.index(h).reinterpret(shape=[1, O.BLOCK_Q, 1, HALF], layout=BLOCK_OF_SUMS)
-                            tma.async_atomic_add(dq_out, [b, m * O.BLOCK_Q, n, c * COLUMNS + h * HALF], part)
+                left, right = dq.reshape([O.BLOCK_Q, 2, HALF]).permute((0, 2, 1)).split()
+                for h in gl.static_range(2):
+                    tma.store_wait(1)
+                    dq_tiles.index(h).store(left if h == 0 else right)
+                    fence_async_shared()
+                    part = dq_tiles.index(h).reinterpret(shape=[1, O.BLOCK_Q, 1, HALF], layout=BLOCK_OF_SUMS)
+                    tma.async_atomic_add(dq_desc, [b, m * O.BLOCK_Q, n, i * COLUMNS + h * HALF], part)
             stage, phase = after(stage, phase, STAGES)
     mbarrier.arrive(done.index(0))
-    if RED == 0:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def specialised_wide_gradient_kernel(
-    dq_out,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, columns], zeros before; times 1 / SCALE
+    dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, columns of a tile], zeros before; times 1 / SCALE
     d_out_desc,  # this and what follows: as of `specialised_gradient_kernel`
     q_desc,
     k_desc,
@@ -276,13 +263,10 @@ def specialised_wide_gradient_kernel(
     dk_ptr,
     dv_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 64
-    HEADS: gl.constexpr,
+    HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
     DIFFERENTIATING: gl.constexpr,  # registers of a thread that makes the gradient of the keys
-    ADDING: gl.constexpr,  # and that makes the gradient of the queries
-    COLUMNS: gl.constexpr,
-    TILES: gl.constexpr,
-    RED: gl.constexpr,
+    ADDING: gl.constexpr,  # and of one that makes the gradient of the queries; who makes the weights has the rest
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
@@ -298,14 +282,14 @@ def specialised_wide_gradient_kernel(
     done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(done.index(0), count=2)
     mbarrier.init(done.index(1), count=1)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [TILES, O.BLOCK_Q, COLUMNS // TILES], TILE_OF_SUMS)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, O.BLOCK_Q, dq_desc.block_type.shape[3]], TILE_OF_SUMS)
     gl.warp_specialize(
         [
             (_weigh, (d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dv_ptr,
                       k_tile, v_tile, kv_full, queries, cotangents, pairs, done, O, HEADS, STAGES)),
             (_differentiate, (q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents,
                               pairs, done, O, HEADS, STAGES)),
-            (_add, (dq_out, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O, HEADS, STAGES, COLUMNS, TILES, RED)),
+            (_add, (dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O, HEADS, STAGES)),
         ],
         [4, 4],
         [DIFFERENTIATING, ADDING],
