@@ -1,10 +1,14 @@
-"""The backward kernel of flash attention in Gluon, for Hopper and heads of more than 128 entries: each warpgroup has one sum.
+"""The backward kernel of flash attention in Gluon, for Hopper and heads of more than 128: each warpgroup has one gradient.
 
-What `gluon_gradients.py` computes, in one pass as there. Two sums of this width are all the registers of two warpgroups, so a
-program has 64 keys, and warpgroups divide the products, not the keys. One makes the weights, and the gradient of the values. One
-makes the gradients of the logits from them, and the gradient of the keys. One multiplies these with the keys, and adds what
-comes out to the gradient of the queries in memory, some columns at a time. Weights, and then the gradients of logits in their
-place, pass from one to the next through shared memory, each warpgroup a block of queries ahead of the next one at most.
+It makes what `gluon_gradients.py` makes, in one pass over the pairs as there. The gradients of keys and values of this width
+are all the registers of a warpgroup each, so a program has 64 keys, and three warpgroups divide the products of two blocks:
+
+- one makes the weights, and the gradient of the values;
+- one makes the gradients of the logits from the weights, and the gradient of the keys;
+- one multiplies those with the keys, and adds the products to the gradient of the queries in memory, some columns at a time.
+
+Weights, and then the gradients of the logits in their place, pass from one to the next through shared memory, in 16 bits. No
+warp only loads: who is the last to read a tile loads the next one into its stage.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -29,19 +33,19 @@ from kernels.ops.flash_attention.triton_parts import LOG2E
 
 
 @gluon.jit
-def _make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+def _make_barriers(STAGES: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(i), count=COUNT)
+        mbarrier.init(barriers.index(i), count=1)
     return barriers
 
 
 @gluon.jit
 def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, BLOCK_Q: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns (tiles of queries or cotangents, rows of the statistic that comes along, barriers of each stage for "is full")."""
+    """Returns (tiles of queries or cotangents, rows of their statistic, a barrier of each stage for "is full")."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, WIDTH], SWIZZLED)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], ROW)
-    return tiles, rows, _make_barriers(STAGES, 1)
+    return tiles, rows, _make_barriers(STAGES)
 
 
 @gluon.jit
@@ -76,8 +80,9 @@ def _load_first(desc, row_desc, b, m, n, first, last, steps, ring, O: gl.constex
 
 
 @gluon.jit
-def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dv_ptr, k_tile, v_tile, kv_full, queries,
-           cotangents, pairs, done, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dv_ptr, k_tile,
+           v_tile, kv_full, queries, cotangents, pairs, done, O: gl.constexpr, HEADS: gl.constexpr,
+           STAGES: gl.constexpr):  # fmt: skip
     """Makes the weights of a block, and the gradient of the values."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
@@ -137,7 +142,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
             s = zeros if O.CAP is not None else row_of(q_rows, next_stage, SHAPE, PAIRS)
             s = warpgroup_mma(k_tile, q_tiles.index(next_stage).permute((1, 0)), s, is_async=True)
             dv = warpgroup_mma_wait(1, (dv,))
-            # The other one has multiplied these cotangents with the values.
+            # The next warpgroup has multiplied these cotangents with the values.
             mbarrier.wait(differentiated.index(stage), phase)
             _load(d_out_desc, delta_desc, b, ahead, ahead_n, cotangents, stage, i + STAGES < steps, O)
             ahead, ahead_n = _following(ahead, ahead_n, first, last)
@@ -152,8 +157,8 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
 
 
 @gluon.jit
-def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents, pairs, done, O: gl.constexpr,
-                   HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents, pairs,
+                   done, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Makes the gradients of the logits of a block, and the gradient of the keys."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_H, 16])
@@ -197,7 +202,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
             dp = row_of(d_rows, next_stage, SHAPE, PAIRS)
             dp = warpgroup_mma(v_tile, d_tiles.index(next_stage).permute((1, 0)), dp, is_async=True)
             dk = warpgroup_mma_wait(1, (dk,))
-            # The other one had multiplied these queries with the keys before there were weights.
+            # The warpgroup before had multiplied these queries with the keys when there were weights.
             _load(q_desc, lse_desc, b, ahead, ahead_n, queries, stage, i + STAGES < steps, O)
             ahead, ahead_n = _following(ahead, ahead_n, first, last)
             dp = warpgroup_mma_wait(0, (dp,))
@@ -275,10 +280,10 @@ def specialised_wide_gradient_kernel(
     mbarrier.init(kv_full, count=1)
     queries = _make_ring(STAGES, dtype, O.BLOCK_Q, O.BLOCK_H)
     cotangents = _make_ring(STAGES, dtype, O.BLOCK_Q, O.BLOCK_V)
-    # Weights, and then the gradients of logits; barriers for "are weights", "are gradients", and "is free".
+    # Weights, and then the gradients of logits; a barrier of each stage for "are weights", "are gradients", and "is free".
     tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_K, O.BLOCK_Q], SWIZZLED)
-    pairs = tiles, _make_barriers(STAGES, 1), _make_barriers(STAGES, 1), _make_barriers(STAGES, 1)
-    # That nobody multiplies with the keys any more, and with the values.
+    pairs = tiles, _make_barriers(STAGES), _make_barriers(STAGES), _make_barriers(STAGES)
+    # Nobody multiplies with the keys any more, and with the values: their gradients leave through their tiles.
     done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(done.index(0), count=2)
     mbarrier.init(done.index(1), count=1)
