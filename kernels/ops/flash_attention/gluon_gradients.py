@@ -200,7 +200,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
 
 @gluon.jit
 def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
-           WIDE: gl.constexpr):  # fmt: skip
+               WIDE: gl.constexpr):  # fmt: skip
     """Writes a block of keys or values, through the tile that held them, so that a thread writes 16 bytes in a row."""
     ROWS: gl.constexpr = tile.shape[0]
     tile.store(x.to(tile.dtype))

@@ -243,7 +243,7 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
     sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
         kernel, columns, how = specialised_gradient_kernel, wide, {"num_warps": 8, "LOADING": 24}
-    else:  # tiles of as few columns as TMA swizzles; registers such that products do not wait for one another, with few spills
+    else:  # as many columns as TMA swizzles; registers with which products do not wait for one another, and little spills
         kernel, columns = specialised_wide_gradient_kernel, 32
         how = {"num_warps": 4, "DIFFERENTIATING": 216, "ADDING": 64}
     arrays = (
