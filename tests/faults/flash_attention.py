@@ -10,6 +10,8 @@ KERNELS = "kernels/ops/flash_attention/triton_kernels.py"
 GRADIENTS = "kernels/ops/flash_attention/triton_gradients.py"
 PARTS = "kernels/ops/flash_attention/triton_parts.py"
 CUDNN = "kernels/ops/flash_attention/cudnn_gpu.py"
+TRITON = "kernels/ops/flash_attention/triton_gpu.py"
+HOPPER = "tests/kernels/test_flash_attention_hopper.py"
 
 
 def _triton(case):
@@ -28,14 +30,14 @@ def on_pallas(case: str) -> str:
 FAULTS = (
     Fault(
         "deterministic: specialised warps take it",
-        "kernels/ops/flash_attention/triton_gpu.py",
+        TRITON,
         "if deterministic and cfg.bwd_params.num_warps == SPECIALISED:",
         "if False:",
         "tests/kernels/test_flash_attention_deterministic.py -k specialised",
     ),
     Fault(
         "deterministic: a configuration that adds in any order is chosen",
-        "kernels/ops/flash_attention/triton_gpu.py",
+        TRITON,
         "plain.bwd_params) if call.deterministic else found",
         "plain.bwd_params) if False else found",
         "tests/kernels/test_flash_attention_deterministic.py -k 'no_configuration or passed_over'",
@@ -151,6 +153,55 @@ FAULTS = (
         'tl.where(some, lse * LOG2E, float("inf"))',
         "lse * LOG2E",
         _triton("dense_mask"),
+    ),
+    Fault(
+        "Hopper: the kernel of narrow heads for wide ones",
+        TRITON,
+        "    if wide <= 128:\n        kernel",
+        "    if wide <= 256:\n        kernel",
+        f"{HOPPER} -k launched",
+    ),
+    Fault(
+        "Hopper: blocks of as many keys for wide heads",
+        TRITON,
+        "keys = 128 if wide <= 128 else 64",
+        "keys = 128",
+        f"{HOPPER} -k 'launched or other_backward'",
+    ),
+    Fault(
+        "Hopper: wide heads side by side, whose sums are more than the cache",
+        TRITON,
+        "specialised_wide_gradient_kernel.fn.__name__: 1,",
+        "specialised_wide_gradient_kernel.fn.__name__: 8,",
+        f"{HOPPER} -k launched",
+    ),
+    Fault(
+        "Hopper: the backward goes over the spans of queries",
+        TRITON,
+        "call.spans(*blocks)[1],\n        blocks,\n        K,",
+        "call.spans(*blocks)[0],\n        blocks,\n        K,",
+        f"{HOPPER} -k launched",
+    ),
+    Fault(
+        "Hopper: values wider than keys are taken",
+        TRITON,
+        "not 64 <= tall <= wide",
+        "not 64 <= tall",
+        f"{HOPPER} -k chosen",
+    ),
+    Fault(
+        "Hopper: wide heads have the backward of two passes",
+        TRITON,
+        "return _config((128, keys, SPECIALISED, 2), (64, keys, SPECIALISED, 2))",
+        "return FlashAttentionConfig(FwdParams(128, keys, SPECIALISED, 2), plain.bwd_params)",
+        f"{HOPPER} -k chosen",
+    ),
+    Fault(
+        "Hopper: the last columns of a padded head are not added to the gradient of the queries",
+        "kernels/ops/flash_attention/gluon_wide.py",
+        "PARTS: gl.constexpr = (O.H + COLUMNS - 1) // COLUMNS",
+        "PARTS: gl.constexpr = O.H // COLUMNS",
+        f"{HOPPER} -m 'slow or not slow' -k 'the_code and 136'",
     ),
     Fault(
         "cuDNN: a window of a key more",

@@ -102,7 +102,8 @@ def compare(floats, mask, options, *, cfg=None):
     exact = jax.jit(lambda x: outcome(contract, x, d_out.astype(jnp.float32), d_lse))(wide)
     plain = jax.jit(lambda x: outcome(ours(_plain(width, 2)), x, d_out, d_lse))(floats)
     heuristic = op.backends["triton_gpu"].heuristic(op.bind(**floats, mask=mask, **options), "cuda")
-    assert (cfg or heuristic).fwd_params.num_warps == SPECIALISED
+    params = (cfg or heuristic).fwd_params, (cfg or heuristic).bwd_params
+    assert [p.num_warps for p in params] == [SPECIALISED, SPECIALISED]
     made = jax.jit(lambda x: outcome(ours(cfg), x, d_out, d_lse))
     for _ in range(2):
         poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in exact.values()]
@@ -114,15 +115,15 @@ def compare(floats, mask, options, *, cfg=None):
             assert error(got[name], want) <= allowed, name
 
 
-@pytest.mark.parametrize("width", [(64, 64), (128, 128)], ids=["64", "128"])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("call", CALLS)
 def test_numbers_of_specialised_warps(call, width):
     mask, options = CALLS[call]
-    compare(arrays(T, S, *width, "bfloat16"), mask, options)
+    compare(arrays(T, S, width, width, "bfloat16"), mask, options)
 
 
 @pytest.mark.parametrize("call", ["causal", "together"])
-@pytest.mark.parametrize("width", [(256, 256), (96, 96), (192, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("width", [(96, 96), (128, 64), (136, 136), (192, 128), (256, 64)], ids=str)
 def test_other_widths(call, width):
     mask, options = CALLS[call]
     compare(arrays(T, S, *width, "bfloat16"), mask, options)
@@ -130,15 +131,17 @@ def test_other_widths(call, width):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_lengths_and_groups_of_heads(lengths, key_heads):
-    floats = arrays(*LENGTHS[lengths], 128, 128, "float16", key_heads)
+@pytest.mark.parametrize("width", [128, 256])
+def test_lengths_and_groups_of_heads(lengths, key_heads, width):
+    floats = arrays(*LENGTHS[lengths], width, width, "float16", key_heads)
     compare(floats, MaskInfo(causal=True), {})
 
 
-def test_other_rows_of_the_batch_are_not_read():
-    floats = arrays(T, S, 128, 128, "bfloat16")
+@pytest.mark.parametrize("width", [128, 256])
+def test_other_rows_of_the_batch_are_not_read(width):
+    floats = arrays(T, S, width, width, "bfloat16")
     rows = {name: x.at[1].set(jnp.nan) for name, x in floats.items()}
-    d_out, d_lse = jnp.ones((B, T, N, 128), jnp.bfloat16), jnp.ones((B, T, N))
+    d_out, d_lse = jnp.ones((B, T, N, width), jnp.bfloat16), jnp.ones((B, T, N))
 
     def run(x):
         return outcome(lambda **x: op(**x, mask=MaskInfo(causal=True), platform="triton"), x, d_out, d_lse)
@@ -150,10 +153,11 @@ def test_other_rows_of_the_batch_are_not_read():
     assert error(other["query"][0], clean["query"][0]) <= FLOOR["bfloat16"]
 
 
-def test_a_backward_with_lse_and_delta_of_more_keys():
+@pytest.mark.parametrize("width", [128, 256])
+def test_a_backward_with_lse_and_delta_of_more_keys(width):
     """What a ring needs: two halves of the keys, each with the whole's lse and delta, add up to the whole's gradients."""
-    floats = arrays(T, S, 128, 128, "bfloat16")
-    d_out = jnp.asarray(RNG.standard_normal((B, T, N, 128)), jnp.bfloat16)
+    floats = arrays(T, S, width, width, "bfloat16")
+    d_out = jnp.asarray(RNG.standard_normal((B, T, N, width)), jnp.bfloat16)
     whole = at(np.arange(T)[None], causal=True)
     out, lse = op(**floats, mask=whole, platform="triton")
     saved = {"d_out": d_out, "lse": lse, "delta": jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)}

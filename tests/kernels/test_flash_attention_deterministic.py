@@ -59,18 +59,20 @@ def test_cudnn_refuses_by_name_and_says_who_can():
         flash_attention(QUERY, KEY, VALUE, deterministic=True, platform="cudnn")
 
 
-def test_specialised_warps_add_in_any_order_and_refuse():
+@pytest.mark.parametrize("keys", [64, 128])  # of wide heads, and of narrow ones
+def test_specialised_warps_add_in_any_order_and_refuse(keys):
     """Nobody chooses them for such a call; a configuration that asks for them is told so."""
-    specialised = BwdParams(q_blocksize=64, kv_blocksize=128, num_warps=SPECIALISED, num_stages=2)
+    specialised = BwdParams(q_blocksize=64, kv_blocksize=keys, num_warps=SPECIALISED, num_stages=2)
     with pytest.raises(
         Unsupported, match=r"cfg.bwd_params.num_warps = 12 is not for deterministic=True: .* adds the gradient"
     ):
         lowered(differentiated=True, deterministic=True, platform="triton", cfg=KernelConfig(bwd_params=specialised))
 
 
-def test_no_configuration_for_such_a_call_has_them():
+@pytest.mark.parametrize("width", [128, 256])
+def test_no_configuration_for_such_a_call_has_them(width):
     backend = op.backends["triton_gpu"]
-    x = jax.ShapeDtypeStruct((1, 8192, 8, 128), "bfloat16")
+    x = jax.ShapeDtypeStruct((1, 8192, 8, width), "bfloat16")
     with_and_without = []
     for deterministic in (True, False):
         call = op.bind(x, x, x, MaskInfo(causal=True), deterministic=deterministic)

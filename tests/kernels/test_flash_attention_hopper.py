@@ -1,20 +1,24 @@
 """flash_attention's kernels for Hopper, without one: who is chosen, what is refused, and the code. Their numbers are held in
 tests/gpu/test_flash_attention_gpu.py."""
 
+import re
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import MaskInfo
+from kernels import MaskInfo, compile_for
 from kernels._core.ahead_of_time import export_cuda
 from kernels._core.config import BwdParams, FwdParams, KernelConfig
 from kernels._core.interpret import interpret
-from kernels.ops.flash_attention import op
+from kernels.ops.flash_attention import op, triton_gpu
 from kernels.ops.flash_attention.triton_gpu import SPECIALISED
 
 LENGTH = 512
 PLAIN = ["forward_kernel", "query_gradient_kernel", "key_gradient_kernel"]
 HOPPERS = ["specialised_forward_kernel", "specialised_gradient_kernel"]
+WIDE = ["specialised_forward_kernel", "specialised_wide_gradient_kernel"]
 EVERYTHING = {"logits_soft_cap": 30.0, "softmax_aux": jax.ShapeDtypeStruct((4, 1), "float32")}
 
 
@@ -43,10 +47,12 @@ def shape(*sizes):
         ({"dtype": "float16"}, True, True),
         ({"mask": MaskInfo(causal=True, window=(100, 0), chunk_size=200)}, True, True),
         (EVERYTHING, True, True),
-        ({"width": 256}, True, False),
-        ({"width": 192, "value_width": 128}, True, False),
+        ({"width": 256}, True, True),
+        ({"width": 192, "value_width": 128}, True, True),
+        ({"width": 256, **EVERYTHING}, True, True),
         ({"width": 128, "value_width": 64}, True, True),
         ({"width": 64, "value_width": 128}, False, False),
+        ({"width": 128, "value_width": 192}, False, False),
         ({"width": 32}, False, False),
         ({"width": 100}, False, False),
         ({"width": 128, "value_width": 68}, False, False),
@@ -57,6 +63,9 @@ def shape(*sizes):
         ({"alibi_slopes": shape(1, 4)}, False, False),
         ({"mask": MaskInfo(attention_mask=jnp.ones((1, 1, LENGTH, LENGTH), bool))}, False, False),
         ({"deterministic": True}, True, False),
+        ({"width": 256, "deterministic": True}, True, False),
+        ({"width": 256, "dtype": "float32"}, False, False),
+        ({"width": 256, "alibi_slopes": shape(1, 4)}, False, False),
     ],
     ids=str,
 )
@@ -82,23 +91,45 @@ def made(given, compute_capability, cfg=None):
     return export_cuda(run, floats, compute_capability=compute_capability).kernels
 
 
-def held(kernels, names, spills):
+# Bytes that a kernel may spill at most, and with every option at once, where limits of masks and documents are held around the
+# loop as well. What is not here spills nothing.
+SPILLS = {
+    "specialised_forward_kernel": (8, 8),
+    # Two sums, logits and their gradients fill the registers of a thread.
+    "specialised_gradient_kernel": (92, 228),
+    # One sum of 64 x 256 does so, beside logits or their gradients. Other shares of the registers spill more, or have products
+    # wait for one another.
+    "specialised_wide_gradient_kernel": (64, 204),
+    # The plain gradient of the keys holds two sums beside its logits. Blocks without a spill were slower on an H200: 369
+    # TFLOP/s as it is, 320 with half of the queries at once, 287 and 319 with 8 warps.
+    "key_gradient_kernel": (496, 0),
+    "query_gradient_kernel": (4, 0),  # a sum of 64 x 256 beside the logits
+}
+
+
+def held(kernels, names, every_option=False):
     assert [k.name for k in kernels] == names
     for kernel in kernels:
         assert kernel.shared_memory_bytes <= 227 * 1024
-        resources = kernel.resources
+        resources, spills = kernel.resources, SPILLS.get(kernel.name, (0, 0))[every_option]
         assert resources["serialized"] == 0 and resources["spill_stores"] <= spills, (kernel.name, resources)
-        if kernel.name in HOPPERS:  # three warpgroups, and 168 registers each before they change hands
+        if kernel.name in HOPPERS + WIDE:  # three warpgroups, and 168 registers each before they change hands
             assert (kernel.num_warps, resources["registers"]) == (SPECIALISED, 168) and "setmaxnreg" in kernel.ptx
 
 
 SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
 
 
-def test_the_code_with_every_option():
-    """A soft cap, sinks, a window and documents: 57 registers are out of the loop over queries."""
-    given = call(**EVERYTHING, **SEGMENTS, mask=MaskInfo(causal=True, window=(100, 0)))
-    held(made(given, 90), HOPPERS, 232)
+@pytest.mark.parametrize(("width", "names"), [(128, HOPPERS), (256, WIDE)])
+def test_the_code_with_every_option(width, names):
+    """A soft cap, sinks, a window and documents."""
+    given = call(width, **EVERYTHING, **SEGMENTS, mask=MaskInfo(causal=True, window=(100, 0)))
+    kernels = made(given, 90)
+    held(kernels, names, every_option=True)
+    if names == WIDE:
+        # Who loads into a stage has read it: all warps must have, and it is the compiler that lets them meet.
+        marks = re.findall(r"bar\.sync|wgmma\.wait_group|try_wait|expect_tx", kernels[1].ptx)
+        assert {before for before, mark in pairwise(marks) if mark == "expect_tx"} == {"bar.sync"}
 
 
 @pytest.mark.slow
@@ -110,16 +141,68 @@ def test_the_code_with_every_option():
         ({"width": 128, "value_width": 64}, HOPPERS),
         ({"dtype": "float16", **SEGMENTS}, HOPPERS),
         ({"mask": MaskInfo()}, HOPPERS),
-        ({"width": 256}, [HOPPERS[0], *PLAIN[1:]]),
-        ({"width": 192, "value_width": 128}, [HOPPERS[0], *PLAIN[1:]]),
+        ({"width": 256}, WIDE),
+        ({"width": 256, "mask": MaskInfo()}, WIDE),
+        ({"width": 136}, WIDE),
+        ({"width": 192, "value_width": 128}, WIDE),
+        ({"width": 256, "value_width": 64}, WIDE),
         ({"deterministic": True}, [HOPPERS[0], *PLAIN[1:]]),
+        ({"width": 256, "deterministic": True}, [HOPPERS[0], *PLAIN[1:]]),
     ],
     ids=str,
 )
 def test_the_code(given, names):
-    # The plain gradient of the keys holds two sums beside its logits. Blocks without a spill were slower on an H200: 369
-    # TFLOP/s as it is, 320 with half of the queries at once, 287 and 319 with 8 warps.
-    held(made(call(**given), 90), names, 496)
+    kernels = made(call(**given), 90)
+    held(kernels, names)
+    if names == WIDE:  # of a padded head, products for 64 columns at a time that it has
+        assert kernels[1].ptx.count("cp.reduce.async.bulk.tensor") == 2 * -(-given["width"] // 64)
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width", "kernel", "keys", "columns", "side_by_side"),
+    [
+        (128, 128, "specialised_gradient_kernel", 128, 128, 2),
+        (64, 64, "specialised_gradient_kernel", 128, 64, 2),
+        (192, 128, "specialised_wide_gradient_kernel", 64, 32, 1),
+        (256, 256, "specialised_wide_gradient_kernel", 64, 32, 1),
+    ],
+)
+def test_what_is_launched(monkeypatch, width, value_width, kernel, keys, columns, side_by_side):
+    """Which kernel makes the gradients, of which blocks, and in which order its programs run."""
+    launches = []
+
+    def launch(kernel, *inputs, out_shape, **rest):
+        launches.append((kernel.fn.__name__, inputs, rest))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
+    B, T, S, N, K, bfloat16 = 3, 500, 300, 4, 2, jnp.bfloat16
+    rows = jnp.zeros((B, T, N))
+    saved = {"d_out": jnp.zeros((B, T, N, value_width), bfloat16), "lse": rows, "delta": rows}
+    arrays = {"query": (B, T, N, width), "key": (B, S, K, width), "value": (B, S, K, value_width)}
+    arrays = {name: jnp.zeros(size, bfloat16) for name, size in arrays.items()}
+    with compile_for(90) as checks:
+        program = jax.jit(lambda x: op.backward(saved, **x, mask=MaskInfo(causal=True), platform="triton"))
+        jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(arrays)
+    ((name, (d_query, d_out, query, key, value, lse, delta, spans), rest),) = launches
+    blocks, padded = -(-S // keys), 256 if width > 128 else width
+    assert (name, rest["HEADS"], rest["grid"]) == (kernel, side_by_side, (blocks * K * B,))
+    assert (rest["O"].BLOCK_Q, rest["O"].BLOCK_K, rest["O"].BLOCK_H, rest["O"].BLOCK_V) == (
+        64,
+        keys,
+        padded,
+        value_width,
+    )
+    assert spans.shape[-2:] == (blocks, 4)
+    assert [list(x.block_shape) for x in (d_query, d_out, query, key, value, lse, delta)] == [
+        [1, 64, 1, columns],
+        [1, 64, 1, value_width],
+        [1, 64, 1, padded],
+        [1, keys, 1, padded],
+        [1, keys, 1, value_width],
+        [1, 64],
+        [1, 64],
+    ]
 
 
 def test_other_gpus_have_the_plain_kernels():
@@ -152,3 +235,15 @@ def test_a_configuration_that_no_kernel_has_is_told(given, cfg, message):
     }
     with interpret(), pytest.raises(ValueError, match=message):
         op(**arrays, platform="triton", cfg=cfg)
+
+
+@pytest.mark.parametrize(("width", "keys"), [(128, 64), (256, 128)])
+def test_blocks_of_the_other_backward_are_told(width, keys):
+    """Heads of up to 128 have 128 keys in a program, wider ones 64."""
+    arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in call(width, length=64).items()}
+    rows = jnp.zeros(arrays["query"].shape[:3])
+    cfg = KernelConfig(bwd_params=BwdParams(64, keys, SPECIALISED, 2))
+    message = f"bwd_params has 12 warps, .* {keys} keys; of this call it has BwdParams.*kv_blocksize={192 - keys}"
+    with interpret(), pytest.raises(ValueError, match=message):
+        saved = {"d_out": arrays["query"], "lse": rows, "delta": rows}
+        op.backward(saved, **arrays, platform="triton", cfg=cfg)

@@ -163,7 +163,7 @@ CASES = (
     _bench("narrow_full_8k", _heads(64, B=2), causal=False),
     _bench("narrow_causal_32k", _heads(64, B=1, T=32768)),
     _bench("wide_causal_2k", _heads(256, B=8, T=2048)),
-    _bench("wide_causal_8k", _heads(256, B=2)),
+    _bench("wide_causal_8k", _heads(256, B=2), tags=frozenset({"bench", "code"})),
     _bench("wide_full_8k", _heads(256, B=2), causal=False),
     _bench("wide_causal_32k", _heads(256, B=1, T=32768)),
     _bench("latent_causal_8k", {**_heads(192, B=2), "Hv": 128}),

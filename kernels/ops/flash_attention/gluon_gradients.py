@@ -37,7 +37,7 @@ from kernels.ops.flash_attention.triton_parts import LOG2E
 
 
 @gluon.jit
-def _place(O: gl.constexpr, HEADS: gl.constexpr):
+def place(O: gl.constexpr, HEADS: gl.constexpr):
     """Returns the row of the batch, the key head and the block of keys of a program. The first keys come first."""
     BLOCKS: gl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     pid = gl.program_id(0)
@@ -63,7 +63,7 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
 @gluon.jit
 def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k_tile, v_tile, kv_full, ring, O: gl.constexpr,
           HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    b, head, block = _place(O, HEADS)
+    b, head, block = place(O, HEADS)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
@@ -90,17 +90,30 @@ def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k
 
 
 @gluon.jit
-def _row(rows, index, shape: gl.constexpr, layout: gl.constexpr):
+def row_of(rows, index, shape: gl.constexpr, layout: gl.constexpr):
     """Returns a row of statistics as every row of a tile: what its products are added to."""
     row = rows.index(index).reinterpret(shape=[shape[1]], layout=gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.zeros(shape, gl.float32, layout) + row.load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
+def seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O: gl.constexpr):
+    """Returns weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
+    PAIRS: gl.constexpr = p.type.layout
+    at = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
+    kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1, PAIRS))
+    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[None, :]
+    q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
+    k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
+    k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
+    return gl.where(visible(kj[:, None], q_at, k_at, q_segment, k_segment, prefix, O), p, 0.0)
+
+
+@gluon.jit
 def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
     """Begins the products of keys and queries; without a soft cap less lse."""
     q_tiles, d_tiles, rows, full, free = ring
-    s = zeros if O.CAP is not None else _row(rows, 2 * stage, zeros.shape, zeros.type.layout)
+    s = zeros if O.CAP is not None else row_of(rows, 2 * stage, zeros.shape, zeros.type.layout)
     return warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), s, is_async=True)
 
 
@@ -116,7 +129,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, d_tiles, rows, full, free = ring
-    b, head, block = _place(O, HEADS)
+    b, head, block = place(O, HEADS)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     prefix = None
     if prefix_ptr is not None:
@@ -137,7 +150,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
     if steps > 0:
         mbarrier.wait(full.index(0), 0)
         s = _logits(k_tile, ring, 0, no_pair, O)
-        delta = _row(rows, 1, SHAPE, PAIRS)
+        delta = row_of(rows, 1, SHAPE, PAIRS)
         s = warpgroup_mma_wait(0, (s,))
         stage, phase = 0, 0
         m, n = first, head * G
@@ -149,15 +162,9 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
                 p = gl.exp2(s * UNIT)
             else:
                 s = tanh(s * (O.SCALE / O.CAP))
-                p = gl.exp2(s * UNIT + _row(rows, 2 * stage, SHAPE, PAIRS))
+                p = gl.exp2(s * UNIT + row_of(rows, 2 * stage, SHAPE, PAIRS))
             if (m >= full_end) | (m < full_first):
-                at = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
-                kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1, PAIRS))
-                q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[None, :]
-                q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
-                k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
-                k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
-                p = gl.where(visible(kj[:, None], q_at, k_at, q_segment, k_segment, prefix, O), p, 0.0)
+                p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
             weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OF_VALUES, 2))
             if O.CAP is not None:
                 p *= 1.0 - s * s
@@ -177,7 +184,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
             fence_async_shared()
             part = dq_tile.reinterpret(shape=[1, O.BLOCK_Q, 1, O.BLOCK_H], layout=BLOCK_OF_SUMS)
             tma.async_atomic_add(dq_desc, [b, m * O.BLOCK_Q, n, 0], part)
-            delta = _row(rows, 2 * next_stage + 1, SHAPE, PAIRS)
+            delta = row_of(rows, 2 * next_stage + 1, SHAPE, PAIRS)
             s, dk = warpgroup_mma_wait(0, (s, dk))
             stage, phase = after(stage, phase, STAGES)
             m += 1
@@ -186,14 +193,14 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
             n = gl.where(ended, n + 1, n)
     WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
     WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
-    _store(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS)
-    _store(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES)
+    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS)
+    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _store(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
-           WIDE: gl.constexpr):  # fmt: skip
+def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
+               WIDE: gl.constexpr):  # fmt: skip
     """Writes a block of keys or values, through the tile that held them, so that a thread writes 16 bytes in a row."""
     ROWS: gl.constexpr = tile.shape[0]
     tile.store(x.to(tile.dtype))
