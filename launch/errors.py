@@ -8,6 +8,8 @@ import sys
 # number (4), a host that is gone (69: start all again), a signal (75: try again). FAILED_DRILL is of a rehearsal.
 DONE, NOT_COMPILED, WRONG, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED = 0, 1, 2, 3, 4, 69, 75
 FAILED_DRILL = 5
+# Of a process that JAX has ended by SIGABRT, as a shell shows it: the coordinator is gone.
+ABORTED = 134
 
 
 def exit_code_of(error: Exception) -> int | None:

@@ -67,6 +67,13 @@ FAULTS = (
         f"{DETERMINISTIC} -k ring_is_asked",
     ),
     Fault(
+        "deterministic: a plain hop's backward is not asked for it",
+        LOCAL,
+        "functools.partial(self.static.op.backward, mine), keys, queries",
+        "lambda deterministic, **a: self.static.op.backward(mine, **a), keys, queries",
+        f"{DETERMINISTIC} -k ring_is_asked",
+    ),
+    Fault(
         "deterministic: latent attention in a ring is not asked for it",
         "ejdist/latent_attention.py",
         '"logits_soft_cap", "deterministic", ',

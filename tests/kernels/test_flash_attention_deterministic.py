@@ -171,12 +171,14 @@ def asked(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("window", [None, (5, 0)], ids=["plain_hops", "masked_hops"])
 @pytest.mark.parametrize("scheme", ["ring", "all_gather"])
-def test_the_backward_of_a_ring_is_asked_too(asked, scheme):
+def test_the_backward_of_a_ring_is_asked_too(asked, scheme, window):
     x = jnp.ones((1, 24, 2, 8))
 
     def loss(x, deterministic):
-        out = ring_attention(x, x, x, scheme=scheme, mesh=mesh(sp=2), causal=True, deterministic=deterministic)
+        how = {"causal": True, "sliding_window": window, "deterministic": deterministic}
+        out = ring_attention(x, x, x, scheme=scheme, mesh=mesh(sp=2), **how)
         return jnp.sum(jnp.sin(out))
 
     for deterministic in (True, False):

@@ -1,0 +1,138 @@
+"""launch.slurm: its script is run by a stub of srun that sets what Slurm sets, and one of scontrol that keeps its call."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_run import TINY, losses
+
+from launch import slurm
+from launch.errors import DONE, PREEMPTED, WRONG
+
+ROOT = Path(__file__).resolve().parent.parent
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+line = [a for a in sys.argv[1:]]
+while line[0].startswith("-"):
+    line.pop(0)
+count, made = int(os.environ["STUB_TASKS"]), []
+for i in range(count):
+    task = dict(SLURM_STEP_NODELIST="localhost", SLURM_NTASKS=str(count), SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
+    made.append(subprocess.Popen(line, env=os.environ | task))
+signal.signal(signal.SIGTERM, lambda *_: [p.send_signal(signal.SIGTERM) for p in made])
+sys.exit(max(p.wait() for p in made))
+"""
+SCONTROL = '#!/bin/sh\necho "$@" >> "$STUB_CALLS"\n'
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Returns a function that runs a batch script as Slurm does, and gives the process back."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(stat.S_IRWXU)
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    environment = os.environ | {
+        "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": " ".join([*flags, "--xla_force_host_platform_device_count=2"]), "STUB_TASKS": "2",
+        "STUB_CALLS": str(tmp_path / "calls"), "SLURM_JOB_ID": str(os.getpid()),
+    }  # fmt: skip
+
+    def run(text, **variables):
+        log = (tmp_path / "log").open("ab")
+        return subprocess.Popen(["bash", "-c", text], env=environment | variables, stdout=log, stderr=log)
+
+    return run
+
+
+def batch(*arguments):
+    return slurm.script(*slurm.options_of(arguments))
+
+
+def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_path):
+    """Two tasks that find each other by what Slurm says; a signal to the job, as before its time is up; and once more."""
+    run, calls = tmp_path / "run", tmp_path / "calls"
+    own = [*TINY, *corpus, "mesh.dp=2", f"run.dir={run}"]
+    text = batch("nodes=2", "tasks_per_node=1", "time=60", *own, "run.steps=400")
+    job = cluster(text)
+    rows = run / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (rows.exists() and rows.read_text().count("\n") > 1):
+        assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+        time.sleep(0.1)
+    # Slurm tells the batch shell and every task.
+    job.send_signal(signal.SIGTERM)
+    subprocess.run(["pkill", "-TERM", "-P", str(job.pid), "-f", "srun"], check=True)
+    assert job.wait(120) == PREEMPTED, (tmp_path / "log").read_text()[-3000:]
+    assert calls.read_text().split() == ["requeue", str(os.getpid())]
+    made = len(losses(run))
+    assert 0 < made < 400 and "stopped by SIGTERM after step" in (tmp_path / "log").read_text()
+    go_on = batch("nodes=2", "tasks_per_node=1", *own, "run.steps=400", f"run.stop_after={made + 2}")
+    assert cluster(go_on, SLURM_RESTART_COUNT="1").wait(200) == DONE, (tmp_path / "log").read_text()[-3000:]
+    assert len(losses(run)) == made + 2 and calls.read_text().count("requeue") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [
+        (75, "", True),
+        (69, "", True),
+        (134, "3", True),
+        (75, "100", False),
+        (2, "", False),
+        (4, "", False),
+        (0, "", False),
+    ],
+)
+def test_which_ends_are_queued_again(cluster, tmp_path, code, restarts, again):
+    text = batch("recipe=long_context").replace("srun --wait=300 python -m launch.train", f"sh -c 'exit {code}'")
+    assert cluster(text, SLURM_RESTART_COUNT=restarts or "0").wait(20) == code
+    assert (tmp_path / "calls").exists() is again
+
+
+def test_what_the_script_asks_for():
+    text = batch(
+        "nodes=4", "gpus_per_node=8", "time=1-00:00:00", "partition=h200", "name=long-run", "sbatch=--exclusive",
+        "recipe=long_context", "data.source='a b/*.txt'",
+    )  # fmt: skip
+    lines = text.splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    for line in ("nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "time=1-00:00:00", "partition=h200", "requeue",
+                 "signal=TERM@300", "open-mode=append", "job-name=long-run"):  # fmt: skip
+        assert f"#SBATCH --{line}" in lines
+    assert "#SBATCH --exclusive" in lines and "account" not in text and "--gpu-bind=none" in text
+    assert """'data.source='"'"'a b/*.txt'"'"''""" in text and "cluster=auto" in text
+    assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nodes=0"], "nodes must be a number from 1 on, got '0'"),
+        (["nodes=two"], "nodes must be a number from 1 on"),
+        (["time=tomorrow"], "time = 'tomorrow' must be as Slurm writes it"),
+        (["gpus_per_node=8", "tasks_per_node=3"], "gpus_per_node = 8 must be a multiple of tasks_per_node = 3"),
+        (["submit=yes"], "submit must be true or false, got 'yes'"),
+        (["cluster=manual"], "cluster=manual cannot be given here"),
+        (["cluster.process_id=3"], "cluster.process_id=3 cannot be given here"),
+        (["modle=8b"], "did you mean 'model'"),
+        (["name=a b"], "name must be written name=VALUE, in one word"),
+        (["sbatch=--a\n--b"], "sbatch must be written sbatch=VALUE, in one word"),
+    ],
+)
+def test_called_wrongly(arguments, message, capsys):
+    assert slurm.main(["recipe=long_context", *arguments]) == WRONG
+    assert message in capsys.readouterr().err
+
+
+def test_submitting_without_slurm_says_so(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert slurm.main(["recipe=long_context", "submit=true"]) == WRONG
+    assert "there is no sbatch here" in capsys.readouterr().err
