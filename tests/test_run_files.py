@@ -82,7 +82,7 @@ def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, 
 
 
 def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys, monkeypatch):
-    def nothing_found(*args):
+    def nothing_found(*args, **limits):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr("jax.distributed.initialize", nothing_found)
