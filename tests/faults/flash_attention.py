@@ -17,6 +17,7 @@ def _triton(case):
 
 
 PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
+VISITS = "kernels/ops/flash_attention/pallas_visits.py"
 PALLAS_BLOCKS = "tests/kernels/test_flash_attention_pallas.py"
 
 
@@ -175,21 +176,21 @@ FAULTS = (
     ),
     Fault(
         "Pallas: a block too many skipped",
-        PALLAS,
+        VISITS,
         "there & (other < of(last))",
         "there & (other < of(last) - 1)",
         on_pallas("long"),
     ),
     Fault(
         "Pallas: a pair left out at the end",
-        PALLAS,
+        VISITS,
         "there = step < total",
         "there = step < total - 1",
         f"{PALLAS_BLOCKS} -k visits",
     ),
     Fault(
         "Pallas: pairs that are masked in part taken as full",
-        PALLAS,
+        VISITS,
         "full = active & (other >= of(span[..., FULL_FIRST])) & (other < of(span[..., FULL_LAST]))",
         "full = active",
         f"{PALLAS_BLOCKS} -k documents",
@@ -218,8 +219,8 @@ FAULTS = (
     Fault(
         "Pallas: gradients of keys are those of the last head of a group",
         PALLAS,
-        "@pl.when(at.has(_BEGINS) & (group == 0))",
-        "@pl.when(at.has(_BEGINS))",
+        "@pl.when(at.has(BEGINS) & (group == 0))",
+        "@pl.when(at.has(BEGINS))",
         on_pallas("long"),
     ),
     Fault(
@@ -260,7 +261,7 @@ FAULTS = (
     ),
     Fault(
         "Pallas: a shared bias takes the pairs of some rows",
-        PALLAS,
+        VISITS,
         "span[..., FIRST], 2**30).min(0)",
         "span[..., FIRST], 2**30).max(0)",
         f"{PALLAS_BLOCKS} -k shared",

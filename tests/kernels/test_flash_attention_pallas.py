@@ -14,7 +14,14 @@ from kernels._core import ahead_of_time as checks
 from kernels._core.blocks import FIRST, LAST, spans
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.interpret import interpret
-from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed, flash_attention, op, pallas_tpu
+from kernels.ops.flash_attention import (
+    FlashAttentionConfig,
+    expand_dropout_seed,
+    flash_attention,
+    op,
+    pallas_tpu,
+    pallas_visits,
+)
 
 SMALLEST = FlashAttentionConfig(
     FwdParams(q_blocksize=128, kv_blocksize=128), BwdParams(q_blocksize=128, kv_blocksize=128)
@@ -184,7 +191,7 @@ def test_visits_are_the_pairs_of_each_row(name):
     for by_keys, span in enumerate(found):
         blocks = (length // q_block, length // k_block)
         most = blocks[0] * blocks[1]
-        visits = pallas_tpu._visits(span, blocks[1 - by_keys], most, bool(by_keys))
+        visits = pallas_visits.visits_of(span, blocks[1 - by_keys], most, bool(by_keys))
         packed_visits = np.asarray(visits.packed).reshape(visits.rows, visits.length)
         longest = 0
         for row, words in zip(np.asarray(span), packed_visits, strict=True):
@@ -194,12 +201,12 @@ def test_visits_are_the_pairs_of_each_row(name):
                 wanted += [(outer, j, n == 0, n == len(inner) - 1) for n, j in enumerate(inner)]
             longest = max(longest, len(wanted))
             for word, (outer, j, begins, ends) in zip(words, wanted, strict=False):
-                step = pallas_tpu._decoded(visits, [int(word)], 0, 0, 0) if visits.rows == 1 else None
-                at = step or pallas_tpu._decoded(visits._replace(rows=1), [int(word)], 0, 0, 0)
+                step = pallas_visits.decoded(visits, [int(word)], 0, 0, 0) if visits.rows == 1 else None
+                at = step or pallas_visits.decoded(visits._replace(rows=1), [int(word)], 0, 0, 0)
                 assert (at.j if by_keys else at.i) == outer
-                assert at.has(pallas_tpu._ACTIVE) == (j is not None)
+                assert at.has(pallas_visits.ACTIVE) == (j is not None)
                 assert j is None or (at.i if by_keys else at.j) == j
-                assert (at.has(pallas_tpu._BEGINS), at.has(pallas_tpu._ENDS)) == (begins, ends)
+                assert (at.has(pallas_visits.BEGINS), at.has(pallas_visits.ENDS)) == (begins, ends)
             # What is left over does nothing and stays where it is.
             rest = {int(word) for word in words[len(wanted) :]}
             assert not rest or rest == {int(words[len(wanted) - 1]) >> 4 << 4}

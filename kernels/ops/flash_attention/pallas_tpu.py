@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels._core.binding import Call
-from kernels._core.blocks import FIRST, FULL_FIRST, FULL_LAST, LAST, spans
+from kernels._core.blocks import FIRST, LAST, spans
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.execute import Saved
@@ -31,6 +31,17 @@ from kernels._core.pallas import pallas_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.dropout import _mix
+from kernels.ops.flash_attention.pallas_visits import (
+    ACTIVE,
+    BEGINS,
+    ENDS,
+    FULL,
+    Step,
+    Visits,
+    decoded,
+    united,
+    visits_of,
+)
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 
 LANES = 128
@@ -39,65 +50,6 @@ _BEYOND = 2**30
 _VMEM_BYTES = 48 * 2**20
 # Of scalar memory, for the list of pairs.
 _SMEM_BYTES = 640 * 2**10
-
-
-# -- pairs of blocks --------------------------------------------------------------------------------------------------
-
-# A visit is one integer: block that stays, block that changes, flags.
-_ACTIVE, _FULL, _BEGINS, _ENDS = 1, 2, 4, 8
-_FLAG_BITS, _BLOCK_BITS = 4, 13
-
-
-class _Visits(NamedTuple):
-    """The pairs of blocks of each row, in the order in which the grid goes over them.
-
-    What a row has less than the longest is filled with its last visit, which then fetches and does nothing.
-    """
-
-    packed: Any  # int32 [rows * length]
-    rows: int  # 1, or the batch
-    length: int  # entries of a row
-    steps: Any  # how many of them the longest row has; may be traced
-    by_keys: bool  # whether it is the block of keys that stays
-
-
-def _visits(span: Any, inner: int, most: int, by_keys: bool) -> _Visits:
-    """Returns the visits of spans [R, n, 4] over `inner` blocks. Rows have `most` visits at most, if they are traced."""
-    xp: Any = np if isinstance(span, np.ndarray) else jnp
-    first, last = span[..., FIRST], span[..., LAST]
-    # A block that meets none is visited too: its output is to be written.
-    ends = xp.cumsum(xp.maximum(last - first, 1), axis=1)
-    total = ends[:, -1:]
-    length = int(total.max()) if xp is np else most
-    step = np.arange(length, dtype=np.int32)
-    at = xp.minimum(step, total - 1)
-    if xp is np:
-        outer = np.stack([np.searchsorted(e, a, side="right") for e, a in zip(ends, at)])
-    else:
-        outer = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(ends, at)
-
-    def of(x: Any) -> Any:
-        return xp.take_along_axis(x, outer, axis=1)
-
-    begin = of(ends) - xp.maximum(of(last) - of(first), 1)
-    other = of(first) + at - begin
-    there = step < total
-    active = there & (other < of(last))
-    full = active & (other >= of(span[..., FULL_FIRST])) & (other < of(span[..., FULL_LAST]))
-    flags = _ACTIVE * active + _FULL * full + _BEGINS * (there & (at == begin)) + _ENDS * (there & (at == of(ends) - 1))
-    blocks = (outer << _BLOCK_BITS) + xp.minimum(other, inner - 1)
-    packed = ((blocks << _FLAG_BITS) + flags).astype(np.int32)
-    return _Visits(packed.reshape(-1), span.shape[0], length, length if xp is np else total.max(), by_keys)
-
-
-def _united(span: Any) -> Any:
-    """Returns the span [1, n, 4] of all rows together: from the first block of any to the last, full where all are."""
-    xp: Any = np if isinstance(span, np.ndarray) else jnp
-    some = span[..., FIRST] < span[..., LAST]
-    first = xp.where(some, span[..., FIRST], 2**30).min(0)
-    last = span[..., LAST].max(0)
-    full_first, full_last = span[..., FULL_FIRST].max(0), span[..., FULL_LAST].min(0)
-    return xp.stack([xp.minimum(first, last), full_first, full_last, last], axis=-1)[None]
 
 
 # -- a call ----------------------------------------------------------------------------------------------------------
@@ -151,9 +103,9 @@ class _Call(NamedTuple):
     plan: _Plan
     scalars: dict[str, jax.Array]  # 1-D, prefetched
     inputs: tuple[_Input, ...]
-    by_queries: Callable[[], _Visits]
-    by_keys: Callable[[], _Visits]
-    united: Callable[[bool], _Visits]
+    by_queries: Callable[[], Visits]
+    by_keys: Callable[[], Visits]
+    united: Callable[[bool], Visits]
     B: int
     G: int
 
@@ -266,9 +218,9 @@ def _call(query, key, value, mask, options, params) -> _Call:
         plan,
         scalars,
         tuple(inputs),
-        lambda: _visits(whole[0], keys, most[0], False),
-        lambda: _visits(whole[1], queries, most[1], True),
-        lambda by_keys: _visits(_united(whole[by_keys]), queries if by_keys else keys, most[by_keys], by_keys),
+        lambda: visits_of(whole[0], keys, most[0], False),
+        lambda: visits_of(whole[1], queries, most[1], True),
+        lambda by_keys: visits_of(united(whole[by_keys]), queries if by_keys else keys, most[by_keys], by_keys),
         B,
         G,
     )
@@ -297,27 +249,6 @@ def _of_pairs(name: str, x: jax.Array, block_q: int, block_k: int) -> _Input:
 # -- tiles ------------------------------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    """Where in a call a step of the grid is."""
-
-    b: Any
-    n: Any
-    i: Any
-    j: Any
-    flags: Any
-
-    def has(self, flag: int) -> Any:
-        return (self.flags & flag) > 0
-
-
-def _decoded(visits: _Visits, packed: Any, b: Any, n: Any, step: Any) -> _Step:
-    word = packed[(b * visits.length if visits.rows > 1 else 0) + step]
-    outer = word >> (_BLOCK_BITS + _FLAG_BITS)
-    inner = (word >> _FLAG_BITS) & ((1 << _BLOCK_BITS) - 1)
-    i, j = (inner, outer) if visits.by_keys else (outer, inner)
-    return _Step(b, n, i, j, word & ((1 << _FLAG_BITS) - 1))
-
-
 def _dot(a: Any, b: Any, over_a: int, over_b: int) -> Any:
     # float32 means float32: no bfloat16 passes behind the caller's back.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -330,7 +261,7 @@ def _column(x: Any) -> Any:
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
 
 
-def _positions(plan: _Plan, refs: dict[str, Any], at: _Step) -> tuple[Any, Any]:
+def _positions(plan: _Plan, refs: dict[str, Any], at: Step) -> tuple[Any, Any]:
     """Returns the positions of the queries [1, block_q] and of the keys [block_k, 1]."""
     if plan.placed:
         return refs["q_positions"][...], _column(refs["k_positions"][...])
@@ -338,7 +269,7 @@ def _positions(plan: _Plan, refs: dict[str, Any], at: _Step) -> tuple[Any, Any]:
     return i, lax.broadcasted_iota(jnp.int32, (plan.block_k, 1), 0) + at.j * plan.block_k
 
 
-def _visible(plan: _Plan, refs: dict[str, Any], at: _Step, i: Any, j: Any) -> Any:
+def _visible(plan: _Plan, refs: dict[str, Any], at: Step, i: Any, j: Any) -> Any:
     """Returns which pairs of a tile attend."""
     seen = []
     if plan.upper:
@@ -368,7 +299,7 @@ class _Tile(NamedTuple):
     keep: Any  # dropout: 0 or 1 / (1 - p)
 
 
-def _tile(plan: _Plan, refs: dict[str, Any], at: _Step, masked: bool) -> _Tile:
+def _tile(plan: _Plan, refs: dict[str, Any], at: Step, masked: bool) -> _Tile:
     x = _dot(refs["key"][...], refs["query"][...], 1, 1) * plan.scale
     bend = distance = keep = None
     if plan.cap is not None:
@@ -398,23 +329,23 @@ def _keep(seed: Any, i: Any, j: Any, probability: float) -> Any:
     return jnp.where(keep, jnp.float32(1 / (1 - probability)), jnp.float32(0))
 
 
-def _each_tile(plan: _Plan, at: _Step, do: Callable[[bool], None]) -> None:
+def _each_tile(plan: _Plan, at: Step, do: Callable[[bool], None]) -> None:
     """Calls `do(masked)` for a pair that exists: where all of it attends, without looking at the mask."""
     if not plan.masked:
-        pl.when(at.has(_ACTIVE))(lambda: do(False))
+        pl.when(at.has(ACTIVE))(lambda: do(False))
         return
-    pl.when(at.has(_FULL))(lambda: do(False))
-    pl.when(at.has(_ACTIVE) & ~at.has(_FULL))(lambda: do(True))
+    pl.when(at.has(FULL))(lambda: do(False))
+    pl.when(at.has(ACTIVE) & ~at.has(FULL))(lambda: do(True))
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     """Writes out and lse of a block of queries; its maximum, its sum and its output turned round are kept between steps."""
     largest, total, turned = refs["largest"], refs["total"], refs["turned"]
 
-    @pl.when(at.has(_BEGINS))
+    @pl.when(at.has(BEGINS))
     def _():
         sink = refs["sinks"][at.n] if plan.sinks else -jnp.inf
         largest[...] = jnp.full_like(largest, sink)
@@ -435,7 +366,7 @@ def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> 
 
     _each_tile(plan, at, tile)
 
-    @pl.when(at.has(_ENDS))
+    @pl.when(at.has(ENDS))
     def _():
         some = total[...] > 0
         divisor = jnp.where(some, total[...], 1.0)
@@ -443,7 +374,7 @@ def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> 
         refs["lse"][...] = jnp.where(some, largest[...] + jnp.log(divisor), -jnp.inf)
 
 
-def _gradients(plan: _Plan, refs: dict[str, Any], at: _Step, masked: bool) -> tuple[Any, Any, Any, Any]:
+def _gradients(plan: _Plan, refs: dict[str, Any], at: Step, masked: bool) -> tuple[Any, Any, Any, Any]:
     """Returns (p after dropout, ds, that of q.k before the scale, |i - j|) of a tile, from lse and delta of all keys."""
     x, bend, distance, keep = _tile(plan, refs, at, masked)
     p = jnp.exp(x - refs["lse"][...])
@@ -453,10 +384,10 @@ def _gradients(plan: _Plan, refs: dict[str, Any], at: _Step, masked: bool) -> tu
     return p if keep is None else p * keep, ds, ds if bend is None else ds * bend, distance
 
 
-def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     turned, slopes = refs["turned"], refs.get("slope_sum")
 
-    @pl.when(at.has(_BEGINS))
+    @pl.when(at.has(BEGINS))
     def _():
         turned[...] = jnp.zeros_like(turned)
         if slopes is not None:
@@ -471,18 +402,18 @@ def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) 
 
     _each_tile(plan, at, tile)
 
-    @pl.when(at.has(_ENDS))
+    @pl.when(at.has(ENDS))
     def _():
         refs["d_query"][...] = (turned[...] * plan.scale).T.astype(refs["d_query"].dtype)
         if slopes is not None:
             refs["d_slopes"][...] = slopes[...]
 
 
-def flash_attention_bwd_dkv_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_bwd_dkv_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     """The last dim of the grid is over the query heads of a group, whose gradients add up in the same block."""
     d_key, d_value, group = refs["key_sum"], refs["value_sum"], pl.program_id(3)
 
-    @pl.when(at.has(_BEGINS) & (group == 0))
+    @pl.when(at.has(BEGINS) & (group == 0))
     def _():
         d_key[...] = jnp.zeros_like(d_key)
         d_value[...] = jnp.zeros_like(d_value)
@@ -495,17 +426,17 @@ def flash_attention_bwd_dkv_kernel(plan: _Plan, refs: dict[str, Any], at: _Step)
 
     _each_tile(plan, at, tile)
 
-    @pl.when(at.has(_ENDS) & (group == pl.num_programs(3) - 1))
+    @pl.when(at.has(ENDS) & (group == pl.num_programs(3) - 1))
     def _():
         refs["d_key"][...] = (d_key[...] * plan.scale).astype(refs["d_key"].dtype)
         refs["d_value"][...] = d_value[...].astype(refs["d_value"].dtype)
 
 
-def flash_attention_bwd_dbias_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_bwd_dbias_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     """The last dim of the grid is over the rows and heads that share a bias; a bias of one key or one query is summed over
     the steps, too."""
     total, last = refs["bias_sum"], pl.program_id(3) == pl.num_programs(3) - 1
-    begins, ends = at.has(_BEGINS), at.has(_ENDS)
+    begins, ends = at.has(BEGINS), at.has(ENDS)
     if total.shape == (1, 1):
         step = pl.program_id(2)
         begins, ends = step == 0, step == pl.num_programs(2) - 1
@@ -541,9 +472,9 @@ class _Output(NamedTuple):
 
 
 def _launch(
-    kernel: Callable[[_Plan, dict[str, Any], _Step], None],
+    kernel: Callable[[_Plan, dict[str, Any], Step], None],
     call: _Call,
-    visits: _Visits,
+    visits: Visits,
     grid: tuple[int, int, int] | tuple[int, int],
     where: Callable[..., tuple[Any, Any]],
     outputs: list[_Output],
@@ -561,9 +492,9 @@ def _launch(
     plan, inputs = call.plan, (*call.inputs, *extra)
     scalars = {"visits": jnp.asarray(visits.packed), **call.scalars}
 
-    def step(packed: Any, *ids: Any) -> _Step:
+    def step(packed: Any, *ids: Any) -> Step:
         b, n = where(ids[0], ids[1], *ids[3:])
-        return _decoded(visits, packed, b, n, ids[2])
+        return decoded(visits, packed, b, n, ids[2])
 
     def spec(x: Any) -> pl.BlockSpec:
         def at(*args: Any) -> tuple:
