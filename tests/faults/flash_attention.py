@@ -226,8 +226,8 @@ FAULTS = (
     Fault(
         "Pallas: a query head reads the keys of another group",
         PALLAS,
-        "(b, lax.div(n, G), j, 0)",
-        "(b, lax.rem(n, K), j, 0)",
+        "(b, lax.div(n, G), 0, j)",
+        "(b, lax.rem(n, G), 0, j)",
         on_pallas("long"),
     ),
     Fault(
@@ -286,6 +286,20 @@ FAULTS = (
         "ds if bend is None else ds * bend",
         "ds",
         on_pallas("together"),
+    ),
+    Fault(
+        "Pallas: heads of 64 are padded to 128",
+        PALLAS,
+        "return 1 if H % LANES == 0 else 0",
+        "return 1",
+        f"{PALLAS_BLOCKS} -k room_of_64",
+    ),
+    Fault(
+        "Pallas: wide heads of keys read as those of queries",
+        PALLAS,
+        "(b, lax.div(n, G), j, 0)",
+        "(b, n, j, 0)",
+        f"{PALLAS_BLOCKS} -k 'several_blocks and window'",
     ),
     Fault(
         "Pallas: products of float32 in bfloat16",

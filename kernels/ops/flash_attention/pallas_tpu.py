@@ -2,8 +2,8 @@
 
 Which pair a step is for is prefetched as one scalar, so that its blocks are on their way before its turn. Tiles are [keys,
 queries]: what there is one of for each query (maximum, sum, lse, delta, positions) lies along lanes, where it takes no more
-room than it is long, and is broadcast over sublanes for nothing. The backward makes two passes, by queries for dQ and by
-keys for dK and dV, and a third one for the gradient of a bias.
+room than it is long, and is broadcast over sublanes for nothing. Heads whose width fills no lanes have their tokens there
+too. The backward makes two passes, by queries for dQ and by keys for dK and dV, and a third one for the gradient of a bias.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class _Plan:
     T: int
     S: int
     N: int
+    H: int
+    Hv: int
     scale: float
     cap: float | None
     dropout: float
@@ -76,6 +78,16 @@ class _Plan:
     bias: bool
     alibi: bool
     sinks: bool
+
+    @property
+    def width(self) -> int:
+        """Which dim of a block of queries or keys is the width of a head. The other one is over tokens."""
+        return _width(self.H)
+
+    @property
+    def value_width(self) -> int:
+        """Which dim of a block of values, or of the output, is the width of a head."""
+        return _width(self.Hv)
 
     @property
     def upper(self) -> bool:
@@ -117,9 +129,38 @@ def _pad(x: jax.Array, dim: int, block: int, value: int = 0) -> jax.Array:
     return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)], constant_values=value)
 
 
+def _width(H: int) -> int:
+    """Returns which dim of a head is its width H: of [T, H], or of [H, T] where rows of H would not fill the lanes.
+
+    They would be padded: heads of 64 would take twice their memory. XLA lays such arrays [H, T] too, and need not copy them.
+    """
+    return 1 if H % LANES == 0 else 0
+
+
 def _heads_first(x: jax.Array, block: int) -> jax.Array:
-    """Returns [B, N, T, H] of x [B, T, N, H], T padded to whole blocks."""
-    return _pad(x.swapaxes(1, 2), 2, block)
+    """Returns [B, N, T, H] or [B, N, H, T] of x [B, T, N, H], T padded to whole blocks."""
+    if _width(x.shape[3]) == 1:
+        return _pad(x.swapaxes(1, 2), 2, block)
+    return _pad(x.transpose(0, 2, 3, 1), 3, block)
+
+
+def _tokens_first(x: jax.Array, H: int, T: int) -> jax.Array:
+    """Returns [B, T, N, H] of what `_heads_first` gives."""
+    return x[:, :, :T].swapaxes(1, 2) if _width(H) == 1 else x[..., :T].transpose(0, 3, 1, 2)
+
+
+def _of_queries(H: int, block: int) -> tuple[tuple, Callable]:
+    """Returns the block of queries of `_heads_first`, and where it is."""
+    if _width(H) == 1:
+        return (None, None, block, H), lambda b, n, i, j: (b, n, i, 0)
+    return (None, None, H, block), lambda b, n, i, j: (b, n, 0, i)
+
+
+def _of_keys(H: int, block: int, G: int) -> tuple[tuple, Callable]:
+    """Returns the block of keys of `_heads_first`, and where it is for a query head."""
+    if _width(H) == 1:
+        return (None, None, block, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0)
+    return (None, None, H, block), lambda b, n, i, j: (b, lax.div(n, G), 0, j)
 
 
 def _per_query(x: jax.Array, block: int, value: Any = 0) -> jax.Array:
@@ -150,6 +191,8 @@ def _call(query, key, value, mask, options, params) -> _Call:
         T=T,
         S=S,
         N=N,
+        H=H,
+        Hv=Hv,
         scale=1 / math.sqrt(H) if softmax_scale is None else softmax_scale,
         cap=logits_soft_cap,
         dropout=dropout_prob,
@@ -174,13 +217,9 @@ def _call(query, key, value, mask, options, params) -> _Call:
     if dropout_prob > 0:
         scalars["seeds"] = lax.bitcast_convert_type(jnp.broadcast_to(dropout_seed, (B, N)), jnp.int32).reshape(-1)
 
-    inputs.append(_Input("query", _heads_first(query, bq), (None, None, bq, H), lambda b, n, i, j: (b, n, i, 0)))
-    inputs.append(
-        _Input("key", _heads_first(key, bk), (None, None, bk, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0))
-    )
-    inputs.append(
-        _Input("value", _heads_first(value, bk), (None, None, bk, Hv), lambda b, n, i, j: (b, lax.div(n, G), j, 0))
-    )
+    inputs.append(_Input("query", _heads_first(query, bq), *_of_queries(H, bq)))
+    inputs.append(_Input("key", _heads_first(key, bk), *_of_keys(H, bk, G)))
+    inputs.append(_Input("value", _heads_first(value, bk), *_of_keys(Hv, bk, G)))
 
     def vector(name: str, x: Any, block: int, of_queries: bool, beyond: int = 0) -> None:
         x = _pad(jnp.asarray(x, jnp.int32)[:, None], 2, block, beyond)
@@ -300,7 +339,7 @@ class _Tile(NamedTuple):
 
 
 def _tile(plan: _Plan, refs: dict[str, Any], at: Step, masked: bool) -> _Tile:
-    x = _dot(refs["key"][...], refs["query"][...], 1, 1) * plan.scale
+    x = _dot(refs["key"][...], refs["query"][...], plan.width, plan.width) * plan.scale
     bend = distance = keep = None
     if plan.cap is not None:
         bent = jnp.tanh(x / plan.cap)
@@ -362,7 +401,7 @@ def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> N
         total[...] = total[...] * rescale + jnp.sum(p, axis=0, keepdims=True)
         p = p if keep is None else p * keep
         value = refs["value"][...]
-        turned[...] = turned[...] * rescale + _dot(value, p.astype(value.dtype), 0, 0)
+        turned[...] = turned[...] * rescale + _dot(value, p.astype(value.dtype), 1 - plan.value_width, 0)
 
     _each_tile(plan, at, tile)
 
@@ -370,7 +409,8 @@ def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> N
     def _():
         some = total[...] > 0
         divisor = jnp.where(some, total[...], 1.0)
-        refs["out"][...] = (turned[...] / divisor).T.astype(refs["out"].dtype)
+        out = turned[...] / divisor
+        refs["out"][...] = (out.T if plan.value_width == 1 else out).astype(refs["out"].dtype)
         refs["lse"][...] = jnp.where(some, largest[...] + jnp.log(divisor), -jnp.inf)
 
 
@@ -378,7 +418,7 @@ def _gradients(plan: _Plan, refs: dict[str, Any], at: Step, masked: bool) -> tup
     """Returns (p after dropout, ds, that of q.k before the scale, |i - j|) of a tile, from lse and delta of all keys."""
     x, bend, distance, keep = _tile(plan, refs, at, masked)
     p = jnp.exp(x - refs["lse"][...])
-    dp = _dot(refs["value"][...], refs["d_out"][...], 1, 1)
+    dp = _dot(refs["value"][...], refs["d_out"][...], plan.value_width, plan.value_width)
     dp = dp if keep is None else dp * keep
     ds = p * (dp - refs["delta"][...])
     return p if keep is None else p * keep, ds, ds if bend is None else ds * bend, distance
@@ -396,7 +436,7 @@ def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -
     def tile(masked: bool) -> None:
         _, ds, raw, distance = _gradients(plan, refs, at, masked)
         key = refs["key"][...]
-        turned[...] += _dot(key, raw.astype(key.dtype), 0, 0)
+        turned[...] += _dot(key, raw.astype(key.dtype), 1 - plan.width, 0)
         if slopes is not None:
             slopes[...] -= jnp.sum(ds * distance, axis=0, keepdims=True)
 
@@ -404,7 +444,8 @@ def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -
 
     @pl.when(at.has(ENDS))
     def _():
-        refs["d_query"][...] = (turned[...] * plan.scale).T.astype(refs["d_query"].dtype)
+        d_query = turned[...] * plan.scale
+        refs["d_query"][...] = (d_query.T if plan.width == 1 else d_query).astype(refs["d_query"].dtype)
         if slopes is not None:
             refs["d_slopes"][...] = slopes[...]
 
@@ -421,15 +462,16 @@ def flash_attention_bwd_dkv_kernel(plan: _Plan, refs: dict[str, Any], at: Step) 
     def tile(masked: bool) -> None:
         p, _, raw, _ = _gradients(plan, refs, at, masked)
         query, d_out = refs["query"][...], refs["d_out"][...]
-        d_value[...] += _dot(p.astype(d_out.dtype), d_out, 1, 0)
-        d_key[...] += _dot(raw.astype(query.dtype), query, 1, 0)
+        d_value[...] += _dot(p.astype(d_out.dtype), d_out, 1, 1 - plan.value_width)
+        d_key[...] += _dot(raw.astype(query.dtype), query, 1, 1 - plan.width)
 
     _each_tile(plan, at, tile)
 
     @pl.when(at.has(ENDS) & (group == pl.num_programs(3) - 1))
     def _():
-        refs["d_key"][...] = (d_key[...] * plan.scale).astype(refs["d_key"].dtype)
-        refs["d_value"][...] = d_value[...].astype(refs["d_value"].dtype)
+        dk, dv = d_key[...] * plan.scale, d_value[...]
+        refs["d_key"][...] = (dk if plan.width == 1 else dk.T).astype(refs["d_key"].dtype)
+        refs["d_value"][...] = (dv if plan.value_width == 1 else dv.T).astype(refs["d_value"].dtype)
 
 
 def flash_attention_bwd_dbias_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
@@ -510,9 +552,8 @@ def _launch(
         named = dict(zip(names, refs, strict=True))
         kernel(plan, named, step(named["visits"], *(pl.program_id(d) for d in range(len(grid) + 1))))
 
-    B, N, H, Hv = call.B, plan.N, call.inputs[0].array.shape[-1], call.inputs[2].array.shape[-1]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
-    flops = matmuls * (H + Hv) * visits.length * plan.block_q * plan.block_k * B * N
+    flops = matmuls * (plan.H + plan.Hv) * visits.length * plan.block_q * plan.block_k * call.B * plan.N
     return pallas_launch(
         body,
         *scalars.values(),
@@ -552,7 +593,9 @@ def forward(
     (B, T, N, _), Hv = query.shape, value.shape[3]
     options = (bias, softmax_aux, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob)
     call = _call(query, key, value, mask, options, cfg.fwd_params)
-    bq, rows = call.plan.block_q, call.inputs[0].array.shape[2]
+    bq = call.plan.block_q
+    rows = -(-T // bq) * bq
+    out_shape = (B, N, rows, Hv) if call.plan.value_width == 1 else (B, N, Hv, rows)
     out, lse = _launch(
         flash_attention_fwd_kernel,
         call,
@@ -560,12 +603,12 @@ def forward(
         (B, N),
         lambda b, n: (b, n),
         [
-            _Output("out", (B, N, rows, Hv), query.dtype, (None, None, bq, Hv), lambda b, n, i, j: (b, n, i, 0)),
+            _Output("out", out_shape, query.dtype, *_of_queries(Hv, bq)),
             _Output("lse", (B, N, 1, rows), jnp.float32, (None, None, 1, bq), lambda b, n, i, j: (b, n, 0, i)),
         ],
         {"largest": (1, bq), "total": (1, bq), "turned": (Hv, bq)},
     )
-    return out[:, :, :T].swapaxes(1, 2), lse[:, :, 0, :T].swapaxes(1, 2)
+    return _tokens_first(out, Hv, T), lse[:, :, 0, :T].swapaxes(1, 2)
 
 
 def backward(
@@ -592,20 +635,15 @@ def backward(
     some = saved.lse > -jnp.inf
     per_query = ((None, None, 1, bq), lambda b, n, i, j: (b, n, 0, i))
     extra = (
-        _Input(
-            "d_out",
-            _heads_first(saved.d_out.astype(query.dtype), bq),
-            (None, None, bq, Hv),
-            lambda b, n, i, j: (b, n, i, 0),
-        ),
+        _Input("d_out", _heads_first(saved.d_out.astype(query.dtype), bq), *_of_queries(Hv, bq)),
         _Input("lse", _per_query(jnp.where(some, saved.lse, jnp.inf), bq, jnp.inf), *per_query),
         _Input("delta", _per_query(jnp.where(some, saved.delta, 0), bq), *per_query),
     )
-    rows, columns = call.inputs[0].array.shape[2], call.inputs[1].array.shape[2]
-    outputs = [_Output("d_query", (B, N, rows, H), query.dtype, (None, None, bq, H), lambda b, n, i, j: (b, n, i, 0))]
+    given = {x.name: x.array.shape for x in call.inputs}
+    outputs = [_Output("d_query", given["query"], query.dtype, *_of_queries(H, bq))]
     scratch = {"turned": (H, bq)}
     if alibi_slopes is not None:
-        outputs.append(_Output("d_slopes", (B, N, 1, rows), jnp.float32, *per_query))
+        outputs.append(_Output("d_slopes", (B, N, 1, -(-T // bq) * bq), jnp.float32, *per_query))
         scratch["slope_sum"] = (1, bq)
     dq, *of_rows = _launch(
         flash_attention_bwd_dq_kernel,
@@ -618,7 +656,6 @@ def backward(
         extra,
         matmuls=3,
     )
-    at = lambda b, n, i, j: (b, lax.div(n, G), j, 0)  # noqa: E731
     dk, dv = _launch(
         flash_attention_bwd_dkv_kernel,
         call,
@@ -626,17 +663,17 @@ def backward(
         (B, K, G),
         lambda b, n, g: (b, n * G + g),
         [
-            _Output("d_key", (B, K, columns, H), key.dtype, (None, None, bk, H), at),
-            _Output("d_value", (B, K, columns, Hv), value.dtype, (None, None, bk, Hv), at),
+            _Output("d_key", given["key"], key.dtype, *_of_keys(H, bk, G)),
+            _Output("d_value", given["value"], value.dtype, *_of_keys(Hv, bk, G)),
         ],
         {"key_sum": (bk, H), "value_sum": (bk, Hv)},
         extra,
         matmuls=4,
     )
     gradients = {
-        "query": dq[:, :, :T].swapaxes(1, 2),
-        "key": dk[:, :, :S].swapaxes(1, 2),
-        "value": dv[:, :, :S].swapaxes(1, 2),
+        "query": _tokens_first(dq, H, T),
+        "key": _tokens_first(dk, H, S),
+        "value": _tokens_first(dv, Hv, S),
     }
     if bias is not None:
         gradients["bias"] = _bias_gradient(call, extra, bias)

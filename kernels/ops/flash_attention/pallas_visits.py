@@ -85,6 +85,7 @@ class Step(NamedTuple):
 
 
 def decoded(visits: Visits, packed: Any, b: Any, n: Any, step: Any) -> Step:
+    """Returns where a head of a row is at a step of its list."""
     word = packed[(b * visits.length if visits.rows > 1 else 0) + step]
     outer = word >> (_BLOCK_BITS + _FLAG_BITS)
     inner = (word >> _FLAG_BITS) & ((1 << _BLOCK_BITS) - 1)
