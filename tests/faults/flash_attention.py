@@ -302,6 +302,13 @@ FAULTS = (
         f"{PALLAS_BLOCKS} -k 'several_blocks and window'",
     ),
     Fault(
+        "Pallas: large blocks for windows too",
+        PALLAS,
+        "wide = mask.window is None and ",
+        "wide = ",
+        f"{PALLAS_BLOCKS} -k blocks_are_large",
+    ),
+    Fault(
         "Pallas: products of float32 in bfloat16",
         PALLAS,
         "lax.Precision.HIGHEST if a.dtype",

@@ -277,6 +277,26 @@ def of_a_model(name, dtype, topology):
     return checks.compile_tpu(run, given, topology=topology)
 
 
+@pytest.mark.parametrize(
+    ("length", "mask", "large"),
+    [
+        (8192, MaskInfo(causal=True), True),
+        (8192, None, True),
+        (4096, MaskInfo(causal=True), False),
+        (8192, MaskInfo(causal=True, window=(1023, 0)), False),
+        (8192, MaskInfo(causal=True, chunk_size=1024), False),
+        (8192, MaskInfo.from_segments(jnp.zeros((1, 8192), jnp.int32), causal=True), False),
+        (2**19, MaskInfo(causal=True, window=(1023, 0)), True),  # or the list of pairs would be long
+    ],
+)
+def test_blocks_are_large_where_few_pairs_are_wasted(length, mask, large):
+    for dtype in ("bfloat16", "float32"):
+        x = jax.ShapeDtypeStruct((1, length, 1, 128), dtype)
+        found = pallas_tpu.heuristic(op.bind(query=x, key=x, value=x, mask=mask), "tpu").bwd_params
+        wanted = 1024 if large and (dtype == "bfloat16" or length == 2**19) else 512
+        assert (found.q_blocksize, found.kv_blocksize) == (wanted, wanted)
+
+
 SHAPES = {
     "causal, 8k": ((2, 8192, 32, 8, 128, 128), {"causal": True}),
     "window of 32k": ((1, 32768, 32, 8, 128, 128), {"causal": True, "sliding_window": 4096}),

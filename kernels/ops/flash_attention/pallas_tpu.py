@@ -715,8 +715,13 @@ def _config(forward: tuple[int, int], backward: tuple[int, int]) -> FlashAttenti
 
 
 def heuristic(call: Call, platform: str) -> FlashAttentionConfig:
-    # The longer the sequence, the larger the blocks, so that the list of pairs stays in scalar memory.
-    if call.dims["T"] * call.dims["S"] > 2**36:
+    # Large blocks take fewer cycles a pair in the compiler's schedules for every generation (README), and keep the list of
+    # pairs of a long sequence in scalar memory. What they hold beyond a mask's edge is little of a long triangle, and much
+    # of a window or of documents. In float32 every option at once, with heads of 256, would come near the limit of VMEM.
+    mask = MaskInfo() if call.mask is None else call.mask
+    wide = mask.window is None and mask.chunk_size is None and not mask.data_fields
+    pairs = call.dims["T"] * call.dims["S"]
+    if pairs > 2**36 or (wide and pairs >= 2**26 and call.dtype == "bfloat16"):
         return _config((1024, 1024), (1024, 1024))
     return _config((512, 1024), (512, 512))
 
