@@ -67,6 +67,14 @@ FAULTS = (
         f"{DETERMINISTIC} -k ring_is_asked",
     ),
     Fault(
+        "deterministic: a rank's backward of a plain hop is not asked for it",
+        LOCAL,
+        "grads = self._plainly(functools.partial(self.static.op.backward, mine), keys, queries, part, causal)",
+        "pull = lambda deterministic, **a: self.static.op.backward(mine, **a)\n"
+        "            grads = self._plainly(pull, keys, queries, part, causal)",
+        f"{DETERMINISTIC} -k ring_is_asked",
+    ),
+    Fault(
         "deterministic: latent attention in a ring is not asked for it",
         "ejdist/latent_attention.py",
         '"logits_soft_cap", "deterministic", ',

@@ -170,12 +170,13 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather"])
-def test_the_backward_of_a_ring_is_asked_too(asked, scheme):
+@pytest.mark.parametrize("mask", [{}, {"sliding_window": 9}], ids=["plain hops", "masked hops"])
+def test_the_backward_of_a_ring_is_asked_too(asked, scheme, mask):
     x = jnp.ones((1, 24, 2, 8))
 
     def loss(x, deterministic):
-        out = ring_attention(x, x, x, scheme=scheme, mesh=mesh(sp=2), causal=True, deterministic=deterministic)
-        return jnp.sum(jnp.sin(out))
+        options = {"scheme": scheme, "mesh": mesh(sp=2), "deterministic": deterministic, **mask}
+        return jnp.sum(jnp.sin(ring_attention(x, x, x, causal=True, **options)))
 
     for deterministic in (True, False):
         asked.clear()
