@@ -19,6 +19,7 @@ def _triton(case):
 
 
 PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
+VISITS = "kernels/ops/flash_attention/pallas_visits.py"
 PALLAS_BLOCKS = "tests/kernels/test_flash_attention_pallas.py"
 
 
@@ -226,21 +227,21 @@ FAULTS = (
     ),
     Fault(
         "Pallas: a block too many skipped",
-        PALLAS,
+        VISITS,
         "there & (other < of(last))",
         "there & (other < of(last) - 1)",
         on_pallas("long"),
     ),
     Fault(
         "Pallas: a pair left out at the end",
-        PALLAS,
+        VISITS,
         "there = step < total",
         "there = step < total - 1",
         f"{PALLAS_BLOCKS} -k visits",
     ),
     Fault(
         "Pallas: pairs that are masked in part taken as full",
-        PALLAS,
+        VISITS,
         "full = active & (other >= of(span[..., FULL_FIRST])) & (other < of(span[..., FULL_LAST]))",
         "full = active",
         f"{PALLAS_BLOCKS} -k documents",
@@ -269,15 +270,15 @@ FAULTS = (
     Fault(
         "Pallas: gradients of keys are those of the last head of a group",
         PALLAS,
-        "@pl.when(at.has(_BEGINS) & (group == 0))",
-        "@pl.when(at.has(_BEGINS))",
+        "@pl.when(at.has(BEGINS) & (group == 0))",
+        "@pl.when(at.has(BEGINS))",
         on_pallas("long"),
     ),
     Fault(
         "Pallas: a query head reads the keys of another group",
         PALLAS,
-        "(b, lax.div(n, G), j, 0)",
-        "(b, lax.rem(n, K), j, 0)",
+        "(b, lax.div(n, G), 0, j)",
+        "(b, lax.rem(n, G), 0, j)",
         on_pallas("long"),
     ),
     Fault(
@@ -311,7 +312,7 @@ FAULTS = (
     ),
     Fault(
         "Pallas: a shared bias takes the pairs of some rows",
-        PALLAS,
+        VISITS,
         "span[..., FIRST], 2**30).min(0)",
         "span[..., FIRST], 2**30).max(0)",
         f"{PALLAS_BLOCKS} -k shared",
@@ -336,6 +337,27 @@ FAULTS = (
         "ds if bend is None else ds * bend",
         "ds",
         on_pallas("together"),
+    ),
+    Fault(
+        "Pallas: heads of 64 are padded to 128",
+        PALLAS,
+        "return 1 if H % LANES == 0 else 0",
+        "return 1",
+        f"{PALLAS_BLOCKS} -k room_of_64",
+    ),
+    Fault(
+        "Pallas: wide heads of keys read as those of queries",
+        PALLAS,
+        "(b, lax.div(n, G), j, 0)",
+        "(b, n, j, 0)",
+        f"{PALLAS_BLOCKS} -k 'several_blocks and window'",
+    ),
+    Fault(
+        "Pallas: large blocks for windows too",
+        PALLAS,
+        "wide = mask.window is None and ",
+        "wide = ",
+        f"{PALLAS_BLOCKS} -k blocks_are_large",
     ),
     Fault(
         "Pallas: products of float32 in bfloat16",

@@ -14,7 +14,14 @@ from kernels._core import ahead_of_time as checks
 from kernels._core.blocks import FIRST, LAST, spans
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.interpret import interpret
-from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed, flash_attention, op, pallas_tpu
+from kernels.ops.flash_attention import (
+    FlashAttentionConfig,
+    expand_dropout_seed,
+    flash_attention,
+    op,
+    pallas_tpu,
+    pallas_visits,
+)
 
 SMALLEST = FlashAttentionConfig(
     FwdParams(q_blocksize=128, kv_blocksize=128), BwdParams(q_blocksize=128, kv_blocksize=128)
@@ -40,15 +47,16 @@ def zigzag(length, parts=4):
 
 
 DOCUMENTS = packed(400, (100, 128, 400), (60, 130))  # blocks that are one document's, and those of nothing but padding
+# Rows, queries, keys, widths (of queries and keys, and of values), options. Widths of 128 lie as [T, H], others as [H, T].
 CALLS = {
     # Rows of a batch with other pairs; a block of padding is visited by nobody, and its rows have no key.
-    "documents": (1, 400, 400, 32, {"mask": MaskInfo.from_segments(DOCUMENTS, causal=True)}),
+    "documents": (1, 400, 400, (32, 128), {"mask": MaskInfo.from_segments(DOCUMENTS, causal=True)}),
     # Pairs known beforehand, full ones among them; sinks before the first of several blocks.
     "window": (
         1,
         200,
         390,
-        32,
+        (128, 16),
         {
             "mask": MaskInfo(causal=True, window=(150, 0)),
             "softmax_aux": made(2, 2),
@@ -60,7 +68,7 @@ CALLS = {
         2,
         200,
         200,
-        16,
+        (16, 16),
         {
             "mask": MaskInfo.from_segments(packed(200, (128, 200), (20, 190)), causal=True),
             "bias": made(1, 1, 200, 200, seed=3),
@@ -69,20 +77,26 @@ CALLS = {
             "dropout_prob": 0.3,
         },
     ),
-    "bias of keys": (2, 150, 260, 16, {"mask": MaskInfo(causal=True), "bias": made(1, 2, 1, 260, seed=3)}),
-    "bias of queries": (2, 260, 150, 16, {"mask": MaskInfo(causal=True, window=(90, 0)), "bias": made(2, 1, 260, 1)}),
+    "bias of keys": (2, 150, 260, (16, 16), {"mask": MaskInfo(causal=True), "bias": made(1, 2, 1, 260, seed=3)}),
+    "bias of queries": (
+        2,
+        260,
+        150,
+        (16, 16),
+        {"mask": MaskInfo(causal=True, window=(90, 0)), "bias": made(2, 1, 260, 1)},
+    ),
     "bias of rows": (
         2,
         260,
         150,
-        16,
+        (16, 16),
         {"mask": MaskInfo(window=(90, 9)), "bias": made(2, 1, 1, 1), "softmax_aux": made(2, 1)},
     ),
     "zigzag": (
         2,
         512,
         512,
-        16,
+        (128, 128),
         {
             "mask": MaskInfo(
                 causal=True,
@@ -99,7 +113,7 @@ CALLS = {
         2,
         200,
         200,
-        16,
+        (16, 16),
         {
             "mask": MaskInfo(
                 window=(40, None),
@@ -108,10 +122,10 @@ CALLS = {
             )
         },
     ),
-    "chunks": (1, 390, 390, 16, {"mask": MaskInfo(causal=True, chunk_size=130)}),
-    "nothing masked": (1, 256, 256, 16, {}),
-    "dense": (1, 260, 150, 16, {"mask": MaskInfo(attention_mask=made(1, 2, 260, 150) > 0.2)}),
-    "dense mask of keys": (2, 130, 260, 16, {"mask": MaskInfo(attention_mask=made(2, 1, 1, 260) > 0.5)}),
+    "chunks": (1, 390, 390, (136, 128), {"mask": MaskInfo(causal=True, chunk_size=130)}),
+    "nothing masked": (1, 256, 256, (16, 16), {}),
+    "dense": (1, 260, 150, (16, 16), {"mask": MaskInfo(attention_mask=made(1, 2, 260, 150) > 0.2)}),
+    "dense mask of keys": (2, 130, 260, (16, 16), {"mask": MaskInfo(attention_mask=made(2, 1, 1, 260) > 0.5)}),
 }
 QUICK = {"documents", "window", "shared bias"}
 
@@ -132,15 +146,15 @@ def results(platform, floats, others, d=None, cfg=None):
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CALLS])
 def test_several_blocks(name):
-    batch, T, S, width, options = CALLS[name]
+    batch, T, S, (H, Hv), options = CALLS[name]
     mask = options.get("mask")
     for field in ("q_segment_ids", "q_positions") if mask is not None else ():
         if getattr(mask, field) is not None:
             batch = max(batch, getattr(mask, field).shape[0])
     floats = {
-        "query": made(batch, T, 2, width),
-        "key": made(batch, S, 1, width, seed=1),
-        "value": made(batch, S, 1, 16, seed=2),
+        "query": made(batch, T, 2, H),
+        "key": made(batch, S, 1, H, seed=1),
+        "value": made(batch, S, 1, Hv, seed=2),
     }
     floats |= {n: x for n, x in options.items() if n in ("bias", "softmax_aux", "alibi_slopes")}
     others = {n: x for n, x in options.items() if n not in floats}
@@ -184,7 +198,7 @@ def test_visits_are_the_pairs_of_each_row(name):
     for by_keys, span in enumerate(found):
         blocks = (length // q_block, length // k_block)
         most = blocks[0] * blocks[1]
-        visits = pallas_tpu._visits(span, blocks[1 - by_keys], most, bool(by_keys))
+        visits = pallas_visits.visits_of(span, blocks[1 - by_keys], most, bool(by_keys))
         packed_visits = np.asarray(visits.packed).reshape(visits.rows, visits.length)
         longest = 0
         for row, words in zip(np.asarray(span), packed_visits, strict=True):
@@ -194,12 +208,12 @@ def test_visits_are_the_pairs_of_each_row(name):
                 wanted += [(outer, j, n == 0, n == len(inner) - 1) for n, j in enumerate(inner)]
             longest = max(longest, len(wanted))
             for word, (outer, j, begins, ends) in zip(words, wanted, strict=False):
-                step = pallas_tpu._decoded(visits, [int(word)], 0, 0, 0) if visits.rows == 1 else None
-                at = step or pallas_tpu._decoded(visits._replace(rows=1), [int(word)], 0, 0, 0)
+                step = pallas_visits.decoded(visits, [int(word)], 0, 0, 0) if visits.rows == 1 else None
+                at = step or pallas_visits.decoded(visits._replace(rows=1), [int(word)], 0, 0, 0)
                 assert (at.j if by_keys else at.i) == outer
-                assert at.has(pallas_tpu._ACTIVE) == (j is not None)
+                assert at.has(pallas_visits.ACTIVE) == (j is not None)
                 assert j is None or (at.i if by_keys else at.j) == j
-                assert (at.has(pallas_tpu._BEGINS), at.has(pallas_tpu._ENDS)) == (begins, ends)
+                assert (at.has(pallas_visits.BEGINS), at.has(pallas_visits.ENDS)) == (begins, ends)
             # What is left over does nothing and stays where it is.
             rest = {int(word) for word in words[len(wanted) :]}
             assert not rest or rest == {int(words[len(wanted) - 1]) >> 4 << 4}
@@ -244,6 +258,45 @@ def test_too_many_pairs_are_refused():
         jax.eval_shape(functools.partial(flash_attention, platform="pallas"), x, x, x)
 
 
+def of_a_model(name, dtype, topology):
+    """Returns both directions of a call of SHAPES, compiled."""
+    (B, T, N, K, H, Hv), options = SHAPES[name]
+    sizes = {"query": (B, T, N, H), "key": (B, T, K, H), "value": (B, T, K, Hv)}
+    given = {n: jax.ShapeDtypeStruct(shape, dtype) for n, shape in sizes.items()}
+    for n, shape in options.items():
+        if isinstance(shape, tuple):
+            given[n] = jax.ShapeDtypeStruct(shape, jnp.int32 if n == "q_segment_ids" else jnp.float32)
+    static = {n: x for n, x in options.items() if n not in given}
+
+    def run(given):
+        data = {n: x for n, x in given.items() if n == "q_segment_ids"}
+        floats = {n: x for n, x in given.items() if n not in data}
+        out, pull = jax.vjp(lambda f: flash_attention(**f, **data, **static, platform="pallas"), floats)
+        return out, pull(jnp.ones_like(out))
+
+    return checks.compile_tpu(run, given, topology=topology)
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "large"),
+    [
+        (8192, MaskInfo(causal=True), True),
+        (8192, None, True),
+        (4096, MaskInfo(causal=True), False),
+        (8192, MaskInfo(causal=True, window=(1023, 0)), False),
+        (8192, MaskInfo(causal=True, chunk_size=1024), False),
+        (8192, MaskInfo.from_segments(jnp.zeros((1, 8192), jnp.int32), causal=True), False),
+        (2**19, MaskInfo(causal=True, window=(1023, 0)), True),  # or the list of pairs would be long
+    ],
+)
+def test_blocks_are_large_where_few_pairs_are_wasted(length, mask, large):
+    for dtype in ("bfloat16", "float32"):
+        x = jax.ShapeDtypeStruct((1, length, 1, 128), dtype)
+        found = pallas_tpu.heuristic(op.bind(query=x, key=x, value=x, mask=mask), "tpu").bwd_params
+        wanted = 1024 if large and (dtype == "bfloat16" or length == 2**19) else 512
+        assert (found.q_blocksize, found.kv_blocksize) == (wanted, wanted)
+
+
 SHAPES = {
     "causal, 8k": ((2, 8192, 32, 8, 128, 128), {"causal": True}),
     "window of 32k": ((1, 32768, 32, 8, 128, 128), {"causal": True, "sliding_window": 4096}),
@@ -262,21 +315,13 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_of_models_compile(name, dtype, topology):
     """Three kernels, and no more memory than some copies of what is given: nothing has the size of the pairs."""
-    (B, T, N, K, H, Hv), options = SHAPES[name]
-    sizes = {"query": (B, T, N, H), "key": (B, T, K, H), "value": (B, T, K, Hv)}
-    given = {n: jax.ShapeDtypeStruct(shape, dtype) for n, shape in sizes.items()}
-    for n, shape in options.items():
-        if isinstance(shape, tuple):
-            given[n] = jax.ShapeDtypeStruct(shape, jnp.int32 if n == "q_segment_ids" else jnp.float32)
-    static = {n: x for n, x in options.items() if n not in given}
-
-    def run(given):
-        data = {n: x for n, x in given.items() if n == "q_segment_ids"}
-        floats = {n: x for n, x in given.items() if n not in data}
-        out, pull = jax.vjp(lambda f: flash_attention(**f, **data, **static, platform="pallas"), floats)
-        return out, pull(jnp.ones_like(out))
-
-    compiled = checks.compile_tpu(run, given, topology=topology)
+    compiled = of_a_model(name, dtype, topology)
     assert checks.mosaic_calls(compiled) == 3
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 6 * memory.argument_size_in_bytes
+    assert memory.temp_size_in_bytes < 4 * memory.argument_size_in_bytes
+
+
+def test_heads_take_the_room_of_64_entries():
+    """Rows of 64 would be padded to 128 lanes, and copied to be so: what is given, twice, for each array of the heads."""
+    memory = of_a_model("width 64", "bfloat16", checks.TPU_TOPOLOGIES[0]).memory_analysis()
+    assert memory.temp_size_in_bytes < memory.argument_size_in_bytes

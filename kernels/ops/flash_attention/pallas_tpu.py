@@ -2,8 +2,8 @@
 
 Which pair a step is for is prefetched as one scalar, so that its blocks are on their way before its turn. Tiles are [keys,
 queries]: what there is one of for each query (maximum, sum, lse, delta, positions) lies along lanes, where it takes no more
-room than it is long, and is broadcast over sublanes for nothing. The backward makes two passes, by queries for dQ and by
-keys for dK and dV, and a third one for the gradient of a bias.
+room than it is long, and is broadcast over sublanes for nothing. Heads whose width fills no lanes have their tokens there
+too. The backward makes two passes, by queries for dQ and by keys for dK and dV, and a third one for the gradient of a bias.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels._core.binding import Call
-from kernels._core.blocks import FIRST, FULL_FIRST, FULL_LAST, LAST, spans
+from kernels._core.blocks import FIRST, LAST, spans
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.execute import Saved
@@ -31,6 +31,17 @@ from kernels._core.pallas import pallas_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.dropout import _mix
+from kernels.ops.flash_attention.pallas_visits import (
+    ACTIVE,
+    BEGINS,
+    ENDS,
+    FULL,
+    Step,
+    Visits,
+    decoded,
+    united,
+    visits_of,
+)
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 
 LANES = 128
@@ -39,65 +50,6 @@ _BEYOND = 2**30
 _VMEM_BYTES = 48 * 2**20
 # Of scalar memory, for the list of pairs.
 _SMEM_BYTES = 640 * 2**10
-
-
-# -- pairs of blocks --------------------------------------------------------------------------------------------------
-
-# A visit is one integer: block that stays, block that changes, flags.
-_ACTIVE, _FULL, _BEGINS, _ENDS = 1, 2, 4, 8
-_FLAG_BITS, _BLOCK_BITS = 4, 13
-
-
-class _Visits(NamedTuple):
-    """The pairs of blocks of each row, in the order in which the grid goes over them.
-
-    What a row has less than the longest is filled with its last visit, which then fetches and does nothing.
-    """
-
-    packed: Any  # int32 [rows * length]
-    rows: int  # 1, or the batch
-    length: int  # entries of a row
-    steps: Any  # how many of them the longest row has; may be traced
-    by_keys: bool  # whether it is the block of keys that stays
-
-
-def _visits(span: Any, inner: int, most: int, by_keys: bool) -> _Visits:
-    """Returns the visits of spans [R, n, 4] over `inner` blocks. Rows have `most` visits at most, if they are traced."""
-    xp: Any = np if isinstance(span, np.ndarray) else jnp
-    first, last = span[..., FIRST], span[..., LAST]
-    # A block that meets none is visited too: its output is to be written.
-    ends = xp.cumsum(xp.maximum(last - first, 1), axis=1)
-    total = ends[:, -1:]
-    length = int(total.max()) if xp is np else most
-    step = np.arange(length, dtype=np.int32)
-    at = xp.minimum(step, total - 1)
-    if xp is np:
-        outer = np.stack([np.searchsorted(e, a, side="right") for e, a in zip(ends, at)])
-    else:
-        outer = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(ends, at)
-
-    def of(x: Any) -> Any:
-        return xp.take_along_axis(x, outer, axis=1)
-
-    begin = of(ends) - xp.maximum(of(last) - of(first), 1)
-    other = of(first) + at - begin
-    there = step < total
-    active = there & (other < of(last))
-    full = active & (other >= of(span[..., FULL_FIRST])) & (other < of(span[..., FULL_LAST]))
-    flags = _ACTIVE * active + _FULL * full + _BEGINS * (there & (at == begin)) + _ENDS * (there & (at == of(ends) - 1))
-    blocks = (outer << _BLOCK_BITS) + xp.minimum(other, inner - 1)
-    packed = ((blocks << _FLAG_BITS) + flags).astype(np.int32)
-    return _Visits(packed.reshape(-1), span.shape[0], length, length if xp is np else total.max(), by_keys)
-
-
-def _united(span: Any) -> Any:
-    """Returns the span [1, n, 4] of all rows together: from the first block of any to the last, full where all are."""
-    xp: Any = np if isinstance(span, np.ndarray) else jnp
-    some = span[..., FIRST] < span[..., LAST]
-    first = xp.where(some, span[..., FIRST], 2**30).min(0)
-    last = span[..., LAST].max(0)
-    full_first, full_last = span[..., FULL_FIRST].max(0), span[..., FULL_LAST].min(0)
-    return xp.stack([xp.minimum(first, last), full_first, full_last, last], axis=-1)[None]
 
 
 # -- a call ----------------------------------------------------------------------------------------------------------
@@ -112,6 +64,8 @@ class _Plan:
     T: int
     S: int
     N: int
+    H: int
+    Hv: int
     scale: float
     cap: float | None
     dropout: float
@@ -124,6 +78,16 @@ class _Plan:
     bias: bool
     alibi: bool
     sinks: bool
+
+    @property
+    def width(self) -> int:
+        """Which dim of a block of queries or keys is the width of a head. The other one is over tokens."""
+        return _width(self.H)
+
+    @property
+    def value_width(self) -> int:
+        """Which dim of a block of values, or of the output, is the width of a head."""
+        return _width(self.Hv)
 
     @property
     def upper(self) -> bool:
@@ -151,9 +115,9 @@ class _Call(NamedTuple):
     plan: _Plan
     scalars: dict[str, jax.Array]  # 1-D, prefetched
     inputs: tuple[_Input, ...]
-    by_queries: Callable[[], _Visits]
-    by_keys: Callable[[], _Visits]
-    united: Callable[[bool], _Visits]
+    by_queries: Callable[[], Visits]
+    by_keys: Callable[[], Visits]
+    united: Callable[[bool], Visits]
     B: int
     G: int
 
@@ -165,9 +129,38 @@ def _pad(x: jax.Array, dim: int, block: int, value: int = 0) -> jax.Array:
     return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)], constant_values=value)
 
 
+def _width(H: int) -> int:
+    """Returns which dim of a head is its width H: of [T, H], or of [H, T] where rows of H would not fill the lanes.
+
+    They would be padded: heads of 64 would take twice their memory. XLA lays such arrays [H, T] too, and need not copy them.
+    """
+    return 1 if H % LANES == 0 else 0
+
+
 def _heads_first(x: jax.Array, block: int) -> jax.Array:
-    """Returns [B, N, T, H] of x [B, T, N, H], T padded to whole blocks."""
-    return _pad(x.swapaxes(1, 2), 2, block)
+    """Returns [B, N, T, H] or [B, N, H, T] of x [B, T, N, H], T padded to whole blocks."""
+    if _width(x.shape[3]) == 1:
+        return _pad(x.swapaxes(1, 2), 2, block)
+    return _pad(x.transpose(0, 2, 3, 1), 3, block)
+
+
+def _tokens_first(x: jax.Array, H: int, T: int) -> jax.Array:
+    """Returns [B, T, N, H] of what `_heads_first` gives."""
+    return x[:, :, :T].swapaxes(1, 2) if _width(H) == 1 else x[..., :T].transpose(0, 3, 1, 2)
+
+
+def _of_queries(H: int, block: int) -> tuple[tuple, Callable]:
+    """Returns the block of queries of `_heads_first`, and where it is."""
+    if _width(H) == 1:
+        return (None, None, block, H), lambda b, n, i, j: (b, n, i, 0)
+    return (None, None, H, block), lambda b, n, i, j: (b, n, 0, i)
+
+
+def _of_keys(H: int, block: int, G: int) -> tuple[tuple, Callable]:
+    """Returns the block of keys of `_heads_first`, and where it is for a query head."""
+    if _width(H) == 1:
+        return (None, None, block, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0)
+    return (None, None, H, block), lambda b, n, i, j: (b, lax.div(n, G), 0, j)
 
 
 def _per_query(x: jax.Array, block: int, value: Any = 0) -> jax.Array:
@@ -198,6 +191,8 @@ def _call(query, key, value, mask, options, params) -> _Call:
         T=T,
         S=S,
         N=N,
+        H=H,
+        Hv=Hv,
         scale=1 / math.sqrt(H) if softmax_scale is None else softmax_scale,
         cap=logits_soft_cap,
         dropout=dropout_prob,
@@ -222,13 +217,9 @@ def _call(query, key, value, mask, options, params) -> _Call:
     if dropout_prob > 0:
         scalars["seeds"] = lax.bitcast_convert_type(jnp.broadcast_to(dropout_seed, (B, N)), jnp.int32).reshape(-1)
 
-    inputs.append(_Input("query", _heads_first(query, bq), (None, None, bq, H), lambda b, n, i, j: (b, n, i, 0)))
-    inputs.append(
-        _Input("key", _heads_first(key, bk), (None, None, bk, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0))
-    )
-    inputs.append(
-        _Input("value", _heads_first(value, bk), (None, None, bk, Hv), lambda b, n, i, j: (b, lax.div(n, G), j, 0))
-    )
+    inputs.append(_Input("query", _heads_first(query, bq), *_of_queries(H, bq)))
+    inputs.append(_Input("key", _heads_first(key, bk), *_of_keys(H, bk, G)))
+    inputs.append(_Input("value", _heads_first(value, bk), *_of_keys(Hv, bk, G)))
 
     def vector(name: str, x: Any, block: int, of_queries: bool, beyond: int = 0) -> None:
         x = _pad(jnp.asarray(x, jnp.int32)[:, None], 2, block, beyond)
@@ -266,9 +257,9 @@ def _call(query, key, value, mask, options, params) -> _Call:
         plan,
         scalars,
         tuple(inputs),
-        lambda: _visits(whole[0], keys, most[0], False),
-        lambda: _visits(whole[1], queries, most[1], True),
-        lambda by_keys: _visits(_united(whole[by_keys]), queries if by_keys else keys, most[by_keys], by_keys),
+        lambda: visits_of(whole[0], keys, most[0], False),
+        lambda: visits_of(whole[1], queries, most[1], True),
+        lambda by_keys: visits_of(united(whole[by_keys]), queries if by_keys else keys, most[by_keys], by_keys),
         B,
         G,
     )
@@ -297,27 +288,6 @@ def _of_pairs(name: str, x: jax.Array, block_q: int, block_k: int) -> _Input:
 # -- tiles ------------------------------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    """Where in a call a step of the grid is."""
-
-    b: Any
-    n: Any
-    i: Any
-    j: Any
-    flags: Any
-
-    def has(self, flag: int) -> Any:
-        return (self.flags & flag) > 0
-
-
-def _decoded(visits: _Visits, packed: Any, b: Any, n: Any, step: Any) -> _Step:
-    word = packed[(b * visits.length if visits.rows > 1 else 0) + step]
-    outer = word >> (_BLOCK_BITS + _FLAG_BITS)
-    inner = (word >> _FLAG_BITS) & ((1 << _BLOCK_BITS) - 1)
-    i, j = (inner, outer) if visits.by_keys else (outer, inner)
-    return _Step(b, n, i, j, word & ((1 << _FLAG_BITS) - 1))
-
-
 def _dot(a: Any, b: Any, over_a: int, over_b: int) -> Any:
     # float32 means float32: no bfloat16 passes behind the caller's back.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -330,7 +300,7 @@ def _column(x: Any) -> Any:
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
 
 
-def _positions(plan: _Plan, refs: dict[str, Any], at: _Step) -> tuple[Any, Any]:
+def _positions(plan: _Plan, refs: dict[str, Any], at: Step) -> tuple[Any, Any]:
     """Returns the positions of the queries [1, block_q] and of the keys [block_k, 1]."""
     if plan.placed:
         return refs["q_positions"][...], _column(refs["k_positions"][...])
@@ -338,7 +308,7 @@ def _positions(plan: _Plan, refs: dict[str, Any], at: _Step) -> tuple[Any, Any]:
     return i, lax.broadcasted_iota(jnp.int32, (plan.block_k, 1), 0) + at.j * plan.block_k
 
 
-def _visible(plan: _Plan, refs: dict[str, Any], at: _Step, i: Any, j: Any) -> Any:
+def _visible(plan: _Plan, refs: dict[str, Any], at: Step, i: Any, j: Any) -> Any:
     """Returns which pairs of a tile attend."""
     seen = []
     if plan.upper:
@@ -368,8 +338,8 @@ class _Tile(NamedTuple):
     keep: Any  # dropout: 0 or 1 / (1 - p)
 
 
-def _tile(plan: _Plan, refs: dict[str, Any], at: _Step, masked: bool) -> _Tile:
-    x = _dot(refs["key"][...], refs["query"][...], 1, 1) * plan.scale
+def _tile(plan: _Plan, refs: dict[str, Any], at: Step, masked: bool) -> _Tile:
+    x = _dot(refs["key"][...], refs["query"][...], plan.width, plan.width) * plan.scale
     bend = distance = keep = None
     if plan.cap is not None:
         bent = jnp.tanh(x / plan.cap)
@@ -398,23 +368,23 @@ def _keep(seed: Any, i: Any, j: Any, probability: float) -> Any:
     return jnp.where(keep, jnp.float32(1 / (1 - probability)), jnp.float32(0))
 
 
-def _each_tile(plan: _Plan, at: _Step, do: Callable[[bool], None]) -> None:
+def _each_tile(plan: _Plan, at: Step, do: Callable[[bool], None]) -> None:
     """Calls `do(masked)` for a pair that exists: where all of it attends, without looking at the mask."""
     if not plan.masked:
-        pl.when(at.has(_ACTIVE))(lambda: do(False))
+        pl.when(at.has(ACTIVE))(lambda: do(False))
         return
-    pl.when(at.has(_FULL))(lambda: do(False))
-    pl.when(at.has(_ACTIVE) & ~at.has(_FULL))(lambda: do(True))
+    pl.when(at.has(FULL))(lambda: do(False))
+    pl.when(at.has(ACTIVE) & ~at.has(FULL))(lambda: do(True))
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     """Writes out and lse of a block of queries; its maximum, its sum and its output turned round are kept between steps."""
     largest, total, turned = refs["largest"], refs["total"], refs["turned"]
 
-    @pl.when(at.has(_BEGINS))
+    @pl.when(at.has(BEGINS))
     def _():
         sink = refs["sinks"][at.n] if plan.sinks else -jnp.inf
         largest[...] = jnp.full_like(largest, sink)
@@ -431,32 +401,33 @@ def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> 
         total[...] = total[...] * rescale + jnp.sum(p, axis=0, keepdims=True)
         p = p if keep is None else p * keep
         value = refs["value"][...]
-        turned[...] = turned[...] * rescale + _dot(value, p.astype(value.dtype), 0, 0)
+        turned[...] = turned[...] * rescale + _dot(value, p.astype(value.dtype), 1 - plan.value_width, 0)
 
     _each_tile(plan, at, tile)
 
-    @pl.when(at.has(_ENDS))
+    @pl.when(at.has(ENDS))
     def _():
         some = total[...] > 0
         divisor = jnp.where(some, total[...], 1.0)
-        refs["out"][...] = (turned[...] / divisor).T.astype(refs["out"].dtype)
+        out = turned[...] / divisor
+        refs["out"][...] = (out.T if plan.value_width == 1 else out).astype(refs["out"].dtype)
         refs["lse"][...] = jnp.where(some, largest[...] + jnp.log(divisor), -jnp.inf)
 
 
-def _gradients(plan: _Plan, refs: dict[str, Any], at: _Step, masked: bool) -> tuple[Any, Any, Any, Any]:
+def _gradients(plan: _Plan, refs: dict[str, Any], at: Step, masked: bool) -> tuple[Any, Any, Any, Any]:
     """Returns (p after dropout, ds, that of q.k before the scale, |i - j|) of a tile, from lse and delta of all keys."""
     x, bend, distance, keep = _tile(plan, refs, at, masked)
     p = jnp.exp(x - refs["lse"][...])
-    dp = _dot(refs["value"][...], refs["d_out"][...], 1, 1)
+    dp = _dot(refs["value"][...], refs["d_out"][...], plan.value_width, plan.value_width)
     dp = dp if keep is None else dp * keep
     ds = p * (dp - refs["delta"][...])
     return p if keep is None else p * keep, ds, ds if bend is None else ds * bend, distance
 
 
-def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     turned, slopes = refs["turned"], refs.get("slope_sum")
 
-    @pl.when(at.has(_BEGINS))
+    @pl.when(at.has(BEGINS))
     def _():
         turned[...] = jnp.zeros_like(turned)
         if slopes is not None:
@@ -465,24 +436,25 @@ def flash_attention_bwd_dq_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) 
     def tile(masked: bool) -> None:
         _, ds, raw, distance = _gradients(plan, refs, at, masked)
         key = refs["key"][...]
-        turned[...] += _dot(key, raw.astype(key.dtype), 0, 0)
+        turned[...] += _dot(key, raw.astype(key.dtype), 1 - plan.width, 0)
         if slopes is not None:
             slopes[...] -= jnp.sum(ds * distance, axis=0, keepdims=True)
 
     _each_tile(plan, at, tile)
 
-    @pl.when(at.has(_ENDS))
+    @pl.when(at.has(ENDS))
     def _():
-        refs["d_query"][...] = (turned[...] * plan.scale).T.astype(refs["d_query"].dtype)
+        d_query = turned[...] * plan.scale
+        refs["d_query"][...] = (d_query.T if plan.width == 1 else d_query).astype(refs["d_query"].dtype)
         if slopes is not None:
             refs["d_slopes"][...] = slopes[...]
 
 
-def flash_attention_bwd_dkv_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_bwd_dkv_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     """The last dim of the grid is over the query heads of a group, whose gradients add up in the same block."""
     d_key, d_value, group = refs["key_sum"], refs["value_sum"], pl.program_id(3)
 
-    @pl.when(at.has(_BEGINS) & (group == 0))
+    @pl.when(at.has(BEGINS) & (group == 0))
     def _():
         d_key[...] = jnp.zeros_like(d_key)
         d_value[...] = jnp.zeros_like(d_value)
@@ -490,22 +462,23 @@ def flash_attention_bwd_dkv_kernel(plan: _Plan, refs: dict[str, Any], at: _Step)
     def tile(masked: bool) -> None:
         p, _, raw, _ = _gradients(plan, refs, at, masked)
         query, d_out = refs["query"][...], refs["d_out"][...]
-        d_value[...] += _dot(p.astype(d_out.dtype), d_out, 1, 0)
-        d_key[...] += _dot(raw.astype(query.dtype), query, 1, 0)
+        d_value[...] += _dot(p.astype(d_out.dtype), d_out, 1, 1 - plan.value_width)
+        d_key[...] += _dot(raw.astype(query.dtype), query, 1, 1 - plan.width)
 
     _each_tile(plan, at, tile)
 
-    @pl.when(at.has(_ENDS) & (group == pl.num_programs(3) - 1))
+    @pl.when(at.has(ENDS) & (group == pl.num_programs(3) - 1))
     def _():
-        refs["d_key"][...] = (d_key[...] * plan.scale).astype(refs["d_key"].dtype)
-        refs["d_value"][...] = d_value[...].astype(refs["d_value"].dtype)
+        dk, dv = d_key[...] * plan.scale, d_value[...]
+        refs["d_key"][...] = (dk if plan.width == 1 else dk.T).astype(refs["d_key"].dtype)
+        refs["d_value"][...] = (dv if plan.value_width == 1 else dv.T).astype(refs["d_value"].dtype)
 
 
-def flash_attention_bwd_dbias_kernel(plan: _Plan, refs: dict[str, Any], at: _Step) -> None:
+def flash_attention_bwd_dbias_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> None:
     """The last dim of the grid is over the rows and heads that share a bias; a bias of one key or one query is summed over
     the steps, too."""
     total, last = refs["bias_sum"], pl.program_id(3) == pl.num_programs(3) - 1
-    begins, ends = at.has(_BEGINS), at.has(_ENDS)
+    begins, ends = at.has(BEGINS), at.has(ENDS)
     if total.shape == (1, 1):
         step = pl.program_id(2)
         begins, ends = step == 0, step == pl.num_programs(2) - 1
@@ -541,9 +514,9 @@ class _Output(NamedTuple):
 
 
 def _launch(
-    kernel: Callable[[_Plan, dict[str, Any], _Step], None],
+    kernel: Callable[[_Plan, dict[str, Any], Step], None],
     call: _Call,
-    visits: _Visits,
+    visits: Visits,
     grid: tuple[int, int, int] | tuple[int, int],
     where: Callable[..., tuple[Any, Any]],
     outputs: list[_Output],
@@ -561,9 +534,9 @@ def _launch(
     plan, inputs = call.plan, (*call.inputs, *extra)
     scalars = {"visits": jnp.asarray(visits.packed), **call.scalars}
 
-    def step(packed: Any, *ids: Any) -> _Step:
+    def step(packed: Any, *ids: Any) -> Step:
         b, n = where(ids[0], ids[1], *ids[3:])
-        return _decoded(visits, packed, b, n, ids[2])
+        return decoded(visits, packed, b, n, ids[2])
 
     def spec(x: Any) -> pl.BlockSpec:
         def at(*args: Any) -> tuple:
@@ -579,9 +552,8 @@ def _launch(
         named = dict(zip(names, refs, strict=True))
         kernel(plan, named, step(named["visits"], *(pl.program_id(d) for d in range(len(grid) + 1))))
 
-    B, N, H, Hv = call.B, plan.N, call.inputs[0].array.shape[-1], call.inputs[2].array.shape[-1]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
-    flops = matmuls * (H + Hv) * visits.length * plan.block_q * plan.block_k * B * N
+    flops = matmuls * (plan.H + plan.Hv) * visits.length * plan.block_q * plan.block_k * call.B * plan.N
     return pallas_launch(
         body,
         *scalars.values(),
@@ -621,7 +593,9 @@ def forward(
     (B, T, N, _), Hv = query.shape, value.shape[3]
     options = (bias, softmax_aux, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob)
     call = _call(query, key, value, mask, options, cfg.fwd_params)
-    bq, rows = call.plan.block_q, call.inputs[0].array.shape[2]
+    bq = call.plan.block_q
+    rows = -(-T // bq) * bq
+    out_shape = (B, N, rows, Hv) if call.plan.value_width == 1 else (B, N, Hv, rows)
     out, lse = _launch(
         flash_attention_fwd_kernel,
         call,
@@ -629,12 +603,12 @@ def forward(
         (B, N),
         lambda b, n: (b, n),
         [
-            _Output("out", (B, N, rows, Hv), query.dtype, (None, None, bq, Hv), lambda b, n, i, j: (b, n, i, 0)),
+            _Output("out", out_shape, query.dtype, *_of_queries(Hv, bq)),
             _Output("lse", (B, N, 1, rows), jnp.float32, (None, None, 1, bq), lambda b, n, i, j: (b, n, 0, i)),
         ],
         {"largest": (1, bq), "total": (1, bq), "turned": (Hv, bq)},
     )
-    return out[:, :, :T].swapaxes(1, 2), lse[:, :, 0, :T].swapaxes(1, 2)
+    return _tokens_first(out, Hv, T), lse[:, :, 0, :T].swapaxes(1, 2)
 
 
 def backward(
@@ -661,20 +635,15 @@ def backward(
     some = saved.lse > -jnp.inf
     per_query = ((None, None, 1, bq), lambda b, n, i, j: (b, n, 0, i))
     extra = (
-        _Input(
-            "d_out",
-            _heads_first(saved.d_out.astype(query.dtype), bq),
-            (None, None, bq, Hv),
-            lambda b, n, i, j: (b, n, i, 0),
-        ),
+        _Input("d_out", _heads_first(saved.d_out.astype(query.dtype), bq), *_of_queries(Hv, bq)),
         _Input("lse", _per_query(jnp.where(some, saved.lse, jnp.inf), bq, jnp.inf), *per_query),
         _Input("delta", _per_query(jnp.where(some, saved.delta, 0), bq), *per_query),
     )
-    rows, columns = call.inputs[0].array.shape[2], call.inputs[1].array.shape[2]
-    outputs = [_Output("d_query", (B, N, rows, H), query.dtype, (None, None, bq, H), lambda b, n, i, j: (b, n, i, 0))]
+    given = {x.name: x.array.shape for x in call.inputs}
+    outputs = [_Output("d_query", given["query"], query.dtype, *_of_queries(H, bq))]
     scratch = {"turned": (H, bq)}
     if alibi_slopes is not None:
-        outputs.append(_Output("d_slopes", (B, N, 1, rows), jnp.float32, *per_query))
+        outputs.append(_Output("d_slopes", (B, N, 1, -(-T // bq) * bq), jnp.float32, *per_query))
         scratch["slope_sum"] = (1, bq)
     dq, *of_rows = _launch(
         flash_attention_bwd_dq_kernel,
@@ -687,7 +656,6 @@ def backward(
         extra,
         matmuls=3,
     )
-    at = lambda b, n, i, j: (b, lax.div(n, G), j, 0)  # noqa: E731
     dk, dv = _launch(
         flash_attention_bwd_dkv_kernel,
         call,
@@ -695,17 +663,17 @@ def backward(
         (B, K, G),
         lambda b, n, g: (b, n * G + g),
         [
-            _Output("d_key", (B, K, columns, H), key.dtype, (None, None, bk, H), at),
-            _Output("d_value", (B, K, columns, Hv), value.dtype, (None, None, bk, Hv), at),
+            _Output("d_key", given["key"], key.dtype, *_of_keys(H, bk, G)),
+            _Output("d_value", given["value"], value.dtype, *_of_keys(Hv, bk, G)),
         ],
         {"key_sum": (bk, H), "value_sum": (bk, Hv)},
         extra,
         matmuls=4,
     )
     gradients = {
-        "query": dq[:, :, :T].swapaxes(1, 2),
-        "key": dk[:, :, :S].swapaxes(1, 2),
-        "value": dv[:, :, :S].swapaxes(1, 2),
+        "query": _tokens_first(dq, H, T),
+        "key": _tokens_first(dk, H, S),
+        "value": _tokens_first(dv, Hv, S),
     }
     if bias is not None:
         gradients["bias"] = _bias_gradient(call, extra, bias)
@@ -747,8 +715,13 @@ def _config(forward: tuple[int, int], backward: tuple[int, int]) -> FlashAttenti
 
 
 def heuristic(call: Call, platform: str) -> FlashAttentionConfig:
-    # The longer the sequence, the larger the blocks, so that the list of pairs stays in scalar memory.
-    if call.dims["T"] * call.dims["S"] > 2**36:
+    # Large blocks take fewer cycles a pair in the compiler's schedules for every generation (README), and keep the list of
+    # pairs of a long sequence in scalar memory. What they hold beyond a mask's edge is little of a long triangle, and much
+    # of a window or of documents. In float32 every option at once, with heads of 256, would come near the limit of VMEM.
+    mask = MaskInfo() if call.mask is None else call.mask
+    wide = mask.window is None and mask.chunk_size is None and not mask.data_fields
+    pairs = call.dims["T"] * call.dims["S"]
+    if pairs > 2**36 or (wide and pairs >= 2**26 and call.dtype == "bfloat16"):
         return _config((1024, 1024), (1024, 1024))
     return _config((512, 1024), (512, 512))
 
