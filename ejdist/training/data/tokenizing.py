@@ -85,8 +85,6 @@ def make_plan(folder: Path, source: Any, *, tokenizer: str, text_key: str, shard
       ValueError: a source, the tokenizer or a size is wrong, a file has changed since its shard was made, or the folder has
         other settings. OSError: it cannot be written.
     """
-    if shard_bytes < 1 << 20:
-        raise ValueError(f"shard_mb must be at least 1, got {shard_bytes / 2**20:g}")
     made = _units_made(folder)
     if isinstance(source, str) and source.startswith(PREFIX):
         parts = hub_parts(source)
@@ -356,6 +354,28 @@ def _check_complete(folder: Path, shards: list[dict[str, Any]]) -> None:
             )
 
 
+def make_dataset(
+    folder: Path,
+    source: Any,
+    *,
+    tokenizer: str = "bytes",
+    text_key: str = "text",
+    shard_bytes: int = 1 << 28,
+    sample_bytes: int = 1 << 26,
+) -> dict[str, Any]:
+    """Returns the content of `dataset.json`, of a dataset made or completed by this process alone.
+
+    Raises:
+      ValueError: as `make_plan`, `make_shard` and `write_manifest`. OSError: it cannot be written.
+    """
+    sizes = {"shard_bytes": shard_bytes, "sample_bytes": sample_bytes}
+    plan = make_plan(folder, source, tokenizer=tokenizer, text_key=text_key, **sizes)
+    used = tokenizer_of(folder, {"name": plan.settings.tokenizer, "fingerprint": plan.settings.fingerprint})
+    for unit in plan.todo:
+        make_shard(folder, unit, plan.settings, used, source, lambda characters: None)
+    return write_manifest(plan)
+
+
 def hub_dataset(source: str, tokenizer: str, text_key: str, cache_dir: Path) -> Dataset:
     """Returns the dataset of "hf:NAME[:SPLIT]", streamed into the cache once, by this process alone.
 
@@ -365,10 +385,5 @@ def hub_dataset(source: str, tokenizer: str, text_key: str, cache_dir: Path) -> 
     key = hashlib.sha256(json.dumps([source, tokenizer, text_key]).encode()).hexdigest()[:16]
     folder = cache_dir / f"hub-{key}"
     if not (folder / MANIFEST).exists():
-        sizes = {"shard_bytes": 1 << 28, "sample_bytes": 1 << 26}
-        plan = make_plan(folder, source, tokenizer=tokenizer, text_key=text_key, **sizes)
-        used = tokenizer_of(folder, {"name": plan.settings.tokenizer, "fingerprint": plan.settings.fingerprint})
-        for unit in plan.todo:
-            make_shard(folder, unit, plan.settings, used, source, lambda characters: None)
-        write_manifest(plan)
+        make_dataset(folder, source, tokenizer=tokenizer, text_key=text_key)
     return open_dataset(folder, tokenizer)
