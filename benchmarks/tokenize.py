@@ -1,8 +1,8 @@
 """`python -m benchmarks.tokenize [mb=1000] [tokenizer=bytes] [processes=1,2] [do=scale,resume,memory,start,text]
 [folder=DIR] [out=FILE]`: what tokenizing costs, and a start of training on its result.
 
-The text is the standard library's: a document is some of its lines from a random place, in four files of jsonl, the same for the
-same size.
+The text is the standard library's: a document is some of its lines from a random place, in four files of jsonl, the same for
+the same size.
 
 - scale: the same files with each number of processes, one thread in each, one after the other; all must give the same bytes.
 - resume: with the last number of processes, killed (SIGKILL) when some shards are done, and started again: the same bytes.

@@ -77,17 +77,15 @@ class _Shards:
         check_sizes(length, seed)
         self.shards, self.length, self.seed = shards, length, seed
         self.rows_per_epoch = 0
+        self.windows = [
+            max(1, s.num_tokens // (_ROWS * length), s.num_documents // _DOCUMENTS) for s in shards
+        ]  # of each shard
         self._rows = functools.lru_cache(maxsize=2)(lambda epoch: Shuffle(self.rows_per_epoch, seed, epoch))
         self._window = functools.lru_cache(maxsize=16)(self._read_window)
 
-    def windows(self, shard: int) -> int:
-        """Returns how many windows a shard has."""
-        s = self.shards[shard]
-        return max(1, s.num_tokens // (_ROWS * self.length), s.num_documents // _DOCUMENTS)
-
     def _read_window(self, shard: int, number: int) -> Window:
         """Returns the documents that begin in that window's share of the tokens."""
-        s, count = self.shards[shard], self.windows(shard)
+        s, count = self.shards[shard], self.windows[shard]
         first, last = (s.first_from(-(-i * s.num_tokens // count)) for i in (number, number + 1))
         return Window(number, s.offsets(first, last + 1))
 
@@ -143,7 +141,7 @@ class Cut(_Shards):
         """Returns the window that has this token: the one that its document begins in."""
         s = self.shards[shard]
         begin = int(s.offsets(document := s.first_from(place + 1) - 1, document + 1)[0])
-        return begin * self.windows(shard) // s.num_tokens
+        return begin * self.windows[shard] // s.num_tokens
 
 
 class Piece(NamedTuple):
@@ -188,7 +186,7 @@ class Whole(_Shards):
 
     def __init__(self, shards: Sequence[Tokens], length: int, seed: int, fingerprint: str, cache_dir: Path) -> None:
         super().__init__(shards, length, seed)
-        self._first_window = np.cumsum([0, *(self.windows(i) for i in range(len(shards)))])
+        self._first_window = np.cumsum([0, *self.windows])
         self._ends = self._counted(fingerprint, cache_dir)
         self.rows_per_epoch = int(self._ends[-1])
         self._packed = functools.lru_cache(maxsize=16)(self._pack)
@@ -205,7 +203,7 @@ class Whole(_Shards):
 
     def _counts(self, shard: int) -> list[int]:
         """Returns how many rows each window of a shard has."""
-        s, windows = self.shards[shard], self.windows(shard)
+        s, windows = self.shards[shard], self.windows[shard]
         offsets = s.offsets(0, s.num_documents + 1)
         begins = [-(-i * s.num_tokens // windows) for i in range(windows + 1)]
         first = np.searchsorted(offsets[:-1], begins)

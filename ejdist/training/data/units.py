@@ -171,8 +171,8 @@ def cut_before(f: BinaryIO, place: int, size: int) -> int:
         if cut:
             return first + cut
     at = len(before)
-    while at > 1 and len(before) - at < 4 and near[at] & 0xC0 == 0x80:  # inside a character
+    while at > 0 and len(before) - at < 4 and near[at] & 0xC0 == 0x80:  # inside a character
         at -= 1
-    if near[at] == 0x0A and near[at - 1] == 0x0D:
+    if at > 0 and near[at - 1 : at + 1] == b"\r\n":
         at -= 1
     return first + at

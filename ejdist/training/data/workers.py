@@ -3,8 +3,10 @@ that one that is killed takes nothing with it."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -71,6 +73,12 @@ def make_shards(
     context = multiprocessing.get_context("spawn")  # a copy of this process would have its threads' locks
     workers: dict[Connection, Any] = {}
     busy: dict[Connection, int] = {}
+
+    def give(pipe: Connection) -> None:
+        busy[pipe] = waiting.pop()
+        with contextlib.suppress(BrokenPipeError):  # it has been killed, which is told by what comes from it: nothing
+            _send(pipe, units[busy[pipe]])
+
     try:
         with _threads(threads):
             for _ in range(min(processes, len(units))):
@@ -80,8 +88,7 @@ def make_shards(
                 theirs.close()
                 workers[ours] = worker
         for pipe in workers:
-            busy[pipe] = waiting.pop()
-            pipe.send(units[busy[pipe]])
+            give(pipe)
         while busy:
             ready: Any = wait(list(busy), timeout=_TOLD_EVERY)
             for pipe in ready:
@@ -95,8 +102,7 @@ def make_shards(
                     progress.finished(unit)
                     del busy[pipe]
                     if waiting:
-                        busy[pipe] = waiting.pop()
-                        pipe.send(units[busy[pipe]])
+                        give(pipe)
             told(progress)
     finally:
         for pipe, worker in workers.items():
@@ -126,6 +132,11 @@ class _threads:
                 os.environ[name] = value
 
 
+def _send(pipe: Connection, message: Any) -> None:
+    """Sends as `pipe.send` does, without the buffer of that one, which Python complains of when a signal ends it."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
 def _received(pipe: Connection, worker: Any, unit: Unit) -> tuple[str, Any]:
     try:
         return pipe.recv()
@@ -150,7 +161,7 @@ def _work(folder: Path, settings: Any, source: Any, pipe: Connection) -> None:
         except (EOFError, ConnectionError):
             return
         try:
-            make_shard(folder, unit, settings, tokenizer, source, lambda n: pipe.send(("text", n)))
+            make_shard(folder, unit, settings, tokenizer, source, lambda n: _send(pipe, ("text", n)))
             answer = ("done", None)
         except BrokenPipeError:  # the parent is gone
             return
@@ -159,7 +170,7 @@ def _work(folder: Path, settings: Any, source: Any, pipe: Connection) -> None:
         except Exception:
             answer = ("failed", RuntimeError(traceback.format_exc()))
         try:
-            pipe.send(answer)
+            _send(pipe, answer)
         except BrokenPipeError:
             return
 
