@@ -237,6 +237,21 @@ def test_parts_of_several_hosts_are_one_dataset(tmp_path, capsys):
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
 
 
+def test_parts_of_the_command(tmp_path, capsys):
+    for name in "abc":
+        jsonl(tmp_path / f"{name}.jsonl", [name * 700_000])
+    arguments = [f"source={tmp_path}/*.jsonl", f"to={tmp_path}/out", "shard_mb=1", "processes=1"]
+    assert main([*arguments, "part=1/2"]) == 0
+    assert "1 shards from 1 MB (part 1 of 2)" in (said := capsys.readouterr().out), said
+    assert (
+        "part 1 of 2 is done; 2 shards of other parts are missing" in said
+        and len(list(tmp_path.glob("out/shard-*"))) == 1
+    )
+    assert main([*arguments, "part=0/2"]) == 0
+    assert "3 documents in 3 shards, tokenizer bytes" in (said := capsys.readouterr().out), said
+    assert decoded(tmp_path / "out") == [name * 700_000 for name in "abc"]
+
+
 def test_a_dataset_that_lost_a_part_or_has_one_twice_is_refused(tmp_path):
     jsonl(tmp_path / "a.jsonl", ["some text"] * 50)
     jsonl(tmp_path / "b.jsonl", ["other"])
