@@ -166,10 +166,11 @@ def run(options: dict[str, Any]) -> None:
         raise ValueError(f"to = {options['to']!r} is a file; name a folder")
     chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"]}
     plan = make_plan(folder, options["source"], **chosen, **sizes)
-    mine = [unit for unit in plan.units[part::parts] if unit in set(plan.todo)]
-    there = len(plan.units[part::parts]) - len(mine)
+    todo, share = {unit.name for unit in plan.todo}, plan.units[part::parts]
+    mine = [unit for unit in share if unit.name in todo]
+    there = len(share) - len(mine)
     print(
-        f"{len(plan.units[part::parts])} shards from {sum(u.size for u in plan.units[part::parts]) / 1e6:,.0f} MB"
+        f"{len(share)} shards from {sum(u.size for u in share) / 1e6:,.0f} MB"
         + (f" (part {part} of {parts})" if parts > 1 else "")
         + (f", {there} of them there already" if there else ""),
         flush=True,

@@ -312,6 +312,10 @@ def test_what_is_wrong_with_a_dataset_is_told_at_the_start(tmp_path):
         assert all(w in str(error.value) for w in words), str(error.value)
     with pytest.raises(ValueError, match=r"data.tokenizer = 'dataset' is that of a dataset, and .*jsonl' is none"):
         build(section_of(f"{tmp_path}/made.jsonl"), seed=0)
+    with pytest.raises(
+        ValueError, match=r"data.source lists '.*made', which is a dataset; join datasets with data.mixture"
+    ):
+        build(DataSection(source=[str(source)]), seed=0)
     with pytest.raises(ValueError, match=r"data.packing = 'best' is unknown; use cut or whole"):
         build(section_of(source, packing="best"), seed=0)
     shard = next(source.glob("shard-*"))

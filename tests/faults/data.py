@@ -86,8 +86,8 @@ FAULTS = (
     Fault(
         "a host makes shards of another's part",
         "launch/tokenize.py",
-        "mine = [unit for unit in plan.units[part::parts]",
-        "mine = [unit for unit in plan.units[:: part + 1]",
+        "plan.units[part::parts]",
+        "plan.units[:: part + 1]",
         f"{MADE} -k parts_of_the_command",
     ),
     Fault(

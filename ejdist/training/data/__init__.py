@@ -171,6 +171,15 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | D
     folder = Path(source).expanduser() if isinstance(source, str) else None
     if folder is not None and is_dataset(folder):
         return open_dataset(folder, tokenizer, text_key)
+    joined = (
+        [p for p in source if isinstance(p, str) and is_dataset(Path(p).expanduser())]
+        if isinstance(source, list)
+        else []
+    )
+    if joined:
+        raise ValueError(
+            f"data.source lists {joined[0]!r}, which is a dataset; join datasets with data.mixture, by weight"
+        )
     if tokenizer == OWN:
         raise ValueError(
             f"data.tokenizer = {OWN!r} is that of a dataset, and data.source = {source!r} is none; make one with python -m "

@@ -61,10 +61,13 @@ class CheckedFile:
                     last = min((block + 1) * BLOCK, self.size)
                     raise Damaged(f"{self.path.name} has other bytes than were written, from {block * BLOCK} to {last}")
                 self._seen[block] = True
-        content = os.pread(handle.number, end - begin, begin)
-        if len(content) != end - begin:
-            raise Damaged(f"{self.path.name} is shorter than {self.size} bytes")
-        return content
+        parts = []
+        while begin < end:
+            parts.append(os.pread(handle.number, min(end - begin, 1 << 30), begin))  # a call gives 2 GiB at most
+            if not parts[-1]:
+                raise Damaged(f"{self.path.name} is shorter than {self.size} bytes")
+            begin += len(parts[-1])
+        return b"".join(parts)
 
 
 class Shard:

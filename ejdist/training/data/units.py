@@ -88,17 +88,20 @@ def units_of(files: Sequence[Span], shard_bytes: int, made: Sequence[Unit] = ())
     known = {span.path: unit for unit in made for span in unit.spans if span.whole}
     units: list[Unit] = []
     group: list[Span] = []
+    grouped = 0
 
     def close() -> None:
+        nonlocal grouped
         if group:
             units.append(Unit(tuple(group)))
             group.clear()
+        grouped = 0
 
     for file in files:
         path = Path(file.path)
         if file.path in known:
             close()
-            if known[file.path] not in units:
+            if known[file.path].spans[0].path == file.path:  # its files follow each other: it comes with the first
                 units.append(known[file.path])
         elif file.size > shard_bytes and (is_jsonl(path) or (is_text(path) and file.size > TEXT_PART)):
             close()
@@ -106,9 +109,10 @@ def units_of(files: Sequence[Span], shard_bytes: int, made: Sequence[Unit] = ())
             for begin, end in itertools.pairwise(cuts):
                 units.append(Unit((Span(file.path, begin, end, file.size, file.mtime_ns),)))
         else:
-            if group and sum(s.size for s in group) + file.size > shard_bytes:
+            if group and grouped + file.size > shard_bytes:
                 close()
             group.append(file)
+            grouped += file.size
     close()
     return units
 
