@@ -238,6 +238,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def text_of(row: object, text_key: str, where: str) -> str:
+    """Returns the text of a row. Raises ValueError: it has none; `where` names the row in the message."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; mend or remove it")
     if text_key not in row:
