@@ -351,7 +351,7 @@ def children(pid):
     return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_processes_killed_stopped_and_at_once_make_the_same_bytes(tmp_path):
+def test_processes_killed_and_at_once_make_the_same_bytes(tmp_path):
     chance = random.Random(0)
     for name in "ab":
         jsonl(tmp_path / f"{name}.jsonl", [chance.randbytes(chance.randint(1, 400)).hex() for _ in range(15_000)])
@@ -376,18 +376,23 @@ def test_processes_killed_stopped_and_at_once_make_the_same_bytes(tmp_path):
     for leftover in out.glob("*.tmp"):
         shutil.rmtree(leftover)
 
-    run = started(source, out, "processes=1")  # told to stop: nothing is left
-    shards_there(out, len(list(out.glob("shard-????????????????"))) + 1)
-    run.send_signal(signal.SIGTERM)
-    _, said = run.communicate()
-    assert run.returncode == 75 and "the same command goes on" in said, said
-    assert not list(out.glob("*.tmp")) and not (out / "dataset.json").exists()
-
     runs = [started(source, out, f"processes={n}") for n in (1, 2)]  # two commands at once
     told = [r.communicate() for r in runs]
     assert [r.returncode for r in runs] == [0, 0], told
     assert "of them there already" in told[0][0] and "fingerprint" in told[1][0]
     assert bytes_of(out) == wanted and not list(out.glob("*.tmp"))
+
+
+def test_a_run_that_is_told_to_stop_leaves_nothing_half_done(tmp_path):
+    line = json.dumps({"text": "some words of text " * 50}).encode() + b"\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line * 100_000, compresslevel=1))  # one unit of many seconds
+    run = started(tmp_path / "a.jsonl.gz", tmp_path / "out", "processes=1")
+    while not any(p.stat().st_size for p in tmp_path.glob("out/shard-*.tmp/tokens.bin")):
+        time.sleep(0.005)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate()
+    assert run.returncode == 75 and said == "stopped by a signal; the same command goes on with what is missing\n"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["settings.json"]
 
 
 def test_a_process_that_is_killed_is_named(tmp_path):

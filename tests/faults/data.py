@@ -95,13 +95,13 @@ FAULTS = (
         WORKERS,
         "signal.signal(signal.SIGTERM, _end)",
         "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
-        f"{MADE} -k same_bytes",
+        f"{MADE} -k told_to_stop",
     ),
     Fault(
         "the death of a process is not told",
         WORKERS,
-        "with contextlib.suppress(BrokenPipeError):",
-        "if True:",
+        "except (EOFError, ConnectionError):\n        worker.join()",
+        "except KeyError:\n        worker.join()",
         f"{MADE} -k is_killed",
     ),
     Fault(
@@ -140,10 +140,10 @@ FAULTS = (
         f"{READ} -k once",
     ),
     Fault(
-        "a document at the end of a window is lost",
+        "the end of a document that is longer than a row is lost",
         PACKING,
-        "return Window(number, s.offsets(first, last + 1))",
-        "return Window(number, s.offsets(first, max(last, first + 1)))",
+        "if begin < count:",
+        "if begin == 0:",
         f"{READ} -k once",
     ),
     Fault(
