@@ -103,6 +103,10 @@ def test_a_row_is_a_pure_function_of_seed_and_number(how, tmp_path, small_window
         made = [rows.row(epoch * rows.rows_per_epoch + i)["tokens"].tobytes() for i in range(rows.rows_per_epoch)]
         orders.add(b"".join(made))
     assert len(orders) == 6
+    # Of one document only rows can move, and they do.
+    alone = packed(numbered([[2000]]), 32, 3, how, tmp_path / "alone")
+    made = [[alone.row(e * 63 + i)["tokens"].tobytes() for i in range(63)] for e in range(2)]
+    assert alone.rows_per_epoch == 63 and sorted(made[0]) == sorted(made[1]) and made[0] != made[1]
     # Not only rows move: documents have other neighbours.
     assert {first.row(i)["tokens"].tobytes() for i in range(first.rows_per_epoch)} != {
         first.row(i)["tokens"].tobytes() for i in range(first.rows_per_epoch, 2 * first.rows_per_epoch)
