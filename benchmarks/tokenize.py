@@ -1,10 +1,11 @@
-"""`python -m benchmarks.tokenize [mb=1000] [tokenizer=bytes] [processes=1,2] [do=scale,resume,memory,start,text]
-[rounds=1] [folder=DIR] [out=FILE]`: what tokenizing costs, and a start of training on its result.
+"""`python -m benchmarks.tokenize [mb=1000] [tokenizer=bytes] [processes=1,2] [rounds=1] [folder=DIR] [out=FILE]
+[do=scale,threads,resume,memory,start,text]`: what tokenizing costs, and a start of training on its result.
 
 The text is the standard library's: a document is some of its lines from a random place, in four files of jsonl, the same for
 the same size.
 
 - scale: the same files with each number of processes, one thread in each, one after the other; all must give the same bytes.
+- threads: one process with as many threads of the tokenizer as the last number of processes.
 - resume: with the last number of processes, killed (SIGKILL) when some shards are done, and started again: the same bytes.
 - memory: the peak of the largest process, for a tenth of the size and for all of it; and that of a process that reads batches.
 - start: from the start of a process's work to its first batch, imports apart, with documents cut and whole.
@@ -31,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 OPTIONS = {
-    "mb": 1000, "tokenizer": "bytes", "processes": "1,2", "do": "scale,resume,memory,start,text", "folder": "", "rounds": 1,
-    "out": "",
+    "mb": 1000, "tokenizer": "bytes", "processes": "1,2", "rounds": 1, "folder": "", "out": "",
+    "do": "scale,threads,resume,memory,start,text",
 }  # fmt: skip
 _SHARD_MB, _TEXT_MB = 32, 200
 
@@ -79,15 +80,15 @@ def write_text(folder: Path, mb: float) -> str:
     return str(folder / "*.jsonl")
 
 
-def command(source: str, to: Path, tokenizer: str, processes: int) -> list[str]:
-    keys = [f"source={source}", f"to={to}", f"tokenizer={tokenizer}", f"processes={processes}", "threads=1"]
+def command(source: str, to: Path, tokenizer: str, processes: int, threads: int = 1) -> list[str]:
+    keys = [f"source={source}", f"to={to}", f"tokenizer={tokenizer}", f"processes={processes}", f"threads={threads}"]
     return [sys.executable, "-m", "launch.tokenize", *keys, f"shard_mb={_SHARD_MB}"]
 
 
-def run(source: str, to: Path, tokenizer: str, processes: int) -> dict[str, Any]:
+def run(source: str, to: Path, tokenizer: str, processes: int, threads: int = 1) -> dict[str, Any]:
     """Returns what a run took: seconds by the clock and of CPU, and the peak of the largest of its processes."""
     begin = time.perf_counter()
-    child = subprocess.Popen(command(source, to, tokenizer, processes), stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(command(source, to, tokenizer, processes, threads), stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     seconds = time.perf_counter() - begin
     child.returncode = os.waitstatus_to_exitcode(status)
@@ -95,6 +96,7 @@ def run(source: str, to: Path, tokenizer: str, processes: int) -> dict[str, Any]
         raise SystemExit(f"launch.tokenize ended with {child.returncode}")
     return {
         "processes": processes,
+        "threads": threads,
         "seconds": round(seconds, 2),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
         "peak_mb": round(used.ru_maxrss / 1024, 1),
@@ -131,22 +133,25 @@ def measured(o: dict[str, Any], folder: Path) -> dict[str, Any]:
     size = sum(p.stat().st_size for p in (folder / "text").iterdir()) / 1e6
     found: dict[str, Any] = {"mb": round(size, 1), "tokenizer": Path(name).name}
     runs, digests = [], set()
-    for n in (counts if "scale" in do else counts[-1:]) * int(o["rounds"]):
-        shutil.rmtree(folder / f"made{n}", ignore_errors=True)
-        runs.append(run(source, folder / f"made{n}", name, n))
-        digests.add(digest(folder / f"made{n}"))
+    ways = [(n, 1) for n in (counts if "scale" in do else counts[-1:])]
+    for n, threads in (ways + [(1, counts[-1])] * ("threads" in do)) * int(o["rounds"]):
+        to = folder / f"made{n if threads == 1 else 'threads'}"
+        shutil.rmtree(to, ignore_errors=True)
+        runs.append(run(source, to, name, n, threads))
+        digests.add(digest(to))
     if len(digests) != 1:
         raise SystemExit("the number of processes changes the bytes")
     # Of several rounds the least time: what else the machine does only adds.
-    runs = [
-        min((r for r in runs if r["processes"] == n), key=lambda r: r["seconds"])
-        for n in dict.fromkeys(r["processes"] for r in runs)
-    ]
+    best: dict[tuple[int, int], dict[str, Any]] = {}
+    for r in runs:
+        way = r["processes"], r["threads"]
+        best[way] = min(best.get(way, r), r, key=lambda r: r["seconds"])
+    runs = list(best.values())
     found["runs"] = [{**r, "mb_a_second": round(size / r["seconds"], 2)} for r in runs]
     made = folder / f"made{counts[-1]}"
     if "scale" in do:
-        found["ratio"] = round(runs[0]["seconds"] / runs[-1]["seconds"], 3)
-        found["cpu_ratio"] = round(runs[0]["cpu_seconds"] / runs[-1]["cpu_seconds"], 3)
+        found["ratio"] = round(best[ways[0]]["seconds"] / best[ways[-1]]["seconds"], 3)
+        found["cpu_ratio"] = round(best[ways[0]]["cpu_seconds"] / best[ways[-1]]["cpu_seconds"], 3)
     if "resume" in do:
         shards = killed(source, folder / "resumed", name, counts[-1])
         again = run(source, folder / "resumed", name, counts[-1])
@@ -161,7 +166,7 @@ def measured(o: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "memory" in do:
         few = write_text(folder / "small", o["mb"] / 10)
         at_tenth = run(few, small, name, counts[-1])
-        found["memory"] = {"tenth_peak_mb": at_tenth["peak_mb"], "peak_mb": runs[-1]["peak_mb"]}
+        found["memory"] = {"tenth_peak_mb": at_tenth["peak_mb"], "peak_mb": best[ways[-1]]["peak_mb"]}
     if "start" in do:
         found["start"] = []
         for where, label in ((small, "tenth"), (made, "all")):
@@ -193,13 +198,18 @@ def table(found: dict[str, Any]) -> str:
     """Returns the Markdown of a result."""
     rows = ["| what | measured |", "|---|---|"]
     for r in found["runs"]:
+        way = (
+            f"{r['processes']} process{'es' * (r['processes'] > 1)} of {r['threads']} thread{'s' * (r['threads'] > 1)}"
+        )
         rows.append(
-            f"| {r['processes']} process{'es' if r['processes'] > 1 else ''}, one thread each | {r['mb_a_second']} MB/s: "
-            f"{r['seconds']} s, {r['cpu_seconds']} s of CPU, largest process {r['peak_mb']:.0f} MB |"
+            f"| {way} | {r['mb_a_second']} MB/s: {r['seconds']} s, {r['cpu_seconds']} s of CPU, largest process "
+            f"{r['peak_mb']:.0f} MB |"
         )
     if "ratio" in found:
+        most = max(r["processes"] for r in found["runs"])
         rows.append(
-            f"| time of the first over the last | {found['ratio']:.2f} (of CPU seconds {found['cpu_ratio']:.2f}), same bytes |"
+            f"| time of one process over that of {most} | {found['ratio']:.2f} (of CPU seconds {found['cpu_ratio']:.2f}), same "
+            "bytes |"
         )
     if "resume" in found:
         r = found["resume"]

@@ -428,6 +428,7 @@ def test_a_process_that_is_killed_is_named(tmp_path):
         (["source=a.txt", "to=out", "tokenizer=bpe:x"], ["bpe:SIZE"]),
         (["source=a.txt", "to=out", "tokenizer=none.json"], ["no such file"]),
         (["source=hf:", "to=out"], ["hf:NAME"]),
+        (["source=a.txt", "to=a.txt/out"], ["cannot write a.txt/out: Not a directory; name a folder in to="]),
     ],
 )
 def test_every_key_that_is_wrong_is_named(tmp_path, monkeypatch, capsys, arguments, words):
@@ -490,3 +491,36 @@ def test_a_set_of_a_hub_is_streamed_into_a_dataset(tmp_path, monkeypatch):
         make_dataset(tmp_path / "out", "hf:none/such")
     with pytest.raises(ValueError, match=r"part 0, row 0 \(from 0\): no key 'body' \(there is text\)"):
         make_dataset(tmp_path / "out", "hf:some/set", text_key="body")
+
+
+def test_the_benchmark_reports_nothing_where_bytes_differ(tmp_path, monkeypatch):
+    from benchmarks import tokenize as benchmark
+
+    def run(source, to, tokenizer, processes, threads=1):
+        (to / "shard-0").mkdir(parents=True)
+        (to / "shard-0/tokens.bin").write_bytes(b"same" if same else str(processes).encode())
+        return {
+            "processes": processes,
+            "threads": threads,
+            "seconds": 4 / processes,
+            "cpu_seconds": 4.0,
+            "peak_mb": 100.0,
+        }
+
+    monkeypatch.setattr(benchmark, "run", run)
+    asked = benchmark.options(["mb=1", "do=scale,threads", "rounds=2"])
+    for same, folder in ((True, tmp_path / "same"), (False, tmp_path / "other")):
+        folder.mkdir()
+        if same:
+            found = benchmark.measured(asked, folder)
+            assert found["ratio"] == 2 and [(r["processes"], r["threads"]) for r in found["runs"]] == [
+                (1, 1),
+                (2, 1),
+                (1, 2),
+            ]
+            assert "| 1 process of 2 threads |" in benchmark.table(
+                found
+            ) and "2.00 (of CPU seconds 1.00)" in benchmark.table(found)
+        else:
+            with pytest.raises(SystemExit, match="changes the bytes"):
+                benchmark.measured(asked, folder)

@@ -142,12 +142,12 @@ def _settings(
         made, content = _make_tokenizer(source, units, tokenizer, text_key, sample_bytes)
         name = tokenizer if made.fingerprint == ByteTokenizer.fingerprint or tokenizer.startswith("bpe:") else "file"
         wanted = Settings(name, made.fingerprint, made.vocab_size, text_key, shard_bytes)
-        folder.mkdir(parents=True, exist_ok=True)
-        if content is not None:
-            _publish(folder / TOKENIZER, content)
-        _publish(
-            folder / SETTINGS, json.dumps({"content": asdict(wanted), "checksum": checksum_of(asdict(wanted))}).encode()
-        )
+        kept = asdict(wanted)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if content is not None:
+                _publish(folder / TOKENIZER, content)
+            _publish(folder / SETTINGS, json.dumps({"content": kept, "checksum": checksum_of(kept)}).encode())
         there = _read_settings(folder)
         assert there is not None
     else:
@@ -174,6 +174,14 @@ def _read_settings(folder: Path) -> Settings | None:
         if (folder / SETTINGS).exists():
             raise ValueError(f"{folder / SETTINGS} is damaged: {damage}; tokenize into another folder") from None
         return None
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {folder}: {error.strerror or error}; {_REMEDY}") from error
 
 
 def _publish(path: Path, content: bytes) -> None:
@@ -330,8 +338,9 @@ def write_manifest(plan: Plan) -> dict[str, Any]:
     }
     new = folder / f"{MANIFEST}.{uuid.uuid4().hex[:12]}.tmp"
     try:
-        new.write_text(json.dumps({"content": content, "checksum": checksum_of(content)}, indent=1))
-        os.replace(new, folder / MANIFEST)
+        with _writing(folder):
+            new.write_text(json.dumps({"content": content, "checksum": checksum_of(content)}, indent=1))
+            os.replace(new, folder / MANIFEST)
     finally:
         new.unlink(missing_ok=True)
     return content
