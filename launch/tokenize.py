@@ -162,17 +162,18 @@ def run(options: dict[str, Any]) -> None:
     part, parts = _part(options["part"])
     sizes = {"shard_bytes": _number(options, "shard_mb") << 20, "sample_bytes": _number(options, "sample_mb") << 20}
     folder = Path(options["to"]).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"to = {options['to']!r} is a file; name a folder")
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"to = {options['to']!r}: {there} is a file; name a folder")
     chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"]}
     plan = make_plan(folder, options["source"], **chosen, **sizes)
     todo, share = {unit.name for unit in plan.todo}, plan.units[part::parts]
     mine = [unit for unit in share if unit.name in todo]
-    there = len(share) - len(mine)
+    before = len(share) - len(mine)
     print(
         f"{len(share)} shards from {sum(u.size for u in share) / 1e6:,.0f} MB"
         + (f" (part {part} of {parts})" if parts > 1 else "")
-        + (f", {there} of them there already" if there else ""),
+        + (f", {before} of them there already" if before else ""),
         flush=True,
     )
     if mine:

@@ -417,7 +417,7 @@ def test_a_process_that_is_killed_is_named(tmp_path):
         (["source=a.txt", "to="], ["cannot read 'to='"]),
         (["source=a.txt", "to=out", "to=other"], ["to is given twice"]),
         (["source=a.txt", "source=stdlib", "to=out"], ["a folder of their own", "data.mixture"]),
-        (["source=a.txt", "to=a.txt"], ["'a.txt' is a file"]),
+        (["source=a.txt", "to=a.txt"], ["to = 'a.txt': a.txt is a file; name a folder"]),
         (["source=none/*.txt", "to=out"], ["matches no file"]),
         (["source=a.txt", "to=out", "processes=0"], ["processes must be a whole number of at least 1, got 0"]),
         (["source=a.txt", "to=out", "threads=x"], ["threads must be", "got x"]),
@@ -428,7 +428,8 @@ def test_a_process_that_is_killed_is_named(tmp_path):
         (["source=a.txt", "to=out", "tokenizer=bpe:x"], ["bpe:SIZE"]),
         (["source=a.txt", "to=out", "tokenizer=none.json"], ["no such file"]),
         (["source=hf:", "to=out"], ["hf:NAME"]),
-        (["source=a.txt", "to=a.txt/out"], ["cannot write a.txt/out: Not a directory; name a folder in to="]),
+        (["source=a.txt", "to=/proc/out"], ["cannot write /proc/out: No such file", "name a folder in to="]),
+        (["source=a.txt", "to=a.txt/out"], ["a.txt is a file; name a folder"]),
     ],
 )
 def test_every_key_that_is_wrong_is_named(tmp_path, monkeypatch, capsys, arguments, words):
