@@ -11,7 +11,8 @@ the same size.
 - start: from the start of a process's work to its first batch, imports apart, with documents cut and whole.
 - text: one file of text of 200 MB: the peak of the largest process.
 
-CPU seconds are given beside those of the clock: on a machine that does other work the clock alone says little.
+CPU seconds are given beside those of the clock: on a machine that does other work the clock says little, and the CPU seconds that
+each process took, had they the same, are how long it takes where every process has a core.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def measured(o: dict[str, Any], folder: Path) -> dict[str, Any]:
     made = folder / f"made{counts[-1]}"
     if "scale" in do:
         found["ratio"] = round(best[ways[0]]["seconds"] / best[ways[-1]]["seconds"], 3)
-        found["cpu_ratio"] = round(best[ways[0]]["cpu_seconds"] / best[ways[-1]]["cpu_seconds"], 3)
+        each = [best[way]["cpu_seconds"] / way[0] for way in (ways[0], ways[-1])]
+        found["cpu_ratio"] = round(each[0] / each[1], 3)
     if "resume" in do:
         shards = killed(source, folder / "resumed", name, counts[-1])
         again = run(source, folder / "resumed", name, counts[-1])
@@ -208,8 +210,8 @@ def table(found: dict[str, Any]) -> str:
     if "ratio" in found:
         most = max(r["processes"] for r in found["runs"])
         rows.append(
-            f"| time of one process over that of {most} | {found['ratio']:.2f} (of CPU seconds {found['cpu_ratio']:.2f}), same "
-            "bytes |"
+            f"| time of one process over that of {most} | {found['ratio']:.2f} (of CPU seconds in a process "
+            f"{found['cpu_ratio']:.2f}), same bytes |"
         )
     if "resume" in found:
         r = found["resume"]

@@ -521,7 +521,7 @@ def test_the_benchmark_reports_nothing_where_bytes_differ(tmp_path, monkeypatch)
             ]
             assert "| 1 process of 2 threads |" in benchmark.table(
                 found
-            ) and "2.00 (of CPU seconds 1.00)" in benchmark.table(found)
+            ) and "2.00 (of CPU seconds in a process 2.00)" in benchmark.table(found)
         else:
             with pytest.raises(SystemExit, match="changes the bytes"):
                 benchmark.measured(asked, folder)
