@@ -11,8 +11,8 @@ the same size.
 - start: from the start of a process's work to its first batch, imports apart, with documents cut and whole.
 - text: one file of text of 200 MB: the peak of the largest process.
 
-CPU seconds are given beside those of the clock: on a machine that does other work the clock says little, and the CPU seconds that
-each process took, had they the same, are how long it takes where every process has a core.
+CPU seconds are given beside those of the clock: on a machine that does other work the clock says little, and the CPU seconds of
+a process, had they all the same, are how long it takes where every process has a core.
 """
 
 from __future__ import annotations
