@@ -128,7 +128,8 @@ def tables(folder: Path) -> str:
             parts.append(table(path.stem, result))
     if older:
         parts.append(f"Written by an older command, and not shown: {', '.join(f'`{name}`' for name in older)}.")
-    parts += [section for section in (steps(folder / "steps"), sequences(folder / "sequences")) if section]
+    more = (steps(folder / "steps"), sequences(folder / "sequences"), tokenizing(folder / "tokenize"))
+    parts += [section for section in more if section]
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 
@@ -179,6 +180,19 @@ def sequences(folder: Path) -> str:
         found = json.loads(path.read_text())
         title = f"### Attention over {found['ranks']} x {found['device']}, {found['processes']} processes"
         parts.append(f"{title}\n\n{rows_of(found['rows'])}\n\nMeasured {_origin(found)}.")
+    return "\n\n".join(parts)
+
+
+def tokenizing(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.tokenize` in a folder; empty where there are none."""
+    from benchmarks.tokenize import table as rows_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        title = f"### Tokenizing {found['mb']:,.0f} MB with {found['tokenizer']}"
+        where = f"{found['machine']}, load {found['load']} at the end"
+        parts.append(f"{title}\n\n{rows_of(found)}\n\nMeasured {_origin(found)} on {where}.")
     return "\n\n".join(parts)
 
 

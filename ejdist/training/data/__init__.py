@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ejdist.training.data.corpus import Corpus, build_corpus
-from ejdist.training.data.packing import Packing
+from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
+from ejdist.training.data.hub import PREFIX
+from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
+from ejdist.training.data.packing import Packing, Rows
+from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
+from ejdist.training.data.tokenizing import hub_dataset
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
 
@@ -19,9 +25,15 @@ __all__ = ["Corpus", "Data", "DataSection", "build"]
 class DataSection:
     """The `data` section of a recipe."""
 
-    source: Any = "stdlib"  # "stdlib", a glob of files (text, jsonl, jsonl.gz, parquet), or a list of globs
+    # The folder of a dataset that launch.tokenize made; or "stdlib", a glob of files (text, jsonl, jsonl.gz, parquet) or a list
+    # of globs, which are tokenized at the start; or hf:NAME[:SPLIT].
+    source: Any = "stdlib"
+    mixture: Any = None  # instead of source: a list of {source, weight}, and text_key where it differs
     text_key: str = "text"  # the key or column of jsonl and parquet rows
-    tokenizer: str = "bytes"  # bytes, bpe:SIZE (trained on the corpus), or the path of a tokenizer.json
+    tokenizer: str = (
+        "bytes"  # bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own
+    )
+    packing: str = "cut"  # cut: documents are cut where a row ends; whole: none is that fits into a row
     sequence_length: int = 2048  # tokens of a row
     global_batch: int = 4  # rows of a step, over all devices
     prefetch: int = 4  # batches read ahead
@@ -32,14 +44,22 @@ class Data:
     """Batches of a packed corpus: int32 [rows, length] arrays tokens, targets, positions, segment_ids."""
 
     def __init__(
-        self, corpus: Corpus, *, sequence_length: int, global_batch: int, seed: int, prefetch: int = 4
+        self,
+        corpus: Corpus | Dataset | Mixture,
+        *,
+        sequence_length: int,
+        global_batch: int,
+        seed: int,
+        prefetch: int = 4,
+        packing: str = "cut",
+        cache_dir: str | os.PathLike | None = None,
     ) -> None:
         if prefetch < 1:
             raise ValueError(f"data.prefetch must be at least 1 batch, got {prefetch}")
         if global_batch < 1:
             raise ValueError(f"data.global_batch must be positive, got {global_batch}")
         self.corpus, self.global_batch, self.seed, self.prefetch = corpus, global_batch, seed, prefetch
-        self.packing = Packing(corpus, sequence_length, seed)
+        self.packing = _rows_of(corpus, packing, sequence_length, seed, Path(cache_dir or default_cache_dir()))
 
     @property
     def vocab_size(self) -> int:
@@ -47,7 +67,7 @@ class Data:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.corpus.offsets[-1])
+        return self.corpus.num_tokens
 
     @property
     def steps_per_epoch(self) -> float:
@@ -78,23 +98,41 @@ class Data:
             "tokenizer": self.corpus.tokenizer.fingerprint,
             "sequence_length": self.packing.length,
             "global_batch": self.global_batch,
+            "order": self.packing.order,
         }
 
     def check_cursor(self, cursor: dict[str, Any]) -> None:
         """Raises ValueError, naming the key, if the batches of a resumed run would not be those of the run so far."""
         keys = {
             "seed": "run.seed",
-            "corpus": "data.source (its files have changed)",
+            "corpus": "data.source or data.mixture (its files have changed)",
             "tokenizer": "data.tokenizer",
             "sequence_length": "data.sequence_length",
             "global_batch": "data.global_batch",
+            "order": "data.packing (how rows follow from the documents)",
         }
+        cursor = {"order": Packing.order, **cursor}  # the only one that there was
         now = self.cursor(cursor.get("step", 0))
         changed = [f"{key}: was {cursor.get(n)}, is {now[n]}" for n, key in keys.items() if cursor.get(n) != now[n]]
         if changed:
             raise ValueError(
                 f"this run cannot go on with other data: {'; '.join(changed)}; restore it, or start in another run.dir"
             )
+
+
+def _rows_of(corpus: Any, packing: str, length: int, seed: int, cache_dir: Path) -> Rows:
+    """Returns the rows of a corpus. Raises ValueError: the packing or a size is wrong."""
+    if packing not in ("cut", "whole"):
+        raise ValueError(f"data.packing = {packing!r} is unknown; use cut or whole")
+    if isinstance(corpus, Mixture):
+        rows = [_rows_of(part, packing, length, seed, cache_dir) for part in corpus.parts]
+        return MixedRows(rows, corpus.counts, seed)
+    if isinstance(corpus, Corpus) and packing == "cut":
+        return Packing(corpus, length, seed)
+    shards = [CorpusShard(corpus)] if isinstance(corpus, Corpus) else corpus.shards
+    if packing == "cut":
+        return Cut(shards, length, seed)
+    return Whole(shards, length, seed, corpus.fingerprint, cache_dir)
 
 
 def default_cache_dir() -> str:
@@ -108,7 +146,43 @@ def build(section: DataSection, *, seed: int) -> Data:
     Raises:
       ValueError: the files, the tokenizer or a size are wrong; names the key.
     """
-    cache = section.cache_dir or default_cache_dir()
-    corpus = build_corpus(section.source, section.tokenizer, section.text_key, cache)
+    cache = Path(section.cache_dir or default_cache_dir()).expanduser()
+    if section.mixture is None:
+        corpus = _open(section.source, section.tokenizer, section.text_key, cache)
+    else:
+        parts = check_sections(section.mixture, section.source)
+        counts = counts_of([part["weight"] for part in parts])
+        opened = [_open(p["source"], section.tokenizer, p.get("text_key", section.text_key), cache) for p in parts]
+        for part, other in zip(parts[1:], opened[1:], strict=True):
+            if other.tokenizer.fingerprint != opened[0].tokenizer.fingerprint:
+                raise ValueError(
+                    f"data.mixture: {part['source']!r} has another tokenizer than {parts[0]['source']!r}; tokenize all "
+                    "sources with the same tokenizer.json, and name that in data.tokenizer"
+                )
+        corpus = Mixture(tuple(opened), counts)
     sizes = {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
-    return Data(corpus, seed=seed, prefetch=section.prefetch, **sizes)
+    return Data(corpus, seed=seed, prefetch=section.prefetch, packing=section.packing, cache_dir=cache, **sizes)
+
+
+def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | Dataset:
+    """Returns what one source is: a dataset, or files that are tokenized now or were before."""
+    if isinstance(source, str) and source.startswith(PREFIX):
+        return hub_dataset(source, tokenizer, text_key, cache)
+    folder = Path(source).expanduser() if isinstance(source, str) else None
+    if folder is not None and is_dataset(folder):
+        return open_dataset(folder, tokenizer, text_key)
+    joined = (
+        [p for p in source if isinstance(p, str) and is_dataset(Path(p).expanduser())]
+        if isinstance(source, list)
+        else []
+    )
+    if joined:
+        raise ValueError(
+            f"data.source lists {joined[0]!r}, which is a dataset; join datasets with data.mixture, by weight"
+        )
+    if tokenizer == OWN:
+        raise ValueError(
+            f"data.tokenizer = {OWN!r} is that of a dataset, and data.source = {source!r} is none; make one with python -m "
+            "launch.tokenize, or name a tokenizer"
+        )
+    return build_corpus(source, tokenizer, text_key, cache)

@@ -25,8 +25,8 @@ _DEAD_AFTER = 24 * 3600  # seconds without a write, after which a build is taken
 _REMEDY = "set data.cache_dir (or $EJDIST_CACHE_DIR) to a folder that can be written and has room"
 
 
-class _Damaged(Exception):
-    pass
+class Damaged(Exception):
+    """A folder does not have the bytes that were written; the message says which file."""
 
 
 class NewFolder:
@@ -34,10 +34,11 @@ class NewFolder:
 
     Attributes:
       facts: what can be written as JSON; `open_folder` returns it.
+      block: bytes under one checksum.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, block: int) -> None:
+        self.path, self.block = path, block
         self.facts: dict[str, Any] = {}
         self.files: dict[str, dict[str, Any]] = {}
 
@@ -45,41 +46,47 @@ class NewFolder:
     def file(self, name: str) -> Iterator[NewFile]:
         """Yields a new file of the folder, to be written in order."""
         with open(self.path / name, "wb") as out:
-            new = NewFile(out)
+            new = NewFile(out, self.block)
             yield new
         self.files[name] = {"size": new.size, "checksums": new.checksums}
 
     def seal(self) -> None:
         content = {"facts": self.facts, "files": self.files}
-        meta = {"content": content, "checksum": _checksum_of_json(content)}
+        meta = {"content": content, "checksum": checksum_of(content)}
         (self.path / "meta.json").write_text(json.dumps(meta))
 
 
 class NewFile:
     """Bytes written in order, and the checksum of each block of them."""
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Any, block: int) -> None:
         self.size, self.checksums = 0, []
-        self._out = out
+        self._out, self._block = out, block
 
     def write(self, data: bytes) -> None:
         self._out.write(data)
         view = memoryview(data)
         while len(view):
-            filled = self.size % _BLOCK
+            filled = self.size % self._block
             if not filled:
                 self.checksums.append(0)
-            part = view[: _BLOCK - filled]
+            part = view[: self._block - filled]
             self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
             self.size += len(part)
             view = view[len(part) :]
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[NewFolder]:
+def new_folder(
+    folder: Path, *, what: str = "the corpus cache", remedy: str = _REMEDY, block: int | None = None
+) -> Iterator[NewFolder]:
     """Yields the folder to be made. It appears under its name when the body has ended, and not at all if that fails.
 
     If another process has made it in the meantime, theirs is kept: the same name means the same content.
+
+    Args:
+      what, remedy: what an error calls the folder, and what it advises.
+      block: bytes under one checksum; default: 4 MiB, for what is verified as a whole.
 
     Raises:
       OSError: it cannot be written; nothing is left of it.
@@ -89,7 +96,7 @@ def new_folder(folder: Path) -> Iterator[NewFolder]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(folder.parent)
         temporary.mkdir()
-        new = NewFolder(temporary)
+        new = NewFolder(temporary, block or _BLOCK)
         yield new
         new.seal()
         try:
@@ -99,9 +106,7 @@ def new_folder(folder: Path) -> Iterator[NewFolder]:
                 raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(
-            error.errno, f"cannot write the corpus cache {folder}: {reason}; nothing was left; {_REMEDY}"
-        ) from error
+        raise OSError(error.errno, f"cannot write {what} {folder}: {reason}; nothing was left; {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -124,7 +129,7 @@ def open_folder(folder: Path) -> dict[str, Any] | None:
         raise _unreadable(folder, error) from error
     try:
         return _verified(folder)
-    except _Damaged as damage:
+    except Damaged as damage:
         warnings.warn(f"the corpus cache {folder} is damaged ({damage}): removed, to be made again", stacklevel=2)
     except OSError as error:
         raise _unreadable(folder, error) from error
@@ -140,30 +145,46 @@ def _unreadable(folder: Path, error: OSError) -> OSError:
     )
 
 
-def _checksum_of_json(content: Any) -> int:
+def checksum_of(content: Any) -> int:
+    """Returns the CRC-32 of what can be written as JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _verified(folder: Path) -> dict[str, Any]:
+def sealed(path: Path) -> Any:
+    """Returns the content of a file {"content": ..., "checksum": ...}, as `meta.json` is one.
+
+    Raises:
+      Damaged: it is missing, or is not what was written. OSError: it cannot be read.
+    """
     try:
-        meta = json.loads((folder / "meta.json").read_bytes())
-        content = meta["content"]
-        if _checksum_of_json(content) != meta["checksum"]:
-            raise _Damaged("meta.json has other bytes than were written")
+        meta = json.loads(path.read_bytes())
+        content, checksum = meta["content"], meta["checksum"]
+    except FileNotFoundError:
+        raise Damaged(f"{path.name} is missing") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Damaged(f"{path.name} is not what was written") from None
+    if checksum_of(content) != checksum:
+        raise Damaged(f"{path.name} has other bytes than were written")
+    return content
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    content = sealed(folder / "meta.json")
+    try:
         for name, facts in content["files"].items():
             _verify(folder / name, facts["size"], facts["checksums"])
         return content["facts"]
     except FileNotFoundError as error:
-        raise _Damaged(f"{Path(error.filename).name} is missing") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise _Damaged("meta.json is not what was written") from None
+        raise Damaged(f"{Path(error.filename).name} is missing") from None
+    except (KeyError, TypeError, AttributeError):
+        raise Damaged("meta.json is not what was written") from None
 
 
 def _verify(path: Path, size: int, checksums: list[int]) -> None:
     with open(path, "rb") as f:
         found = os.fstat(f.fileno()).st_size
         if found != size:
-            raise _Damaged(f"{path.name} has {found} bytes, not {size}")
+            raise Damaged(f"{path.name} has {found} bytes, not {size}")
 
         # Read, not mapped: a disk that fails gives an error then, and not a signal that ends the process.
         def checksum(block: int) -> int:
@@ -173,7 +194,7 @@ def _verify(path: Path, size: int, checksums: list[int]) -> None:
             for block, made in enumerate(threads.map(checksum, range(len(checksums)))):
                 if made != checksums[block]:
                     end = min((block + 1) * _BLOCK, size)
-                    raise _Damaged(f"{path.name} has other bytes than were written, from {block * _BLOCK} to {end}")
+                    raise Damaged(f"{path.name} has other bytes than were written, from {block * _BLOCK} to {end}")
 
 
 def _identity(folder: Path) -> tuple[int, int]:
@@ -197,7 +218,7 @@ def _discard(folder: Path, seen: tuple[int, int]) -> None:
 
 def _remove_dead(parent: Path) -> None:
     """Removes what killed builds have left. A living one writes all the time, so it is told by its age, on any host."""
-    for kind in ("corpus", "tokenizer"):
+    for kind in ("corpus", "tokenizer", "shard", "rows"):
         for left in parent.glob(f"{kind}-*.tmp"):
             # Another process may finish or remove it while it is looked at.
             with contextlib.suppress(OSError):

@@ -43,6 +43,10 @@ class Corpus:
     def num_documents(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
 
 @dataclass(frozen=True)
 class Files:

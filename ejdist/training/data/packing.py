@@ -1,28 +1,73 @@
-"""Packing: documents in a shuffled order, one after another, cut into rows of a fixed length.
+"""Packing: documents in a shuffled order, in rows of a fixed length. Any row can be made directly from its number.
 
-No token is wasted: every token of the corpus is in exactly one row of an epoch, and only the last row has padding. A
-document that is cut goes on in the next row as a segment of its own. Any row can be made directly from its number.
+`Packing` is for a corpus whose documents can be listed in memory: all of them in one order, one after another, cut into rows.
+No token is wasted: every token of the corpus is in exactly one row of an epoch, and only the last row has padding. A document
+that is cut goes on in the next row as a segment of its own. `shard_packing` has the same for datasets of any size.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
 from ejdist.training.data.corpus import Corpus
 
 
+class Rows(Protocol):
+    """Rows of `length` tokens, by number, epoch after epoch.
+
+    Attributes:
+      order: names how rows follow from the documents; a run that goes on with another would see other batches.
+    """
+
+    length: int
+    rows_per_epoch: int
+    order: str
+
+    def row(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+def filled_row(length: int, segments: Iterable[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
+    """Returns int32 [length] arrays: tokens, targets, positions, segment_ids.
+
+    targets is the next token of the same document, -1 after its last one; positions count from 0 in each segment;
+    segment_ids are 0, 1, 2, ... along the row and -1 for padding.
+
+    Args:
+      segments: (tokens, how many of them are of this row): those, and the next one where the document goes on.
+    """
+    row = {n: np.zeros(length, np.int32) for n in ("tokens", "positions")}
+    row |= {n: np.full(length, -1, np.int32) for n in ("targets", "segment_ids")}
+    at = 0
+    for segment, (tokens, count) in enumerate(segments):
+        row["tokens"][at : at + count] = tokens[:count]
+        row["targets"][at : at + len(tokens) - 1] = tokens[1:]
+        row["positions"][at : at + count] = np.arange(count)
+        row["segment_ids"][at : at + count] = segment
+        at += count
+    return row
+
+
+def check_sizes(length: int, seed: int) -> None:
+    """Raises ValueError for a length or a seed that no rows can be made with."""
+    if length < 2:
+        raise ValueError(f"data.sequence_length must be at least 2, got {length}")
+    if seed < 0:
+        raise ValueError(f"run.seed must be 0 or more, got {seed}")
+
+
 class Packing:
     """Rows of `length` tokens from a corpus; `row(i)` is a pure function of (corpus, length, seed, i)."""
 
+    order = "cut"
+
     def __init__(self, corpus: Corpus, length: int, seed: int) -> None:
-        if length < 2:
-            raise ValueError(f"data.sequence_length must be at least 2, got {length}")
-        if seed < 0:
-            raise ValueError(f"run.seed must be 0 or more, got {seed}")
+        check_sizes(length, seed)
         self.corpus, self.length, self.seed = corpus, length, seed
-        self.rows_per_epoch = -(-int(corpus.offsets[-1]) // length)
+        self.rows_per_epoch = -(-corpus.num_tokens // length)
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -33,28 +78,18 @@ class Packing:
         return order, starts, rng.permutation(self.rows_per_epoch)
 
     def row(self, index: int) -> dict[str, np.ndarray]:
-        """Returns int32 [length] arrays: tokens, targets, positions, segment_ids.
-
-        targets is the next token of the same document, -1 after its last one; positions count from 0 in each segment;
-        segment_ids are 0, 1, 2, ... along the row and -1 for padding.
-        """
+        """Returns the row of that number; see `filled_row`."""
         epoch, number = divmod(index, self.rows_per_epoch)
         order, starts, rows = self._epoch(epoch)
-        begin = int(rows[number]) * self.length
-        end = min(begin + self.length, int(starts[-1]))
-        row = {n: np.zeros(self.length, np.int32) for n in ("tokens", "positions")}
-        row |= {n: np.full(self.length, -1, np.int32) for n in ("targets", "segment_ids")}
-        place, segment = begin, 0
-        d = int(np.searchsorted(starts, begin, side="right")) - 1
+        place = int(rows[number]) * self.length
+        end = min(place + self.length, int(starts[-1]))
+        d = int(np.searchsorted(starts, place, side="right")) - 1
+        segments = []
         while place < end:
             stop = min(int(starts[d + 1]), end)
             first = int(self.corpus.offsets[order[d]]) + place - int(starts[d])
-            count, at = stop - place, place - begin
+            count = stop - place
             whole = stop == starts[d + 1]  # the document ends here; else its next token is the target of the last
-            tokens = self.corpus.tokens[first : first + count + (0 if whole else 1)].astype(np.int32)
-            row["tokens"][at : at + count] = tokens[:count]
-            row["targets"][at : at + len(tokens) - 1] = tokens[1:]
-            row["positions"][at : at + count] = np.arange(count)
-            row["segment_ids"][at : at + count] = segment
-            place, segment, d = stop, segment + 1, d + 1
-        return row
+            segments.append((self.corpus.tokens[first : first + count + (0 if whole else 1)], count))
+            place, d = stop, d + 1
+        return filled_row(self.length, segments)

@@ -83,6 +83,15 @@ def _check_folders(pattern: str, expanded: str) -> None:
         head, tail = os.path.split(head)
 
 
+def is_jsonl(path: Path) -> bool:
+    return path.name.lower().endswith((".jsonl", ".ndjson"))
+
+
+def is_text(path: Path) -> bool:
+    """Returns whether a file is one document: it is none of the formats with rows."""
+    return not path.name.lower().endswith((".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet"))
+
+
 def documents(path: Path, text_key: str = "text") -> Iterator[str]:
     """Yields the documents of one file: a text file is one document, a row of jsonl or parquet is one each.
 
@@ -92,13 +101,12 @@ def documents(path: Path, text_key: str = "text") -> Iterator[str]:
     Raises:
       ValueError: the file cannot be read or is damaged, or a row has no text; names the file, the row and the remedy.
     """
-    name = path.name.lower()
-    if name.endswith((".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")):
-        yield from _jsonl(path, text_key, compressed=name.endswith(".gz"))
-    elif name.endswith(".parquet"):
+    if is_text(path):
+        yield _text(path)
+    elif path.name.lower().endswith(".parquet"):
         yield from _parquet(path, text_key)
     else:
-        yield _text(path)
+        yield from _jsonl(path, text_key, _lines(path, compressed=not is_jsonl(path)))
 
 
 def unreadable(path: Path, error: OSError) -> ValueError:
@@ -117,14 +125,20 @@ def _text(path: Path) -> str:
         content = path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error
+    return decoded(path, content, 0)
+
+
+def decoded(path: Path, content: bytes, begin: int) -> str:
+    """Returns the text of bytes of a file, which begin there. Raises NotText: they are not UTF-8."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise NotText(
-            f"data.source: {path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it to UTF-8, or leave it "
-            "out (rows are read from .jsonl, .jsonl.gz, .ndjson, .ndjson.gz and .parquet alone)"
+            f"data.source: {path} is not UTF-8 text ({error.reason} at byte {begin + error.start}); convert it to UTF-8, or "
+            "leave it out (rows are read from .jsonl, .jsonl.gz, .ndjson, .ndjson.gz and .parquet alone)"
         ) from None
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    text = text.removeprefix("\ufeff") if begin == 0 else text
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _lines(path: Path, *, compressed: bool) -> Iterator[tuple[int, bytes]]:
@@ -145,11 +159,37 @@ def _lines(path: Path, *, compressed: bool) -> Iterator[tuple[int, bytes]]:
         raise unreadable(path, error) from error
 
 
-def _jsonl(path: Path, text_key: str, *, compressed: bool) -> Iterator[str]:
-    for number, line in _lines(path, compressed=compressed):
+def jsonl_between(path: Path, text_key: str, begin: int, end: int) -> Iterator[str]:
+    """Yields the documents of the lines of a jsonl file whose first byte is in [begin, end).
+
+    So ranges that follow each other have every line once, wherever they meet.
+
+    Raises:
+      ValueError: as `documents`; it counts the lines from `begin`.
+    """
+    yield from _jsonl(path, text_key, _lines_between(path, begin, end), after=begin)
+
+
+def _lines_between(path: Path, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as f:
+            if begin:  # the line that the byte before belongs to is of the range before
+                f.seek(begin - 1)
+                while (passed := f.readline(1 << 20)) and not passed.endswith(b"\n"):
+                    pass
+            number = 0
+            while f.tell() < end and (line := f.readline()):
+                number += 1
+                yield number, line if begin or number > 1 else line.removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _jsonl(path: Path, text_key: str, lines: Iterator[tuple[int, bytes]], after: int = 0) -> Iterator[str]:
+    for number, line in lines:
         if not line.strip():
             continue
-        where = f"data.source: {path}, line {number}"
+        where = f"data.source: {path}, line {number}" + (f" of those that begin past byte {after - 1}" if after else "")
         try:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -161,12 +201,12 @@ def _jsonl(path: Path, text_key: str, *, compressed: bool) -> Iterator[str]:
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
             reason = str(error).partition(";")[0]
             raise ValueError(f"{where}: JSON that cannot be read ({reason}); remove or mend the line") from None
-        yield _text_of(row, text_key, where)
+        yield text_of(row, text_key, where)
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[str]:
     for row, value in enumerate(_column(path, text_key)):
-        yield _text_of({text_key: value}, text_key, f"data.source: {path}, row {row} (from 0)")
+        yield text_of({text_key: value}, text_key, f"data.source: {path}, row {row} (from 0)")
 
 
 def _column(path: Path, name: str) -> Iterator[object]:
@@ -197,7 +237,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def _text_of(row: object, text_key: str, where: str) -> str:
+def text_of(row: object, text_key: str, where: str) -> str:
+    """Returns the text of a row. Raises ValueError: it has none; `where` names the row in the message."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; mend or remove it")
     if text_key not in row:

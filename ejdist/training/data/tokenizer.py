@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray: ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
@@ -33,6 +35,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 ids, without the end of document."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns uint8 ids of each text."""
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text; ids past 255 are left out, broken UTF-8 is replaced."""
@@ -49,8 +55,6 @@ class FileTokenizer:
     _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 
     def __init__(self, path: str | os.PathLike) -> None:
-        from tokenizers import Tokenizer as Library
-
         argument = f"data.tokenizer = {str(path)!r}"
         try:
             content = Path(path).read_bytes()
@@ -58,6 +62,18 @@ class FileTokenizer:
             raise ValueError(f"{argument}: no such file; give 'bytes', 'bpe:4096' or a path") from None
         except OSError as error:
             raise ValueError(f"{argument} cannot be read: {error.strerror}; give a tokenizer.json that can") from error
+        self._load(content, argument)
+
+    @classmethod
+    def of(cls, content: bytes, argument: str) -> FileTokenizer:
+        """Returns the tokenizer of the content of a file; errors call it by the argument."""
+        made = cls.__new__(cls)
+        made._load(content, argument)
+        return made
+
+    def _load(self, content: bytes, argument: str) -> None:
+        from tokenizers import Tokenizer as Library
+
         try:
             self._tokenizer = Library.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception for a malformed file
@@ -80,6 +96,11 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text, as `encode` does, made by all threads of the library."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)  # without places in the text
+        return [np.asarray(e.ids, np.int32) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids])

@@ -1,0 +1,65 @@
+"""Documents of a data set on a hub, streamed by the library `datasets` where that is installed: `hf:NAME[:SPLIT]`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from ejdist.training.data.sources import text_of
+
+PREFIX = "hf:"
+
+
+def _stream(source: str) -> Any:
+    """Returns the streamed set of "hf:NAME[:SPLIT]".
+
+    Raises:
+      ValueError: the library is not there, or does not give the set; names the remedy.
+    """
+    name, _, split = source.removeprefix(PREFIX).partition(":")
+    if not name:
+        raise ValueError(f"data.source = {source!r}: write hf:NAME or hf:NAME:SPLIT, for example hf:allenai/c4:train")
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError:
+        raise ValueError(
+            f"data.source = {source!r} needs the library datasets: pip install datasets, or give files"
+        ) from None
+    try:
+        return library.load_dataset(name, split=split or "train", streaming=True)
+    except Exception as error:  # the library and what it fetches with have many
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"data.source = {source!r} cannot be opened ({type(error).__name__}: {reason}); check the name, the split, and "
+            "that this host reaches the hub"
+        ) from error
+
+
+def hub_parts(source: str) -> int:
+    """Returns into how many parts a set is divided, which can be read apart from each other."""
+    stream = _stream(source)
+    return int(getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None) or 1)
+
+
+def hub_documents(source: str, part: int, parts: int, text_key: str) -> Iterator[str]:
+    """Yields the documents of one part of a set, in order.
+
+    Raises:
+      ValueError: the set cannot be read, or a row has no text; names the row.
+    """
+    stream = _stream(source)
+    rows = iter(stream if parts == 1 else stream.shard(num_shards=parts, index=part))
+    number = 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise ValueError(
+                f"data.source = {source!r}: reading stops after row {number} of part {part} ({type(error).__name__}: {error}); "
+                "start again: what is done stays"
+            ) from error
+        yield text_of(dict(row), text_key, f"data.source = {source!r}, part {part}, row {number} (from 0)")
+        number += 1

@@ -1,0 +1,229 @@
+"""Packing of shards: rows of a dataset whose documents nobody lists in memory.
+
+Rows of all shards are in one shuffled order (`Shuffle`), which takes no memory. The documents of a row come from a *window*:
+documents that follow each other in a shard, `_ROWS` rows of tokens and `_DOCUMENTS` documents on average. In it they are in
+an order of the epoch's own. So a row reads one window's offsets and its own tokens, wherever it is, and depends on (dataset,
+length, seed, number) alone.
+
+- `Cut`: documents one after another, cut where a row ends. The stream of a shard has windows in the order in which they lie,
+  so a place in it is a place on disk but for the order within a window, and the number of rows follows from the manifest.
+- `Whole`: no document is cut unless it is longer than a row. Best fit, longest first, within a window: a document goes where
+  it leaves the least room (Ding et al., Fewer Truncations Improve Language Modeling, 2024). How many rows a window has is
+  known once it is packed: a pass over the lengths, made once and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ejdist.training.data.cache import new_folder, open_folder
+from ejdist.training.data.corpus import Corpus
+from ejdist.training.data.packing import check_sizes, filled_row
+from ejdist.training.data.shuffle import Shuffle
+
+_ROWS, _DOCUMENTS = 64, 8192
+
+
+class Tokens(Protocol):
+    """What is packed: a `Shard`, or all of a corpus."""
+
+    num_documents: int
+    num_tokens: int
+
+    def tokens(self, begin: int, end: int) -> np.ndarray: ...
+
+    def offsets(self, begin: int, end: int) -> np.ndarray: ...
+
+    def first_from(self, token: int) -> int: ...
+
+
+class CorpusShard:
+    """A corpus as one shard."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self.num_documents, self.num_tokens = corpus.num_documents, corpus.num_tokens
+
+    def tokens(self, begin: int, end: int) -> np.ndarray:
+        return self._corpus.tokens[begin:end]
+
+    def offsets(self, begin: int, end: int) -> np.ndarray:
+        return self._corpus.offsets[begin:end]
+
+    def first_from(self, token: int) -> int:
+        return int(np.searchsorted(self._corpus.offsets[:-1], token))
+
+
+class Window(NamedTuple):
+    """Documents of a shard: `first` to `first + len(offsets) - 1`, and where each begins."""
+
+    number: int
+    offsets: np.ndarray  # and the end of the last
+
+
+class _Shards:
+    """Shards and their windows, and the rows of them in an order of the epoch's own."""
+
+    def __init__(self, shards: Sequence[Tokens], length: int, seed: int) -> None:
+        check_sizes(length, seed)
+        self.shards, self.length, self.seed = shards, length, seed
+        self.rows_per_epoch = 0
+        self.windows = [
+            max(1, s.num_tokens // (_ROWS * length), s.num_documents // _DOCUMENTS) for s in shards
+        ]  # of each shard
+        self._rows = functools.lru_cache(maxsize=2)(lambda epoch: Shuffle(self.rows_per_epoch, seed, epoch))
+        self._window = functools.lru_cache(maxsize=16)(self._read_window)
+
+    def _read_window(self, shard: int, number: int) -> Window:
+        """Returns the documents that begin in that window's share of the tokens."""
+        s, count = self.shards[shard], self.windows[shard]
+        first, last = (s.first_from(-(-i * s.num_tokens // count)) for i in (number, number + 1))
+        return Window(number, s.offsets(first, last + 1))
+
+    def _order(self, epoch: int, shard: int, window: Window) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, epoch, shard, window.number])
+        return rng.permutation(len(window.offsets) - 1)
+
+    def _segment(self, shard: int, document_end: int, begin: int, count: int) -> tuple[np.ndarray, int]:
+        """Returns a segment of a row: so many tokens from `begin`, of a document that ends there or later."""
+        more = 0 if begin + count == document_end else 1  # the next token is the target of the last
+        return self.shards[shard].tokens(begin, begin + count + more), count
+
+
+class Cut(_Shards):
+    """Rows in which documents follow each other and are cut where a row ends: no token is wasted, only the last row of a shard
+    has padding."""
+
+    order = "cut of shards"
+
+    def __init__(self, shards: Sequence[Tokens], length: int, seed: int) -> None:
+        super().__init__(shards, length, seed)
+        self._ends = np.cumsum([-(-s.num_tokens // length) for s in shards])
+        self.rows_per_epoch = int(self._ends[-1])
+        self._stream = functools.lru_cache(maxsize=16)(self._make_stream)
+
+    def _make_stream(self, epoch: int, shard: int, number: int) -> tuple[np.ndarray, np.ndarray, Window]:
+        """Returns (documents of a window in their order, where each begins in the stream of the shard, the window)."""
+        window = self._window(shard, number)
+        order = self._order(epoch, shard, window)
+        lengths = np.diff(window.offsets)[order]
+        return order, window.offsets[0] + np.concatenate([[0], np.cumsum(lengths)]), window
+
+    def row(self, index: int) -> dict[str, np.ndarray]:
+        """Returns the row of that number; see `filled_row`."""
+        epoch, number = divmod(index, self.rows_per_epoch)
+        number = self._rows(epoch)[number]
+        shard = int(np.searchsorted(self._ends, number, side="right"))
+        s = self.shards[shard]
+        place = (number - int(self._ends[shard]) + -(-s.num_tokens // self.length)) * self.length
+        end = min(place + self.length, s.num_tokens)
+        segments = []
+        while place < end:
+            order, starts, window = self._stream(epoch, shard, self._window_at(shard, place))
+            d = int(np.searchsorted(starts, place, side="right")) - 1
+            while place < end and d < len(order):
+                first = int(window.offsets[order[d]]) + place - int(starts[d])
+                count = min(int(starts[d + 1]), end) - place
+                segments.append(self._segment(shard, int(window.offsets[order[d] + 1]), first, count))
+                place, d = place + count, d + 1
+        return filled_row(self.length, segments)
+
+    def _window_at(self, shard: int, place: int) -> int:
+        """Returns the window that has this token: the one that its document begins in."""
+        s = self.shards[shard]
+        begin = int(s.offsets(document := s.first_from(place + 1) - 1, document + 1)[0])
+        return begin * self.windows[shard] // s.num_tokens
+
+
+class Piece(NamedTuple):
+    """A document, or as much of it as fills a row."""
+
+    document: int
+    begin: int  # within the document
+    count: int
+
+
+def best_fit(lengths: np.ndarray, order: np.ndarray, length: int) -> list[list[Piece]]:
+    """Returns the rows that hold the documents whole, but those longer than a row; in a row they are in the given order.
+
+    How many rows there are depends on the lengths alone, and not on their order.
+    """
+    rows: list[list[tuple[int, Piece]]] = []
+    rest = []
+    for rank, document in enumerate(order.tolist()):
+        count, begin = int(lengths[document]), 0
+        while count - begin >= length:
+            rows.append([(rank, Piece(document, begin, length))])
+            begin += length
+        if begin < count:
+            rest.append((count - begin, rank, Piece(document, begin, count - begin)))
+    rest.sort(key=lambda found: -found[0])
+    room: list[tuple[int, int]] = []  # (tokens that are free, row), ascending
+    for count, rank, piece in rest:
+        fits = bisect_left(room, (count, -1))
+        free, row = room.pop(fits) if fits < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append((rank, piece))
+        if free > count:
+            insort(room, (free - count, row))
+    return [[piece for _, piece in sorted(row)] for row in rows]
+
+
+class Whole(_Shards):
+    """Rows that hold documents whole; what no document fills is padding."""
+
+    order = "whole"
+
+    def __init__(self, shards: Sequence[Tokens], length: int, seed: int, fingerprint: str, cache_dir: Path) -> None:
+        super().__init__(shards, length, seed)
+        self._first_window = np.cumsum([0, *self.windows])
+        self._ends = self._counted(fingerprint, cache_dir)
+        self.rows_per_epoch = int(self._ends[-1])
+        self._packed = functools.lru_cache(maxsize=16)(self._pack)
+
+    def _counted(self, fingerprint: str, cache_dir: Path) -> np.ndarray:
+        """Returns how many rows there are up to the end of each window of all shards, from the cache or counted now."""
+        key = json.dumps([self.order, fingerprint, self.length, _ROWS, _DOCUMENTS])
+        folder = cache_dir / f"rows-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+        if open_folder(folder) is None:
+            counts = [count for shard in range(len(self.shards)) for count in self._counts(shard)]
+            with new_folder(folder) as new, new.file("rows.bin") as out:
+                out.write(np.cumsum(counts, dtype=np.int64).tobytes())
+        return np.fromfile(folder / "rows.bin", np.int64)
+
+    def _counts(self, shard: int) -> list[int]:
+        """Returns how many rows each window of a shard has."""
+        s, windows = self.shards[shard], self.windows[shard]
+        offsets = s.offsets(0, s.num_documents + 1)
+        begins = [-(-i * s.num_tokens // windows) for i in range(windows + 1)]
+        first = np.searchsorted(offsets[:-1], begins)
+        lengths = (np.diff(offsets[a : b + 1]) for a, b in itertools.pairwise(first))
+        return [len(best_fit(found, np.arange(len(found)), self.length)) for found in lengths]
+
+    def _pack(self, epoch: int, shard: int, number: int) -> tuple[Window, list[list[Piece]]]:
+        window = self._window(shard, number)
+        return window, best_fit(np.diff(window.offsets), self._order(epoch, shard, window), self.length)
+
+    def row(self, index: int) -> dict[str, np.ndarray]:
+        """Returns the row of that number; see `filled_row`."""
+        epoch, number = divmod(index, self.rows_per_epoch)
+        number = self._rows(epoch)[number]
+        w = int(np.searchsorted(self._ends, number, side="right"))
+        shard = int(np.searchsorted(self._first_window, w, side="right")) - 1
+        window, rows = self._packed(epoch, shard, w - int(self._first_window[shard]))
+        pieces = rows[number - int(self._ends[w - 1] if w else 0)]
+        ends, starts = window.offsets[1:], window.offsets[:-1]
+        segments = [
+            self._segment(shard, int(ends[p.document]), int(starts[p.document]) + p.begin, p.count) for p in pieces
+        ]
+        return filled_row(self.length, segments)

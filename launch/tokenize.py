@@ -1,0 +1,219 @@
+"""`python -m launch.tokenize source=GLOB to=DIR [tokenizer=...]`: turns files into a dataset that training reads."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.errors import DONE, PREEMPTED, tell
+
+USAGE = """usage: python -m launch.tokenize source=GLOB to=DIR [KEY=VALUE ...]
+
+  python -m launch.tokenize source='corpus/**/*.jsonl' to=corpus.tokens tokenizer=tokenizer.json
+  python -m launch.train data=dataset data.source=corpus.tokens
+
+Run it again to go on after a stop, or with more files to add them: what is done stays.
+
+keys:
+  source=GLOB       files (text, jsonl, jsonl.gz, parquet), stdlib, or hf:NAME[:SPLIT]; give it several times for several globs
+  to=DIR            the folder of the dataset
+  tokenizer=bytes   bytes, the path of a tokenizer.json, or bpe:SIZE, which is trained on a sample
+  text_key=text     the key or column of jsonl and parquet rows
+  processes=        default: one for each core
+  threads=          of the tokenizer, in each process; default: cores over processes
+  shard_mb=256      MiB of the sources in a shard; larger files of text and jsonl are split
+  sample_mb=64      MiB of text that bpe:SIZE is trained on, the same from the start of every shard's sources
+  part=I/N          make only every N-th shard, from the I-th (0 to N-1): hosts that share a folder share the work; part=auto
+                    asks Slurm, Open MPI or an indexed job of Kubernetes
+"""
+_DEFAULTS = {
+    "source": None, "to": None, "tokenizer": "bytes", "text_key": "text", "processes": None, "threads": None, "shard_mb": "256",
+    "sample_mb": "64", "part": "0/1",
+}  # fmt: skip
+# What says which of how many processes this is: the number, and how many there are.
+_CLUSTERS = (
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS"),
+)
+_SAID_EVERY = 10.0  # seconds, where there is no terminal
+
+
+def _options(arguments: Sequence[str]) -> dict[str, Any]:
+    """Returns the keys and their values. Raises ValueError: one is unknown or missing, or given twice."""
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not value:
+            raise ValueError(f"cannot read {argument!r}: write KEY=VALUE, for example to=corpus.tokens")
+        if key not in _DEFAULTS:
+            near = difflib.get_close_matches(key, _DEFAULTS, n=1, cutoff=0.5)
+            raise ValueError(
+                f"unknown key {key!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_DEFAULTS)}")
+            )
+        if key == "source":
+            found.setdefault(key, []).append(value)
+        elif key in found:
+            raise ValueError(f"{key} is given twice: {found[key]} and {value}")
+        else:
+            found[key] = value
+    for key, example in (("source", "source='corpus/**/*.jsonl'"), ("to", "to=corpus.tokens")):
+        if key not in found:
+            raise ValueError(f"{key} is missing, for example {example}")
+    if len(found["source"]) == 1:
+        (found["source"],) = found["source"]
+    elif any(s == "stdlib" or s.startswith("hf:") for s in found["source"]):
+        raise ValueError("stdlib and hf:NAME are sources of a folder of their own; data.mixture joins folders")
+    return _DEFAULTS | found
+
+
+def _number(options: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = options[key]
+    if value is None and default is not None:
+        return default
+    if not re.fullmatch(r"[0-9]+", value) or int(value) < 1:
+        raise ValueError(f"{key} must be a whole number of at least 1, got {value}")
+    return int(value)
+
+
+def _part(value: str) -> tuple[int, int]:
+    """Returns (which part, of how many). Raises ValueError: it is not I/N with I below N, or no cluster says."""
+    if value == "auto":
+        for index, count in _CLUSTERS:
+            if os.environ.get(index, "").isdigit() and os.environ.get(count, "").isdigit():
+                return int(os.environ[index]), int(os.environ[count])
+        names = ", ".join(f"{index} and {count}" for index, count in _CLUSTERS)
+        raise ValueError(f"part=auto finds none of {names} in the environment; give part=I/N")
+    found = re.fullmatch(r"(\d+)/(\d+)", value)
+    if not found or int(found[1]) >= int(found[2]):
+        raise ValueError(f"part = {value!r}: write I/N with I from 0 to N-1, for example part=0/8")
+    return int(found[1]), int(found[2])
+
+
+def _line(progress: Any) -> str:
+    left = _time((progress.total - progress.done) / progress.rate) if progress.done else "some time"
+    return (
+        f"{progress.shards} of {progress.of} shards, {progress.done / 1e6:,.0f} of {progress.total / 1e6:,.0f} MB, "
+        f"{progress.rate / 1e6:.1f} MB/s, {left} left"
+    )
+
+
+def _time(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes >= 60
+        else f"{minutes} min"
+        if minutes
+        else f"{seconds:.0f} s"
+    )
+
+
+class _Shown:
+    """The progress: a bar on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> _Shown:
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            self._bar = Progress(BarColumn(), TextColumn("{task.percentage:3.0f}% {task.description}"))
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, progress: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(
+                self._task, completed=progress.done, total=max(progress.total, 1), description=_line(progress)
+            )
+        elif time.monotonic() - self._said >= _SAID_EVERY:
+            self._said = time.monotonic()
+            print(_line(progress), flush=True)
+
+
+def run(options: dict[str, Any]) -> None:
+    """Makes the dataset that the options say, or what is missing of it.
+
+    Raises:
+      ValueError: an option or a source is wrong. OSError: something cannot be written, or a process was killed.
+    """
+    from ejdist.training.data.tokenizing import make_plan, missing, write_manifest
+    from ejdist.training.data.workers import make_shards
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = _number(options, "processes", cores)
+    threads = _number(options, "threads", max(1, cores // processes))
+    part, parts = _part(options["part"])
+    sizes = {"shard_bytes": _number(options, "shard_mb") << 20, "sample_bytes": _number(options, "sample_mb") << 20}
+    folder = Path(options["to"]).expanduser()
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"to = {options['to']!r}: {there} is a file; name a folder")
+    chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"]}
+    plan = make_plan(folder, options["source"], **chosen, **sizes)
+    todo, share = {unit.name for unit in plan.todo}, plan.units[part::parts]
+    mine = [unit for unit in share if unit.name in todo]
+    before = len(share) - len(mine)
+    print(
+        f"{len(share)} shards from {sum(u.size for u in share) / 1e6:,.0f} MB"
+        + (f" (part {part} of {parts})" if parts > 1 else "")
+        + (f", {before} of them there already" if before else ""),
+        flush=True,
+    )
+    if mine:
+        with _Shown() as shown:
+            made = make_shards(plan, mine, processes=processes, threads=threads, told=shown)
+        print(f"{_line(made).rpartition(', ')[0]} in {made.seconds:.1f} s", flush=True)
+    if left := missing(plan):
+        print(f"part {part} of {parts} is done; {left} shards of other parts are missing", flush=True)
+        return
+    dataset = write_manifest(plan)
+    print(
+        f"{folder}: {dataset['tokens']:,} tokens of {dataset['documents']:,} documents in {len(dataset['shards'])} shards, "
+        f"tokenizer {dataset['tokenizer']['name']} with a vocabulary of {dataset['tokenizer']['vocab_size']:,}, fingerprint "
+        f"{dataset['fingerprint']}",
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(a in ("-h", "--help") for a in arguments):
+        print(USAGE)
+        return DONE
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not the main thread: whoever runs this handles signals
+        before = None
+    try:
+        run(_options(arguments))
+    except KeyboardInterrupt:
+        print("stopped by a signal; the same command goes on with what is missing", file=sys.stderr)
+        return PREEMPTED
+    except Exception as error:
+        return tell(error)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
