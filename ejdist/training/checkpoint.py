@@ -6,8 +6,10 @@ back is noticed, on whatever mesh they are restored to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,18 +152,59 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        try:
-            run = self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+        with self._reading(step):
+            run = self._run(step)
             self._check_kinds(step, like, run.pop(_KEYS, {}))
             wanted = like_arrays(like)
             args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(_without_empty(wanted))})
             arrays = self._manager().restore(step, args=args)[_STATE]
-            written, found = run.pop(_DIGEST), _digests(arrays)
-            changed = [name for name in found if found[name] != written.get(name)]
-            if changed:
-                raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
+            _check_digests(arrays, run.pop(_DIGEST))
             whole = wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays
             return from_arrays(whole, like), run
+
+    def run_of(self, step: int) -> dict[str, Any]:
+        """Returns what `save` was given beside the state. Raises CheckpointError if it cannot be read."""
+        with self._reading(step):
+            return {k: v for k, v in self._run(step).items() if k not in (_DIGEST, _KEYS)}
+
+    def restore_part(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """Returns those arrays of a checkpoint that `like` names, and reads no others.
+
+        Args:
+          like: nested dict of `jax.ShapeDtypeStruct` with shardings, with the names that the state has.
+
+        Raises:
+          CheckpointError: the checkpoint is damaged, or has not these arrays.
+        """
+        import orbax.checkpoint as ocp
+
+        with self._reading(step):
+            digests = self._run(step)[_DIGEST]
+            found = self._kinds(step)
+            for name, kind in ((name, kind_of(leaf)) for name, leaf in _leaves(like)):
+                if found.get(name) != kind:
+                    raise CheckpointError(
+                        f"checkpoint {self.directory / str(step)} is of another model: {name} is "
+                        f"{found.get(name, 'not')} there and {kind} here; take the keys of its model"
+                    )
+            args = ocp.args.PyTreeRestore(
+                item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+            )
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                arrays = reader.restore(self.directory / str(step) / _STATE, args=args)
+            _check_digests(arrays, digests)
+            return arrays
+
+    def _run(self, step: int) -> dict[str, Any]:
+        import orbax.checkpoint as ocp
+
+        return self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Turns whatever goes wrong while reading into one clear error."""
+        try:
+            yield
         except CheckpointError:
             raise
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
@@ -173,13 +216,17 @@ class Checkpoints:
                 f"checkpoint {self.directory / str(step)} cannot be read ({_reason(error)}); {remedy}"
             ) from error
 
-    def _check_kinds(self, step: int, like: Any, keys: dict[str, str]) -> None:
-        """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
+    def _kinds(self, step: int) -> dict[str, str]:
+        """Returns the dtype and shape of each array, by name."""
         stored = self._manager().item_metadata(step)[_STATE]
         stored = getattr(stored, "tree", stored)
         if stored is None:
             raise FileNotFoundError(f"there is no {_STATE!r} in it")
-        found = {name: kind_of(leaf) for name, leaf in _leaves(stored)} | keys
+        return {name: kind_of(leaf) for name, leaf in _leaves(stored)}
+
+    def _check_kinds(self, step: int, like: Any, keys: dict[str, str]) -> None:
+        """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
+        found = self._kinds(step) | keys
         wanted = {name: kind_of(leaf) for name, leaf in _leaves(like_arrays(like))} | _keys(like)
         for name, kind in wanted.items():
             if name in found and found[name] != kind:
@@ -215,6 +262,13 @@ def _without_empty(state: Any) -> Any:
     if not hasattr(state, "_asdict"):
         return state
     return {name: value for name, value in state._asdict().items() if jax.tree.leaves(value)}
+
+
+def _check_digests(arrays: Any, written: dict[str, int]) -> None:
+    found = _digests(arrays)
+    changed = [name for name in found if found[name] != written.get(name)]
+    if changed:
+        raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
 
 
 def _digests(arrays: Any) -> dict[str, int]:
