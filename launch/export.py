@@ -15,8 +15,8 @@ USAGE = """usage: python -m launch.export run.dir=DIR to=DIR [KEY=VALUE ...]
   python -m launch.export run.dir=outputs/run to=outputs/run_hf dtype=bfloat16
   python -m launch.export from=models/Qwen3-8B
 
-The first writes safetensors and config.json from a run's last checkpoint. The second prints the overrides with which a recipe has
-the model of a folder's config.json, to train on from it with model.init_from=DIR.
+The first writes safetensors and config.json from a run's last checkpoint. The second prints the overrides with which a recipe
+has the model of a folder's config.json, to train on from it with model.init_from=DIR.
 
 keys:
   run.dir=DIR                  the run
@@ -99,7 +99,9 @@ def export(keys: dict[str, str]) -> None:
         beside = {"tokenizer.json": path} | {n: path.with_name(n) for n in _BESIDE if path.with_name(n).exists()}
     elif run.data["tokenizer"] == ByteTokenizer.fingerprint:
         more["eos_token_id"] = ByteTokenizer.eos_id
-        told = "no tokenizer is written: the run has data.tokenizer=bytes, ids 0 to 255 and 256 for the end, which no file describes"
+        told = (
+            "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, is what no file describes"
+        )
     else:
         told = "no tokenizer is written: give data.tokenizer=FILE, the tokenizer.json that the run was trained with"
     scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling else 0

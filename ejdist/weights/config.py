@@ -24,7 +24,8 @@ class Keys:
     """The keys of a config.json. Each that is asked for is known; one that nobody asked for may change the model."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
-        self.path, self._content, self._known = path, content, set(_SILENT)
+        self.path, self._content = path, content
+        self._known: set[str] = set(_SILENT)
 
     def get(self, name: str, default: Any = None, *others: str) -> Any:
         """Returns the value of a key, or of the first of its other names that is there; a null is as no key."""

@@ -109,7 +109,7 @@ def _load_leaf(
 ) -> jax.Array:
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = defaultdict(list)
     for device, index in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
-        spans = tuple(s.indices(n)[:2] for s, n in zip(index, wanted.shape, strict=True))
+        spans = tuple(s.indices(n)[:2] for s, n in zip(index or (), wanted.shape, strict=True))
         devices[spans].append(device)
     shards = {}
     for spans, those in devices.items():
