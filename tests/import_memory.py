@@ -1,7 +1,7 @@
-"""`python tests/import_memory.py FOLDER LAYERS`: prints what an import takes of memory beyond the parameters, in MiB, as JSON.
+"""`python tests/import_memory.py FOLDER LAYERS`: prints what an import takes of memory beyond the parameters, as JSON.
 
-The peak of resident memory while a model is read, less what is resident when it has been: the kernel counts both, with the pages of
-the files that are mapped. Files are bfloat16, and parameters float32. Needs Linux.
+The peak of resident memory while a model is read, less what is resident when it has been, in MiB: the kernel counts both, with
+the pages of the files that are mapped. Files are bfloat16, and parameters float32. Needs Linux.
 """
 
 import gc
@@ -40,7 +40,9 @@ def write(folder, c):
 
 def main(folder, layers):
     jax.config.update("jax_platforms", "cpu")
-    c = DecoderConfig(vocab_size=512, num_layers=layers, model_dim=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_dim=2048)
+    c = DecoderConfig(
+        vocab_size=512, num_layers=layers, model_dim=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_dim=2048
+    )
     tensors = write(Path(folder) / str(layers), c)
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where) for n, p in declared_leaves(c).items()}

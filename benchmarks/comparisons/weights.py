@@ -1,8 +1,8 @@
 """`python benchmarks/comparisons/weights.py [--json FILE] [WORDS]`: weights in and out beside transformers, on a CPU.
 
-A small model of each family with random weights is written by transformers, read here, and run by both; then it is written here,
-read by transformers, and run again. Its config.json is read too. WORDS choose rows. Last, the memory of an import whose total is
-many times its largest tensor. Needs torch and transformers, which the project does not install.
+A small model of each family with random weights is written by transformers, read here, and run by both; then it is written
+here, read by transformers, and run again. Its config.json is read too. WORDS choose rows. Last, the memory of an import whose
+total is many times its largest tensor. Needs torch and transformers, which the project does not install.
 """
 
 from __future__ import annotations
@@ -144,9 +144,8 @@ def compared(name: str, make: Callable[[], Any]) -> dict[str, Any]:
         assert set(state) == set(before) and all((state[k] == before[k]).all() for k in before), "a tensor has changed"
         # Rounded to bfloat16 by them, read, and written by us, every number is the same.
         model.bfloat16().save_pretrained(narrow)
-        save(Path(folder) / "bf16", c, lambda leaf: np.asarray(read[leaf]), dtype="bfloat16") if (
-            read := loaded(narrow, c)
-        ) else None
+        read = loaded(narrow, c)
+        save(Path(folder) / "bf16", c, lambda leaf: np.asarray(read[leaf]), dtype="bfloat16")
         rounded = tf.AutoModelForCausalLM.from_pretrained(Path(folder) / "bf16").state_dict()
         same = all((rounded[k].float() == v.float()).all() for k, v in model.state_dict().items() if "e_score" not in k)
         assert same, "a bfloat16 tensor has changed"
@@ -166,7 +165,7 @@ def memory() -> list[dict[str, Any]]:
     """Returns what imports of two sizes took beyond what they keep, in MiB; see tests/import_memory.py."""
     program = Path(__file__).resolve().parents[2] / "tests" / "import_memory.py"
     rows = []
-    for layers in (4, 16):
+    for layers in (4, 32):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(program), folder, str(layers)]
             rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))

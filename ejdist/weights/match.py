@@ -62,10 +62,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def differences(ours: DecoderShape, theirs: DecoderShape) -> list[str]:
-    """Returns the keys in which two models differ, "layers" first: what else differs may follow from it."""
+    """Returns the keys in which two models differ, those of the layers first: what else differs may follow from them."""
     one, other = deciding(ours), deciding(theirs)
     found = [k for k in {**one, **other} if k not in one or k not in other or not same(one[k], other[k])]
-    return sorted(found, key=lambda k: k != "layers")
+    if "num_layers" in found:  # and so the list of them
+        found.remove("layers")
+    return sorted(found, key=lambda k: k not in ("num_layers", "layers"))
 
 
 def written(value: Any) -> str:
