@@ -76,6 +76,8 @@ def read_header(path: Path) -> dict[str, Stored]:
             if name == "__metadata__":
                 continue
             start, stop = entry["data_offsets"]
+            if not 0 <= start <= stop:
+                raise ValueError(f"tensor {name} is from byte {start} to {stop}")
             if 8 + length + stop > size:
                 raise WeightsError(
                     f"{path} is cut off: tensor {name} ends at byte {8 + length + stop:,} of {size:,}; copy the file again"
@@ -127,7 +129,7 @@ class Files:
         tensors: name -> (dtype, shape), in the order in which they are to lie.
         most: bytes of tensors in a file; a larger tensor has one of its own.
         """
-        self._folder, self._open, self._places = folder, {}, {}
+        self._open, self._places, self._kinds = {}, {}, dict(tensors)
         groups: list[dict[str, int]] = [{}]
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
         for name, size in sizes.items():
@@ -161,7 +163,9 @@ class Files:
         self._places |= {name: 8 + len(text) + header[name]["data_offsets"][0] for name in sizes}
 
     def write(self, name: str, tensor: np.ndarray) -> None:
-        """Writes a tensor of the dtype and shape that was said."""
+        """Writes a tensor. Raises ValueError unless it is of the dtype and shape that were said."""
+        if (tensor.dtype, tensor.shape) != self._kinds[name]:
+            raise ValueError(f"tensor {name} was to be {self._kinds[name]}, and is {(tensor.dtype, tensor.shape)}")
         file = self._open[self.names[name]]
         file.seek(self._places[name])
         file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)

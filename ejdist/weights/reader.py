@@ -1,15 +1,15 @@
 """Tensors of files into arrays on devices: each device is given what it holds, and the host holds a part of one tensor.
 
-A parameter is made as zeros where it is to lie. Then each tensor that holds a part of it is opened, cut to what a device
+A parameter is made as zeros where it is to lie. Then each tensor that holds a part of it is opened, cut to what each device
 holds, and put into its place there, in the dtype of the file; the device converts. So however many layers and experts are
-stacked in a parameter, the host has one tensor of one layer at a time, and of it what one device needs.
+stacked in a parameter, the host has one tensor of one layer at a time, and of it what its own devices need.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,25 +104,28 @@ def load(
     return {leaf: _load_leaf(stored, of_leaf[leaf], wanted) for leaf, wanted in like.items()}
 
 
+Spans = tuple[tuple[int, int], ...]  # start and stop in each dim of a leaf
+
+
 def _load_leaf(
     stored: Mapping[str, Stored], held: list[tuple[Tensor, Piece]], wanted: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    devices: dict[tuple[tuple[int, int], ...], list[Any]] = defaultdict(list)
+    devices: dict[Spans, list[Any]] = defaultdict(list)
     for device, index in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
-        spans = tuple(s.indices(n)[:2] for s, n in zip(index or (), wanted.shape, strict=True))
-        devices[spans].append(device)
-    shards = {}
-    for spans, those in devices.items():
-        shape = tuple(stop - start for start, stop in spans)
-        here = [jnp.zeros(shape, wanted.dtype, device=device) for device in those]
-        for tensor, piece in held:
-            found = _cut(tensor, piece, spans, lambda tensor=tensor: stored[tensor.name].open())
+        devices[tuple(s.indices(n)[:2] for s, n in zip(index or (), wanted.shape, strict=True))].append(device)
+    shards = {
+        device: jnp.zeros([stop - start for start, stop in spans], wanted.dtype, device=device)
+        for spans, those in devices.items()
+        for device in those
+    }
+    for tensor, piece in held:
+        lies = view(stored[tensor.name].open(), tensor, piece)
+        for spans, those in devices.items():
+            found = _cut(lies, piece, spans)
             if found is not None:
-                part, at = found
-                here = [_put(whole, jax.device_put(part, d), at) for whole, d in zip(here, those, strict=True)]
-                # Else the host would hold the parts of all tensors that wait to be put.
-                jax.block_until_ready(here)
-        shards |= dict(zip(those, here, strict=True))
+                shards |= {d: _put(shards[d], jax.device_put(found[0], d), found[1]) for d in those}
+        # Else the host would hold what is cut of every tensor until its turn to be put comes.
+        jax.block_until_ready(list(shards.values()))
     return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, list(shards.values()))
 
 
@@ -131,13 +134,11 @@ def _put(whole: jax.Array, part: jax.Array, at: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), at)
 
 
-def _cut(
-    tensor: Tensor, piece: Piece, spans: tuple[tuple[int, int], ...], opened: Callable[[], np.ndarray]
-) -> tuple[np.ndarray, tuple[int, ...]] | None:
-    """Returns (what a piece holds of a shard, where in the shard it lies); None if that is nothing."""
-    if any(i is not None and not start <= i < stop for i, (start, stop) in zip(piece.at, spans, strict=True)):
+def _cut(lies: np.ndarray, piece: Piece, spans: Spans) -> tuple[np.ndarray, tuple[int, ...]] | None:
+    """Returns (what a shard has of a piece that lies as the leaf does, where in the shard it is); None if that is nothing."""
+    each = list(zip(piece.at, spans, strict=True))
+    if any(i is not None and not start <= i < stop for i, (start, stop) in each):
         return None
-    slices = tuple(slice(*span) for i, span in zip(piece.at, spans, strict=True) if i is None)
-    shape = [1 if i is not None else stop - start for i, (start, stop) in zip(piece.at, spans, strict=True)]
-    part = np.ascontiguousarray(view(opened(), tensor, piece)[slices]).reshape(shape)
-    return part, tuple(0 if i is None else i - start for i, (start, _) in zip(piece.at, spans, strict=True))
+    part = lies[tuple(slice(*span) for i, span in each if i is None)]
+    shape = [stop - start if i is None else 1 for i, (start, stop) in each]
+    return np.ascontiguousarray(part).reshape(shape), tuple(0 if i is None else i - start for i, (start, _) in each)

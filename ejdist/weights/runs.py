@@ -38,6 +38,13 @@ class Run:
         arrays = unnested(self._checkpoints.restore_part(self.step, nested(like)))
         return {name: arrays[name] for name in like}
 
+    def load_and_close(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Returns what `load` does, of a run that nothing more is asked of."""
+        try:
+            return self.load(like)
+        finally:
+            self.close()
+
     def close(self) -> None:
         self._checkpoints.close()
 

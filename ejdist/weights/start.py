@@ -55,7 +55,7 @@ def open_source(where: str, c: DecoderConfig) -> Source:
     if (folder / "checkpoints").is_dir():
         run = Run(folder)
         _check_model(c, run.model, f"the run in {folder}", "its parameters are of that model")
-        return Source(f"step {run.step} of the run in {folder}", leaves, [], run.load)
+        return Source(f"step {run.step} of the run in {folder}", leaves, [], run.load_and_close)
     what = "has neither config.json nor checkpoints" if folder.is_dir() else "is no folder"
     raise WeightsError(
         f"model.init_from = {where!r} {what}; give a folder with config.json and safetensors, or the run.dir of another run"
