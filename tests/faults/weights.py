@@ -1,4 +1,4 @@
-"""Faults of weights in and out. What an import and an export do alike is noticed by numbers, and not by going there and back."""
+"""Faults of weights in and out. What an import and an export do alike is noticed by numbers, not by going there and back."""
 
 from faults import Fault
 
