@@ -26,11 +26,12 @@ FAULTS = (
         '"self_attn.k_proj.weight", "(K H) D", "key: D K H"',
         '"self_attn.k_proj.weight", "(K H) D", "value: D K H"',
     ),
-    numbers(
+    Fault(
         "a matrix of equal sizes is transposed",
         FAMILIES,
         '"self_attn.q_proj.weight", "(N H) D", "query: D N H"',
         '"self_attn.q_proj.weight", "D (N H)", "query: D N H"',
+        f"{TESTS} -k 'is_written_as_it_was_read and tied'",
     ),
     numbers(
         "pairs of a head lie beside each other",
