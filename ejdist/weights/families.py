@@ -1,4 +1,4 @@
-"""The families of models whose files are read and written: each a table of tensors, and its config.json in both directions.
+"""The families of models whose files are read and written: each its tensors, and its config.json in both directions.
 
 A new family is a line in `FAMILIES`. What it cannot say of a model is noticed by writing its config.json and reading it again.
 """
@@ -6,7 +6,7 @@ A new family is a line in `FAMILIES`. What it cannot say of a model is noticed b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,90 +27,7 @@ from ejdist.weights.config import (
 )
 from ejdist.weights.files import WeightsError, read_json
 from ejdist.weights.match import differences, flat, written
-from ejdist.weights.tensors import Rule, rule
-
-Rules = Mapping[str, Sequence[Rule]]
-
-# -- tensors --------------------------------------------------------------------------------------------------------------
-
-TOP = (
-    rule("model.embed_tokens.weight", "V D", "embedding: V D"),
-    rule("model.norm.weight", "D", "final_norm: D"),
-    rule("lm_head.weight", "V D", "lm_head: D V"),
-)
-ATTENTION = (
-    rule("input_layernorm.weight", "D", "attention_norm: D"),
-    rule("self_attn.q_proj.weight", "(N H) D", "query: D N H"),
-    rule("self_attn.k_proj.weight", "(K H) D", "key: D K H"),
-    rule("self_attn.v_proj.weight", "(K H) D", "value: D K H"),
-    rule("self_attn.o_proj.weight", "D (N H)", "output: N H D"),
-    rule("self_attn.q_proj.bias", "(N H)", "query_bias: N H"),
-    rule("self_attn.k_proj.bias", "(K H)", "key_bias: K H"),
-    rule("self_attn.v_proj.bias", "(K H)", "value_bias: K H"),
-    rule("self_attn.o_proj.bias", "D", "output_bias: D"),
-    rule("self_attn.q_norm.weight", "H", "query_norm: H"),
-    rule("self_attn.k_norm.weight", "H", "key_norm: H"),
-    rule("self_attn.sinks", "N", "sinks: N 0"),
-)
-LATENT_ATTENTION = (
-    rule("input_layernorm.weight", "D", "latent_attention_norm: D"),
-    rule("self_attn.q_proj.weight", "(N H) D", "latent_query: D N H", without="query_down"),
-    rule("self_attn.q_a_proj.weight", "R D", "query_down: D R"),
-    rule("self_attn.q_a_layernorm.weight", "R", "query_latent_norm: R"),
-    rule("self_attn.q_b_proj.weight", "(N H) R", "latent_query: R N H", given="query_down"),
-    rule("self_attn.kv_a_proj_with_mqa.weight", "R D", "latent_down: D R"),
-    rule("self_attn.kv_a_layernorm.weight", "R", "latent_norm: R"),
-    rule("self_attn.kv_b_proj.weight", "(N H) R", "key_up: R N H", "value_up: R N H", joined="H"),
-    rule("self_attn.o_proj.weight", "D (N H)", "latent_output: N H D"),
-)
-NORM_OF_MLP = "post_attention_layernorm.weight"
-MLP = (
-    rule(NORM_OF_MLP, "D", "mlp_norm: D"),
-    rule("mlp.gate_proj.weight", "F D", "gate: D F"),
-    rule("mlp.up_proj.weight", "F D", "up: D F"),
-    rule("mlp.down_proj.weight", "D F", "down: F D"),
-)
-ROUTER = (
-    rule(NORM_OF_MLP, "D", "experts_norm: D"),
-    rule("mlp.gate.weight", "E D", "router: D E"),
-    rule("mlp.gate.e_score_correction_bias", "E", "bias: E"),
-    rule("mlp.shared_experts.gate_proj.weight", "F D", "shared_gate: D F"),
-    rule("mlp.shared_experts.up_proj.weight", "F D", "shared_up: D F"),
-    rule("mlp.shared_experts.down_proj.weight", "D F", "shared_down: F D"),
-)
-EXPERTS = (
-    *ROUTER,
-    rule("mlp.experts.{E}.gate_proj.weight", "F D", "experts_gate_up: E D 0 F"),
-    rule("mlp.experts.{E}.up_proj.weight", "F D", "experts_gate_up: E D 1 F"),
-    rule("mlp.experts.{E}.down_proj.weight", "D F", "experts_down: E F D"),
-)
-# As transformers 5 has them in memory, and in files where it was told to.
-FUSED_EXPERTS = (
-    *ROUTER,
-    rule("mlp.experts.gate_up_proj", "E (C F) D", "experts_gate_up: E D C F"),
-    rule("mlp.experts.down_proj", "E D F", "experts_down: E F D"),
-)
-MIXTRAL_EXPERTS = (
-    rule(NORM_OF_MLP, "D", "experts_norm: D"),
-    rule("block_sparse_moe.gate.weight", "E D", "router: D E"),
-    rule("block_sparse_moe.experts.{E}.w1.weight", "F D", "experts_gate_up: E D 0 F"),
-    rule("block_sparse_moe.experts.{E}.w3.weight", "F D", "experts_gate_up: E D 1 F"),
-    rule("block_sparse_moe.experts.{E}.w2.weight", "D F", "experts_down: E F D"),
-)
-GPT_OSS_EXPERTS = (
-    rule(NORM_OF_MLP, "D", "experts_norm: D"),
-    rule("mlp.router.weight", "E D", "router: D E"),
-    rule("mlp.router.bias", "E", "router_bias: E"),
-    rule("mlp.experts.gate_up_proj", "E D (F C)", "experts_gate_up: E D C F"),
-    rule("mlp.experts.gate_up_proj_bias", "E (F C)", "experts_gate_up_bias: E C F"),
-    rule("mlp.experts.down_proj", "E F D", "experts_down: E F D"),
-    rule("mlp.experts.down_proj_bias", "E D", "experts_down_bias: E D"),
-)
-
-
-def _rules(**experts: Sequence[Rule]) -> Rules:
-    return {"": TOP, "attention": ATTENTION, "latent_attention": LATENT_ATTENTION, "mlp": MLP} | experts
-
+from ejdist.weights.names import EXPERTS, FUSED_EXPERTS, GPT_OSS_EXPERTS, MIXTRAL_EXPERTS, Rules, rules
 
 # -- config.json ----------------------------------------------------------------------------------------------------------
 
@@ -376,20 +293,20 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", _llama, _write_llama, (_rules(),)),
-    "MistralForCausalLM": Family("mistral", _mistral, _write_mistral, (_rules(),)),
-    "Qwen2ForCausalLM": Family("qwen2", _qwen2, _write_qwen2, (_rules(),)),
-    "Qwen3ForCausalLM": Family("qwen3", _qwen3, _write_qwen3, (_rules(),)),
+    "LlamaForCausalLM": Family("llama", _llama, _write_llama, (rules(),)),
+    "MistralForCausalLM": Family("mistral", _mistral, _write_mistral, (rules(),)),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2, _write_qwen2, (rules(),)),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3, _write_qwen3, (rules(),)),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", _qwen3_moe, _write_qwen3_moe, (_rules(experts=EXPERTS), _rules(experts=FUSED_EXPERTS))
+        "qwen3_moe", _qwen3_moe, _write_qwen3_moe, (rules(experts=EXPERTS), rules(experts=FUSED_EXPERTS))
     ),
     "MixtralForCausalLM": Family(
-        "mixtral", _mixtral, _write_mixtral, (_rules(experts=MIXTRAL_EXPERTS), _rules(experts=FUSED_EXPERTS)), 1e6, 1e-5
+        "mixtral", _mixtral, _write_mixtral, (rules(experts=MIXTRAL_EXPERTS), rules(experts=FUSED_EXPERTS)), 1e6, 1e-5
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", _deepseek_v3, _write_deepseek_v3, (_rules(experts=EXPERTS), _rules(experts=FUSED_EXPERTS))
+        "deepseek_v3", _deepseek_v3, _write_deepseek_v3, (rules(experts=EXPERTS), rules(experts=FUSED_EXPERTS))
     ),
-    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _write_gpt_oss, (_rules(experts=GPT_OSS_EXPERTS),), 150000.0, 1e-5),
+    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _write_gpt_oss, (rules(experts=GPT_OSS_EXPERTS),), 150000.0, 1e-5),
 }  # fmt: skip
 
 

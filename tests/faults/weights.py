@@ -2,8 +2,9 @@
 
 from faults import Fault
 
-FAMILIES, READER, TENSORS, FILES, WRITER, CONFIG, MATCH = (
-    f"ejdist/weights/{name}.py" for name in ("families", "reader", "tensors", "files", "writer", "config", "match")
+FAMILIES, NAMES, READER, TENSORS, FILES, WRITER, CONFIG, MATCH = (
+    f"ejdist/weights/{name}.py"
+    for name in ("families", "names", "reader", "tensors", "files", "writer", "config", "match")
 )
 TESTS, RUNS = "tests/test_weights.py", "tests/test_weights_run.py"
 NUMBERS = f"{TESTS} -k is_written_as_it_was_read"
@@ -16,65 +17,63 @@ def numbers(name: str, file: str, old: str, new: str) -> Fault:
 FAULTS = (
     numbers(
         "q and k are swapped",
-        FAMILIES,
+        NAMES,
         'q_norm.weight", "H", "query_norm: H"),\n    rule("self_attn.k_norm.weight", "H", "key_norm: H")',
         'k_norm.weight", "H", "query_norm: H"),\n    rule("self_attn.q_norm.weight", "H", "key_norm: H")',
     ),
     numbers(
         "k and v are swapped",
-        FAMILIES,
-        '"self_attn.k_proj.weight", "(K H) D", "key: D K H"',
-        '"self_attn.k_proj.weight", "(K H) D", "value: D K H"',
+        NAMES,
+        'k_proj.weight", "(K H) D", "key: D K H"),\n    rule("self_attn.v_proj.weight"',
+        'v_proj.weight", "(K H) D", "key: D K H"),\n    rule("self_attn.k_proj.weight"',
     ),
     Fault(
         "a matrix of equal sizes is transposed",
-        FAMILIES,
+        NAMES,
         '"self_attn.q_proj.weight", "(N H) D", "query: D N H"',
         '"self_attn.q_proj.weight", "D (N H)", "query: D N H"',
         f"{TESTS} -k 'is_written_as_it_was_read and tied'",
     ),
     numbers(
         "pairs of a head lie beside each other",
-        FAMILIES,
+        NAMES,
         '"self_attn.q_proj.weight", "(N H) D", "query: D N H"',
         '"self_attn.q_proj.weight", "(H N) D", "query: D N H"',
     ),
-    numbers(
-        "heads of the output are the inner dim", FAMILIES, '"D (N H)", "output: N H D"', '"D (H N)", "output: N H D"'
-    ),
+    numbers("heads of the output are the inner dim", NAMES, '"D (N H)", "output: N H D"', '"D (H N)", "output: N H D"'),
     numbers(
         "gate and up of an MLP are swapped",
-        FAMILIES,
-        '"mlp.gate_proj.weight", "F D", "gate: D F"',
-        '"mlp.gate_proj.weight", "F D", "up: D F"',
+        NAMES,
+        'gate_proj.weight", "F D", "gate: D F"),\n    rule("mlp.up_proj.weight"',
+        'up_proj.weight", "F D", "gate: D F"),\n    rule("mlp.gate_proj.weight"',
     ),
     numbers(
         "gate and up of Mixtral's experts are swapped",
-        FAMILIES,
-        '{E}.w1.weight", "F D", "experts_gate_up: E D 0 F"',
-        '{E}.w1.weight", "F D", "experts_gate_up: E D 1 F"',
+        NAMES,
+        '{E}.w1.weight", "F D", "experts_gate_up: E D 0 F"),\n    rule("block_sparse_moe.experts.{E}.w3',
+        '{E}.w3.weight", "F D", "experts_gate_up: E D 0 F"),\n    rule("block_sparse_moe.experts.{E}.w1',
     ),
     numbers(
-        "experts of Mixtral are named by w2 and w3 the other way",
-        FAMILIES,
-        'block_sparse_moe.experts.{E}.w3.weight", "F D"',
-        'block_sparse_moe.experts.{E}.w2.weight", "F D"',
+        "gate and up of shared experts are swapped",
+        NAMES,
+        'gate_proj.weight", "F D", "shared_gate: D F"),\n    rule("mlp.shared_experts.up_proj.weight"',
+        'up_proj.weight", "F D", "shared_gate: D F"),\n    rule("mlp.shared_experts.gate_proj.weight"',
     ),
     numbers(
         "gate and up of GPT-OSS are halves",
-        FAMILIES,
+        NAMES,
         '"mlp.experts.gate_up_proj", "E D (F C)"',
         '"mlp.experts.gate_up_proj", "E D (C F)"',
     ),
     numbers(
         "biases of gate and up of GPT-OSS are halves",
-        FAMILIES,
+        NAMES,
         '"mlp.experts.gate_up_proj_bias", "E (F C)"',
         '"mlp.experts.gate_up_proj_bias", "E (C F)"',
     ),
     numbers(
         "keys and values of a latent are swapped",
-        FAMILIES,
+        NAMES,
         '"key_up: R N H", "value_up: R N H"',
         '"value_up: R N H", "key_up: R N H"',
     ),
