@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from small_run import TINY, losses
 
 from launch.errors import DONE, PREEMPTED
+from launch.export import main as export
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ["run.steps=300", "mesh.dp=2"]
@@ -69,3 +71,16 @@ def test_two_processes_stopped_by_a_signal_to_one_go_on_bit_for_bit(corpus, tmp_
     assert f"going on from step {stopped_at}" in (parts / "log.0").read_text()
     assert len(losses(parts)) == stopped_at + 3 and losses(parts) == losses(whole)
     np.testing.assert_allclose(losses(parts), losses(alone), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_start_from_the_same_files_as_one(corpus, tmp_path):
+    """Each reads what its own devices hold; parameters are split over both."""
+    finish(start(1, tmp_path / "first", *corpus, "mesh.dp=1", "run.steps=2"), tmp_path / "first", DONE)
+    assert export([f"run.dir={tmp_path}/first", f"to={tmp_path}/files"]) == DONE
+    for name, count in (("alone", 1), ("both", 2)):
+        keys = [f"model.init_from={tmp_path}/files", "mesh.dp=1", "mesh.fsdp=2", "run.steps=2"]
+        finish(start(count, tmp_path / name, *corpus, *keys), tmp_path / name, DONE)
+        assert f"parameters read from {tmp_path}/files" in (tmp_path / name / "log.0").read_text()
+    np.testing.assert_allclose(losses(tmp_path / "both"), losses(tmp_path / "alone"), rtol=1e-5)
+    assert losses(tmp_path / "both")[0] < losses(tmp_path / "first")[0]

@@ -22,12 +22,16 @@ MOST = 5_000_000_000  # bytes of tensors in a file, as transformers has it
 
 def check_target(to: Path) -> None:
     """Raises WeightsError unless there is nothing there that writing could mix with."""
-    if to.is_dir() and not any(to.iterdir()):
-        return
-    if to.exists():
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise WeightsError(f"to = {str(to)!r} is there already; name a folder that is not, or remove it")
     if not to.parent.is_dir():
         raise WeightsError(f"to = {str(to)!r}: there is no folder {to.parent}; make it first")
+    if _partial(to).exists():
+        raise WeightsError(f"to = {str(to)!r}: {_partial(to)} is left of a time that was cut off; remove it")
+
+
+def _partial(to: Path) -> Path:
+    return to.with_name(f"{to.name}.partial")
 
 
 def save(
@@ -59,16 +63,28 @@ def save(
     check_target(to)
     name, family = family_of(c)
     tensors = expand(family.rules[0], c)
-    new = to.with_name(f"{to.name}.partial")
-    shutil.rmtree(new, ignore_errors=True)  # of a time before, which was cut off
+    new = _partial(to)
     new.mkdir()
-    config = {"architectures": [name], "torch_dtype": dtype} | family.config(c) | (more or {})
-    (new / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for target, path in (beside or {}).items():
-        shutil.copyfile(path, new / target)
-    narrow, wide = DTYPES[WRITTEN[dtype]], DTYPES["F32"]
-    dtypes = {t.name: wide if t.pieces[0].leaf.startswith("buffers.") else narrow for t in tensors}
-    files = Files(new, {t.name: (dtypes[t.name], t.shape) for t in tensors}, most)
+    try:
+        config = {"architectures": [name], "torch_dtype": dtype} | family.config(c) | (more or {})
+        (new / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for target, path in (beside or {}).items():
+            shutil.copyfile(path, new / target)
+        _write_tensors(new, tensors, leaf, DTYPES[WRITTEN[dtype]], most)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if to.is_dir():
+        to.rmdir()
+    new.rename(to)
+    return name
+
+
+def _write_tensors(
+    folder: Path, tensors: list[Tensor], leaf: Callable[[str], np.ndarray], dtype: np.dtype, most: int
+) -> None:
+    dtypes = {t.name: DTYPES["F32"] if t.pieces[0].leaf.startswith("buffers.") else dtype for t in tensors}
+    files = Files(folder, {t.name: (dtypes[t.name], t.shape) for t in tensors}, most)
     try:
         # In the files tensors lie layer by layer; they are written leaf by leaf.
         of_leaves: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
@@ -78,12 +94,9 @@ def save(
             arrays = {name: leaf(name) for name in names}
             for tensor in those:
                 files.write(tensor.name, _made(tensor, arrays, dtypes[tensor.name]))
+            del arrays  # before the next are read
     finally:
         files.close()
-    if to.is_dir():
-        to.rmdir()
-    new.rename(to)
-    return name
 
 
 def _made(tensor: Tensor, arrays: dict[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
