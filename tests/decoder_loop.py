@@ -16,10 +16,13 @@ def norm(x, w, c):
 
 
 def frequencies(width, c):
-    """Returns (frequency of each pair, factor of cos and sin), with the ramp of YaRN."""
+    """Returns (frequency of each pair, factor of cos and sin), with the ramp of YaRN or of Llama 3."""
     plain = [c.rope_base ** (-2 * i / width) for i in range(width // 2)]
     if c.rope_scaling is None:
         return np.array(plain), 1.0
+    if c.rope_scaling == "llama3":  # between one turn and four over the original context
+        kept = [min(max((c.rope_original_length * w / (2 * math.pi) - 1) / 3, 0), 1) for w in plain]
+        return np.array([k * w + (1 - k) * w / c.rope_factor for w, k in zip(plain, kept, strict=True)]), 1.0
 
     def pair_that_turns(times):
         return width / 2 * math.log(c.rope_original_length / (2 * math.pi * times), c.rope_base)

@@ -11,6 +11,7 @@ from small_run import TINY, losses
 from launch import local, rehearse
 from launch.drills import DRILLS, NEED_TWO
 from launch.errors import DONE, PREEMPTED, WRONG
+from launch.export import main as export
 from launch.processes import Job
 from launch.train import main as train
 
@@ -174,3 +175,20 @@ def test_a_rehearsal_tells_a_run_apart(tmp_path, monkeypatch, loss, digest, code
     code, said = rehearsed(tmp_path / "r", *LENGTH, "fault=kill")
     assert (code == DONE) is ok and word in said
     assert "started again from step 1, 0 steps made twice; 3.0 s more than without" in said
+
+
+@pytest.mark.slow
+def test_two_processes_start_from_the_same_files_as_one(corpus, tmp_path):
+    """Each reads what its own devices hold; parameters are split over both."""
+    common = [*SMALL, *corpus, "mesh.sp=2", "run.steps=2", "optimizer.warmup_steps=1", "checkpoint.every=0"]
+    first, files = tmp_path / "first", tmp_path / "files"
+    assert train([*common, f"run.dir={first}"]) == DONE
+    assert export([f"run.dir={first}", f"to={files}"]) == DONE
+    for count in (1, 2):
+        job = Job(count, tmp_path / f"logs-{count}", 4 // count).start(
+            [*common, f"model.init_from={files}", "mesh.fsdp=2", f"run.dir={tmp_path / str(count)}"]
+        )
+        assert job.wait(600) == [DONE] * count, job.log(0).read_text()
+        assert f"parameters read from {files}" in job.log(0).read_text()
+    np.testing.assert_allclose(losses(tmp_path / "2"), losses(tmp_path / "1"), rtol=1e-5)
+    assert losses(tmp_path / "2")[0] < losses(first)[0]

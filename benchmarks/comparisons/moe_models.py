@@ -20,9 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejdist import bind_ops
-from ejdist.models.config import KINDS, ExpertsShape, LatentShape
+from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, hidden_states, loss, output_projection
 from ejdist.models.model import StepContext
+from ejdist.weights.families import FAMILIES
+from ejdist.weights.reader import tensors_in
+from ejdist.weights.runs import nested
+from ejdist.weights.tensors import as_ours, declared_leaves
 
 Weights = dict[str, np.ndarray]
 
@@ -104,85 +108,11 @@ MODELS: dict[str, Callable[[], tuple[Any, DecoderConfig]]] = {
 }
 
 
-def attention(w: Weights, c: DecoderConfig) -> Weights:
-    found = {"attention_norm": w["input_layernorm.weight"], "output": w["self_attn.o_proj.weight"].T.reshape(N, H, D)}
-    for name in ("query", "key", "value"):
-        found[name] = w[f"self_attn.{name[0]}_proj.weight"].T.reshape(D, -1, H)
-        if c.attention_bias:
-            found[f"{name}_bias"] = w[f"self_attn.{name[0]}_proj.bias"].reshape(-1, H)
-        if c.qk_norm and name != "value":
-            found[f"{name}_norm"] = w[f"self_attn.{name[0]}_norm.weight"]
-    if c.attention_output_bias:
-        found["output_bias"] = w["self_attn.o_proj.bias"]
-    if c.attention_sinks:
-        found["sinks"] = w["self_attn.sinks"][:, None]
-    return found
-
-
-def latent_attention(w: Weights, c: DecoderConfig) -> Weights:
-    m, mine = c.latent, {k.removeprefix("self_attn."): v for k, v in w.items()}
-    up = mine["kv_b_proj.weight"].reshape(N, -1, m.kv_rank).transpose(2, 0, 1)
-    return {
-        "latent_attention_norm": mine["input_layernorm.weight"],
-        "query_down": mine["q_a_proj.weight"].T,
-        "query_latent_norm": mine["q_a_layernorm.weight"],
-        "latent_query": mine["q_b_proj.weight"].T.reshape(m.query_rank, N, -1),
-        "latent_down": mine["kv_a_proj_with_mqa.weight"].T,
-        "latent_norm": mine["kv_a_layernorm.weight"],
-        "key_up": up[..., : m.nope_dim],
-        "value_up": up[..., m.nope_dim :],
-        "latent_output": mine["o_proj.weight"].T.reshape(N, m.value_dim, D),
-    }
-
-
-def mlp(w: Weights, c: DecoderConfig) -> Weights:
-    norm = {"mlp_norm": w["post_attention_layernorm.weight"]}
-    return norm | {name: w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")}
-
-
-def experts(w: Weights, c: DecoderConfig) -> Weights:
-    m = c.experts
-    found = {"experts_norm": w["post_attention_layernorm.weight"]}
-    found["router"] = w["mlp.router.weight" if m.router_bias else "mlp.gate.weight"].T
-    gate_up, down = w["mlp.experts.gate_up_proj"], w["mlp.experts.down_proj"]
-    if m.bias:  # GPT-OSS: columns of gate and up alternate
-        found |= {"experts_gate_up": gate_up.reshape(E, D, F, 2).swapaxes(2, 3), "experts_down": down}
-        found["experts_gate_up_bias"] = w["mlp.experts.gate_up_proj_bias"].reshape(E, F, 2).swapaxes(1, 2)
-        found["experts_down_bias"] = w["mlp.experts.down_proj_bias"]
-    else:
-        found["experts_gate_up"] = np.moveaxis(gate_up.reshape(E, 2, F, D), 3, 1)
-        found["experts_down"] = down.swapaxes(1, 2)
-    if m.router_bias:
-        found["router_bias"] = w["mlp.router.bias"]
-    if m.shared_dim:
-        found |= {f"shared_{p}": w[f"mlp.shared_experts.{p}_proj.weight"].T for p in ("gate", "up", "down")}
-    return found
-
-
-PARTS = {
-    "attention": attention,
-    "window_attention": attention,
-    "latent_attention": latent_attention,
-    "mlp": mlp,
-    "experts": experts,
-}
-
-
-def converted(state: Weights, c: DecoderConfig) -> dict[str, Any]:
-    """Returns our parameters from theirs, or from their gradients."""
-    rows: dict[str, list[np.ndarray]] = {}
-    for layer, kind in enumerate(c.kinds()):
-        start = f"model.layers.{layer}."
-        mine = {name.removeprefix(start): w for name, w in state.items() if name.startswith(start)}
-        for part in KINDS[kind]:
-            for name, w in PARTS[part](mine, c).items():
-                rows.setdefault(name, []).append(w)
-    return {
-        "embedding": state["model.embed_tokens.weight"],
-        "layers": {name: np.stack(of_layers) for name, of_layers in rows.items()},
-        "final_norm": state["model.norm.weight"],
-        "lm_head": state["lm_head.weight"].T,
-    }
+def converted(state: Weights, c: DecoderConfig, name: str) -> dict[str, Any]:
+    """Returns our parameters from theirs, or from their gradients; `name` is that of their class."""
+    tensors = [t for t in tensors_in(FAMILIES[name], c, state) if t.name in state]  # what has no gradient is not there
+    leaves = {leaf: p for leaf, p in declared_leaves(c).items() if leaf.startswith("params.")}
+    return nested(as_ours(state, tensors, leaves))["params"]
 
 
 def randomise(model: Any, rng: np.random.Generator) -> Weights:
@@ -241,7 +171,7 @@ def compared(make: Callable[[], tuple[Any, DecoderConfig]]) -> tuple[float, floa
     biases = randomise(model, rng)
     tokens = rng.integers(0, V, (B, T))
     logits, value, gradients = theirs(model, tokens)
-    params = converted({n: p.detach().numpy() for n, p in model.named_parameters()}, c)
+    params = converted({n: p.detach().numpy() for n, p in model.named_parameters()}, c, type(model).__name__)
     targets = np.concatenate([tokens[:, 1:], np.full((B, 1), -1)], 1)
     batch = {"tokens": tokens, "targets": targets, "positions": np.tile(np.arange(T), (B, 1))}
     batch = {k: jnp.asarray(v, jnp.int32) for k, v in (batch | {"segment_ids": np.zeros_like(tokens)}).items()}
@@ -257,7 +187,7 @@ def compared(make: Callable[[], tuple[Any, DecoderConfig]]) -> tuple[float, floa
     ours, ((total, metrics), grads) = run(params)
     count = B * (T - 1)
     errors = jax.tree_util.tree_leaves_with_path(
-        jax.tree.map(lambda a, b: off(a / count, b), grads, converted(gradients, c))
+        jax.tree.map(lambda a, b: off(a / count, b), grads, converted(gradients, c, type(model).__name__))
     )
     named = {jax.tree_util.keystr(path, simple=True, separator="."): error for path, error in errors}
     balance = None

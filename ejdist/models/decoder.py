@@ -32,6 +32,9 @@ __all__ = ["REMAT", "DecoderConfig", "declare", "hidden_states", "loss"]
 class DecoderConfig(DecoderShape):
     """The `model` section of a recipe: a decoder's shape and options, and the model that they make."""
 
+    # A folder with config.json and safetensors, or the run.dir of another run: parameters at the start; null draws them.
+    init_from: str | None = None
+
     def build(self) -> Model:
         """Returns the model. Raises ValueError, naming the key, for a wrong configuration."""
         self.validate()

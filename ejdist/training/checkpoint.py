@@ -6,9 +6,11 @@ back is noticed, on whatever mesh they are restored to.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,29 +176,24 @@ class Checkpoints:
                 found = self._manager().restore(step, args=ocp.args.Composite(**{what: args}))[what]
             except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
                 reason = _reason(error)
-            self._check_whole(step, first(f"the reading of checkpoint {step}", reason))
+            if reason := first(f"the reading of checkpoint {step}", reason):
+                raise self._damaged(step, reason)
             return found
 
         run = read(_RUN, ocp.args.JsonRestore())
-        try:
-            keys = run.pop(_KEYS, {})
-            written = run.pop(_DIGEST)
+        with self._reading(step):
+            keys, written = run.pop(_KEYS, {}), run.pop(_DIGEST)
             kinds = self._kinds(step) | keys
-        except Exception as error:
-            self._check_whole(step, _reason(error))
-            raise
         self._check_kinds(step, like, kinds)
         wanted = like_arrays(like)
         arrays = read(_STATE, ocp.args.StandardRestore(_without_empty(wanted)))
-        found = _digests(arrays)  # of arrays that all hosts have read: the same on all of them
-        if changed := [name for name in found if found[name] != written.get(name)]:
-            self._check_whole(step, f"{', '.join(changed[:3])} is not what was saved")
+        with self._reading(step):  # of arrays that all hosts have read: the same on all of them
+            _check_digests(arrays, written)
         whole = wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays
         return from_arrays(whole, like), run
 
-    def _check_whole(self, step: int, reason: str | None) -> None:
-        if reason is not None:
-            raise DamagedCheckpoint(f"checkpoint {self.directory / str(step)} cannot be read ({reason})")
+    def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"checkpoint {self.directory / str(step)} cannot be read ({reason})")
 
     def set_aside(self, step: int) -> Path:
         """Renames a checkpoint, so that it is none any more, and returns its new path. Only one process may do this."""
@@ -213,8 +210,56 @@ class Checkpoints:
         if self._made is not None:
             self._made.reload()
 
+    def run_of(self, step: int) -> dict[str, Any]:
+        """Returns what `save` was given beside the state. Raises CheckpointError if it cannot be read."""
+        with self._reading(step):
+            return {k: v for k, v in self._run(step).items() if k not in (_DIGEST, _KEYS)}
+
+    def restore_part(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """Returns those arrays of a checkpoint that `like` names, and reads no others.
+
+        Args:
+          like: nested dict of `jax.ShapeDtypeStruct` with shardings, with the names that the state has.
+
+        Raises:
+          CheckpointError: the checkpoint is damaged, or has not these arrays.
+        """
+        import orbax.checkpoint as ocp
+
+        with self._reading(step):
+            digests = self._run(step)[_DIGEST]
+            found = self._kinds(step)
+            for name, kind in ((name, kind_of(leaf)) for name, leaf in _leaves(like)):
+                if found.get(name) != kind:
+                    raise CheckpointError(
+                        f"checkpoint {self.directory / str(step)} is of another model: {name} is "
+                        f"{found.get(name, 'not')} there and {kind} here; take the keys of its model"
+                    )
+            args = ocp.args.PyTreeRestore(
+                item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+            )
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                arrays = reader.restore(self.directory / str(step) / _STATE, args=args)
+            _check_digests(arrays, digests)
+            return arrays
+
+    def _run(self, step: int) -> dict[str, Any]:
+        import orbax.checkpoint as ocp
+
+        return self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Turns whatever goes wrong while reading into one clear error."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
+            raise self._damaged(step, _reason(error)) from error
+
     def _kinds(self, step: int) -> dict[str, str]:
-        """Returns the leaves that were saved, by name, each with its dtype and shape."""
+        """Returns the dtype and shape of each array, by name."""
         stored = self._manager().item_metadata(step)[_STATE]
         stored = getattr(stored, "tree", stored)
         if stored is None:
@@ -258,6 +303,13 @@ def _without_empty(state: Any) -> Any:
     if not hasattr(state, "_asdict"):
         return state
     return {name: value for name, value in state._asdict().items() if jax.tree.leaves(value)}
+
+
+def _check_digests(arrays: Any, written: dict[str, int]) -> None:
+    found = _digests(arrays)
+    changed = [name for name in found if found[name] != written.get(name)]
+    if changed:
+        raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
 
 
 def _digests(arrays: Any) -> dict[str, int]:

@@ -20,6 +20,7 @@ from ejdist.training.checkpoint import CheckpointError, Checkpoints, DamagedChec
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import peak_flops, step_flops
+from ejdist.training.leaves import name_of
 from ejdist.training.metrics import (
     MetricsWriter,
     cannot_write,
@@ -31,7 +32,9 @@ from ejdist.training.metrics import (
 )
 from ejdist.training.program import Program, RunSection, TrainSections, local_rows, make_program, place_batch
 from ejdist.training.resume import check_same_run, fingerprint, flat, how_to_go_on
+from ejdist.training.step import TrainState
 from ejdist.training.stop import Stop, Watch, stop_on_signals
+from ejdist.weights.start import Source, nested, open_source
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         program = make_program(s, mesh)
         checkpoints = Checkpoints(directory, s.checkpoint, hosts.limit)
         there = checkpoints.latest()
+        given = getattr(s.model, "init_from", None)
+        source = open_source(given, s.model) if given is not None and there is None else None
         data = _build_data(s)
         lowered = program.step.lower(program.state, program.batch)
         corpus = {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")}
@@ -100,7 +105,12 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
         step = lowered.compile()
         check_shared(hosts, directory)
-        start, state = (0, program.init()) if there is None else _resume(s, program, checkpoints, data, hosts, say)
+        if there is not None:
+            start, state = _resume(s, program, checkpoints, data, hosts, say)
+            if given is not None:
+                say(f"model.init_from = {given!r} is not read: the run goes on from its own checkpoint")
+        else:
+            start, state = 0, program.init() if source is None else _start(program, source, say)
     for name in checkpoints.interrupted():
         say(f"ignoring {name}: a save that was cut off")
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
@@ -129,6 +139,23 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
     summary = _finish(s, program, directory) if main else None
     return Outcome(last, last >= s.run.steps, summary)
+
+
+def _start(program: Program, source: Source, say: Any) -> TrainState:
+    """Returns the state before the first step, with the parameters of a source."""
+    wanted = {
+        f"params.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.params)
+    }
+    wanted |= {
+        f"buffers.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.buffers)
+    }
+    began = time.perf_counter()
+    found = source.load({name: like for name, like in wanted.items() if name in source.leaves})
+    for line in source.notes:
+        say(line)
+    say(f"{len(found)} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
+    tree = nested(found)
+    return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 
 
 def _build_data(s: TrainSections) -> Data:

@@ -102,6 +102,9 @@ class Program:
     order: Order
     step: Any  # jitted (state, batch) -> (state, metrics)
     init: Any  # jitted () -> state
+    init_from: (
+        Any  # jitted ({"params": tree, "buffers": part -> some of its own}) -> state with these, which are donated
+    )
     state: Any  # tree of jax.ShapeDtypeStruct with shardings
     batch: dict[str, jax.ShapeDtypeStruct]
     num_parameters: int
@@ -144,9 +147,14 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     def loss(params: Any, batch: dict[str, jax.Array], *, context: StepContext) -> Any:
         return model.loss(params, batch, ops=ops, z_loss=s.z_loss, context=context)
 
+    key = jax.random.key(s.run.seed)
+
     def make_state() -> TrainState:
-        key = jax.random.key(s.run.seed)
         return init_state(initialise(model.declared, key), optimizer, initialise(model.buffers, key))
+
+    def take_state(given: dict[str, Any]) -> TrainState:
+        own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
+        return init_state(given["params"], optimizer, own)
 
     def places(declared: Any, kind: str) -> Any:
         return map_declared(
@@ -179,7 +187,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         out_shardings=(shardings, replicated(mesh)),
     )
     init = jax.jit(make_state, out_shardings=shardings)
-    return Program(model, mesh, order, step, init, state, batch, num_parameters(model.declared), notes)
+    init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
+    return Program(model, mesh, order, step, init, init_from, state, batch, num_parameters(model.declared), notes)
 
 
 def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:

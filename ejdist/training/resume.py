@@ -8,7 +8,7 @@ It is so with a constant rate, and with wsd before its decay. Elsewhere `run.ext
 from __future__ import annotations
 
 import json
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,11 @@ import numpy as np
 
 from ejdist.training.optimizer import OptimizerSection, make_schedule
 from ejdist.training.program import RunSection, TrainSections
+from ejdist.weights.match import flat
 
 _STEPS = "run.steps"
-
-
-def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the keys of a section, with dots, and their values."""
-    keys = {}
-    for name, value in vars(section).items():
-        keys |= flat(value, f"{prefix}{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
-    return keys
+# Where parameters came from is kept, and decides nothing once there is a checkpoint: the folder may have moved since.
+_INIT_FROM = "model.init_from"
 
 
 def _deciding(sections: TrainSections) -> dict[str, Any]:
@@ -60,7 +55,7 @@ def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, w
         sections, model=type(sections.model)(), optimizer=type(sections.optimizer)(), experts=type(sections.experts)()
     )
     stored = {k: v for k, v in fingerprint(plain).items() if k not in (_STEPS, "accumulation", "z_loss")} | stored
-    changed = [k for k in sorted({*stored, *now}) if stored.get(k) != now.get(k)]
+    changed = [k for k in sorted({*stored, *now}) if stored.get(k) != now.get(k) and k != _INIT_FROM]
     old, new = stored.get(_STEPS), sections.run.steps
     if not changed:
         return

@@ -1,0 +1,171 @@
+"""What several families write into config.json in one way: rotary embedding, windows, the kinds of layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ejdist.models.config import KINDS, DecoderShape
+from ejdist.weights.files import WeightsError
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+
+# Keys that change no number of the forward here: names, tokens of the text, what generation and training elsewhere read.
+_SILENT = frozenset(
+    "architectures model_type auto_map torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id "
+    "initializer_range max_position_embeddings pretraining_tp output_router_logits router_aux_loss_coef "
+    "aux_loss_alpha seq_aux ep_size experts_per_token initial_context_length".split()
+)
+
+
+class Keys:
+    """The keys of a config.json. Each that is asked for is known; one that nobody asked for may change the model."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self.path, self._content = path, content
+        self._known: set[str] = set(_SILENT)
+
+    def get(self, name: str, default: Any = None, *others: str) -> Any:
+        """Returns the value of a key, or of the first of its other names that is there; a null is as no key."""
+        self._known |= {name, *others}
+        return next((self._content[n] for n in (name, *others) if self._content.get(n) is not None), default)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._content
+
+    def need(self, name: str, *others: str) -> Any:
+        """Returns the value of a key. Raises WeightsError if there is none."""
+        found = self.get(name, None, *others)
+        if found is None:
+            raise WeightsError(f"{self.path} has no {name}, without which the model is not known; copy the file again")
+        return found
+
+    def only(self, name: str, *values: Any) -> None:
+        """Raises WeightsError if a key is there and has another value than these: the model would be another."""
+        found = self.get(name)
+        if found is not None and found not in values:
+            raise WeightsError(
+                f"{self.path} has {name} = {found!r}, which this model does not have: it computes what "
+                f"{name} = {' or '.join(repr(v) for v in values)} does"
+            )
+
+    def finish(self) -> None:
+        """Raises WeightsError for a key that nobody asked for."""
+        if self.get("quantization_config") is not None:
+            raise WeightsError(
+                f"{self.path} has a quantization_config: parameters here are plain numbers; load the model with transformers, "
+                "dequantize it, and save it as bfloat16"
+            )
+        unknown = [
+            k for k, v in self._content.items() if k not in self._known and v is not None and not k.startswith("_")
+        ]
+        if unknown:
+            raise WeightsError(
+                f"{self.path} has {unknown[0]} = {self._content[unknown[0]]!r}, which is not known here and may change the "
+                "model; if it does not, take the key out of the file"
+            )
+
+
+def read_rope(keys: Keys, base: float) -> dict[str, Any]:
+    """Returns the keys of a model section that say how positions turn. Transformers 5 has them in `rope_parameters`, older
+    files in `rope_theta` and `rope_scaling`."""
+    new, old = keys.get("rope_parameters"), keys.get("rope_scaling")
+    given = dict(old or new or {})  # the order of transformers
+    inner = Keys(keys.path, given)
+    theta = keys.get("rope_theta", base)
+    found: dict[str, Any] = {"rope_base": float(inner.get("rope_theta", theta))}
+    kind = inner.get("rope_type", "default", "type")
+    keys.only("partial_rotary_factor", 1.0)
+    inner.only("partial_rotary_factor", 1.0)
+    if kind != "default":
+        found |= {"rope_scaling": kind, "rope_factor": float(inner.need("factor"))}
+    if kind in ("llama3", "yarn"):
+        length = keys.get("max_position_embeddings")
+        length = inner.get("original_max_position_embeddings", length)
+        if length is None:
+            raise WeightsError(
+                f"{keys.path} has rope_type = {kind!r} without original_max_position_embeddings; copy it again"
+            )
+        found["rope_original_length"] = int(length)
+    if kind == "llama3":
+        inner.only("low_freq_factor", 1.0)
+        inner.only("high_freq_factor", 4.0)
+    elif kind == "yarn":
+        inner.only("beta_fast", 32.0)
+        inner.only("beta_slow", 1.0)
+        found["rope_truncate"] = bool(inner.get("truncate", True))
+        factor, one, all_of = inner.get("attention_factor"), inner.get("mscale"), inner.get("mscale_all_dim")
+        if factor is None and one and all_of:
+            factor = magnitude(found["rope_factor"], one) / magnitude(found["rope_factor"], all_of)
+        found["rope_attention_factor"] = factor
+    elif kind not in ("default", "linear"):
+        raise WeightsError(
+            f"{keys.path} has rope_type = {kind!r}, which this model does not have; it has default, linear, llama3 and yarn"
+        )
+    inner.finish()
+    return found
+
+
+def magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Returns YaRN's factor for a context so many times longer."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def write_rope(c: DecoderShape) -> dict[str, Any]:
+    """Returns the keys of a config.json for the model's positions, as every version of transformers reads them."""
+    found: dict[str, Any] = {"rope_theta": c.rope_base}
+    if c.rope_scaling is None:
+        return found
+    scaling: dict[str, Any] = {"rope_type": c.rope_scaling, "factor": c.rope_factor}
+    if c.rope_scaling in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = c.rope_original_length
+    if c.rope_scaling == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if c.rope_scaling == "yarn":
+        scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": c.rope_truncate}
+        if c.rope_attention_factor is not None:
+            scaling["attention_factor"] = c.rope_attention_factor
+    return found | {"rope_scaling": scaling}
+
+
+def of_kinds(kinds: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the shortest `first_layers` and `layer_pattern` that have these layers."""
+    kinds = tuple(kinds)
+    best: tuple[int, int] = (0, len(kinds))
+    for head in range(len(kinds)):
+        rest = kinds[head:]
+        period = next(n for n in range(1, len(rest) + 1) if all(k == rest[i % n] for i, k in enumerate(rest)))
+        best = min(best, (head, period), key=lambda pair: (sum(pair), pair))
+    head, period = best
+    return {"first_layers": kinds[:head], "layer_pattern": kinds[head : head + period]}
+
+
+def kind_of(windowed: bool, experts: bool) -> str:
+    return "_".join([*(["window"] if windowed else []), *(["experts"] if experts else [])]) or "full"
+
+
+def windows_of(c: DecoderShape) -> list[bool]:
+    """Returns which layers have a window."""
+    return ["window_attention" in KINDS[kind] for kind in c.kinds()]
+
+
+def layer_types(c: DecoderShape) -> list[str]:
+    return ["sliding_attention" if windowed else "full_attention" for windowed in windows_of(c)]
+
+
+def read_layer_types(keys: Keys, layers: int, default: Sequence[bool]) -> list[bool]:
+    """Returns which layers have a window."""
+    given = keys.get("layer_types")
+    if given is None:
+        return list(default)
+    strange = [t for t in given if t not in ("sliding_attention", "full_attention")]
+    if strange or len(given) != layers:
+        what = (
+            f"has {strange[0]!r}, which this model does not have"
+            if strange
+            else f"is of {len(given)} layers, not {layers}"
+        )
+        raise WeightsError(f"{keys.path}: layer_types {what}")
+    return [t == "sliding_attention" for t in given]

@@ -1,0 +1,182 @@
+"""The safetensors format, read and written a tensor at a time: 8 bytes of length, a JSON header, then the numbers.
+
+A file is read through the memory map of one tensor, of which only the pages of a slice are ever loaded. One is written in any
+order: where each tensor lies is known before the first of them is. The library of the format checks both in the tests; its own
+writer takes all tensors of a file at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Those that a float32 parameter holds without rounding.
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+class WeightsError(ValueError):
+    """Weights cannot be read, written or used; the message names the file and what to do."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str  # as the format writes it, "BF16"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+    def open(self) -> np.ndarray:
+        """Returns the tensor as an array over the file; nothing is read before it is looked at, and its pages go with it."""
+        return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns what a JSON file holds. Raises WeightsError if it cannot be read, or is no object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise WeightsError(f"{path} is not JSON ({error}); copy it again") from error
+    if not isinstance(found, dict):
+        raise WeightsError(f"{path} holds a {type(found).__name__} and not an object; copy it again")
+    return found
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Returns the tensors of a file by name.
+
+    Raises:
+      WeightsError: it is no safetensors file, or a part of one.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                raise WeightsError(
+                    f"{path} is not a safetensors file, or a part of one: its {size:,} bytes do not hold the header that they "
+                    "begin with; copy it again"
+                )
+            header = json.loads(file.read(length))
+        found = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            if not 0 <= start <= stop:
+                raise ValueError(f"tensor {name} is from byte {start} to {stop}")
+            if 8 + length + stop > size:
+                raise WeightsError(
+                    f"{path} is cut off: tensor {name} ends at byte {8 + length + stop:,} of {size:,}; copy the file again"
+                )
+            tensor = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
+            if tensor.dtype in DTYPES and math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize != stop - start:
+                raise WeightsError(
+                    f"{path}: tensor {name} has {stop - start:,} bytes, not those of its shape; copy it again"
+                )
+            found[name] = tensor
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise WeightsError(f"{path} has a header that cannot be read ({error}); copy the file again") from error
+    return found
+
+
+def read_folder(folder: Path) -> dict[str, Stored]:
+    """Returns the tensors of all files of a folder, as its index names them.
+
+    Raises:
+      WeightsError: there are none, or not all of those that the index names.
+    """
+    if (folder / INDEX).exists():
+        names = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(names, dict):
+            raise WeightsError(f"{folder / INDEX} has no weight_map; copy it again")
+        headers = {file: read_header(folder / file) for file in sorted({str(f) for f in names.values()})}
+        absent = [name for name, file in names.items() if name not in headers[str(file)]]
+        if absent:
+            raise WeightsError(
+                f"{folder / INDEX} says that {names[absent[0]]} holds {absent[0]}, which it does not; copy both again"
+            )
+        return {name: headers[str(file)][name] for name, file in names.items()}
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE)
+    old = next((p.name for p in sorted(folder.glob("*.bin")) if p.is_file()), "")
+    hint = f"; {old} is of another format: save the model again as safetensors" if old else ""
+    raise WeightsError(f"{folder} holds no weights: neither {INDEX} nor {SINGLE} is there{hint}")
+
+
+class Files:
+    """The files of a folder while they are written: their sizes and headers first, then each tensor at its place."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) -> None:
+        """Args:
+        tensors: name -> (dtype, shape), in the order in which they are to lie.
+        most: bytes of tensors in a file; a larger tensor has one of its own.
+        """
+        self._open, self._places, self._kinds = {}, {}, dict(tensors)
+        groups: list[dict[str, int]] = [{}]
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+        for name, size in sizes.items():
+            if groups[-1] and sum(groups[-1].values()) + size > most:
+                groups.append({})
+            groups[-1][name] = size
+        self.names = {}
+        for i, group in enumerate(groups):
+            file = SINGLE if len(groups) == 1 else f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
+            self.names |= dict.fromkeys(group, file)
+            self._begin(folder / file, group, tensors)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": self.names}
+            (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+    def _begin(
+        self, path: Path, sizes: dict[str, int], tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+    ) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+        at = 0
+        for name, size in sizes.items():
+            dtype, shape = tensors[name]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file: BinaryIO = path.open("wb")
+        self._open[path.name] = file
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+        self._places |= {name: 8 + len(text) + header[name]["data_offsets"][0] for name in sizes}
+
+    def write(self, name: str, tensor: np.ndarray) -> None:
+        """Writes a tensor. Raises ValueError unless it is of the dtype and shape that were said."""
+        if (tensor.dtype, tensor.shape) != self._kinds[name]:
+            raise ValueError(f"tensor {name} was to be {self._kinds[name]}, and is {(tensor.dtype, tensor.shape)}")
+        file = self._open[self.names[name]]
+        file.seek(self._places[name])
+        file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+def names_in(names: Iterable[str], most: int = 3) -> str:
+    """Returns the first of the names, in words, and how many more there are."""
+    listed = sorted(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

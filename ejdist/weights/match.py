@@ -1,0 +1,98 @@
+"""What makes two decoders the same function: the keys of a model section that decide it, without those of its training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import is_dataclass
+from typing import Any
+
+from ejdist.models.config import KINDS, DecoderShape
+
+# How a model is started and trained, and not what it computes.
+_TRAINING = {"init_std", "init_from", "compute_dtype", "remat"} | {
+    f"experts.{name}" for name in ("balance", "balance_loss", "z_loss", "jitter", "forced_balance")
+}
+_CLOSE = 1e-6  # of floats, relative: scales are computed, and written with few digits
+
+
+def flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the keys of a section, with dots, and their values."""
+    found = {}
+    for name, value in vars(section).items():
+        found |= flat(value, f"{prefix}{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
+    return found
+
+
+def deciding(c: DecoderShape) -> dict[str, Any]:
+    """Returns the keys that the model's function depends on, with one value for what is the same. `layers` has the kinds."""
+    parts = {part for kind in c.kinds() for part in KINDS[kind]}
+    plain = bool(parts & {"attention", "window_attention"})
+    found = {k: v for k, v in flat(c).items() if k not in _TRAINING}
+    found["layers"] = tuple(c.kinds())
+    found["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
+    unused = {"first_layers", "layer_pattern"}
+    if "mlp" not in parts:
+        unused |= {"ffn_dim", "activation"}
+    if not plain:
+        unused |= {"head_dim", "num_kv_heads"}
+    if "experts" in parts:
+        found["experts.activation"] = c.experts.activation or c.activation
+    for part, prefix in (("experts", "experts."), ("latent_attention", "latent.")):
+        if part not in parts:
+            unused |= {k for k in found if k.startswith(prefix)}
+    if c.rope_scaling is None:
+        unused |= {k for k in found if k.startswith("rope_") and k not in ("rope_base", "rope_scaling")}
+    elif c.rope_scaling == "yarn" and c.rope_attention_factor is None:
+        found["rope_attention_factor"] = 0.1 * math.log(c.rope_factor) + 1
+    if c.rope_scaling in ("linear", "ntk"):
+        unused.add("rope_original_length")
+    widths = ([c.head_dim] if plain else []) + (
+        [c.latent.nope_dim + c.latent.rope_dim] if "latent_attention" in parts else []
+    )
+    if c.attention_scale is None and len(widths) == 1:
+        found["attention_scale"] = 1 / math.sqrt(widths[0])
+    return {k: v for k, v in found.items() if k not in unused}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Returns whether two values of a key are the same number or word."""
+    if isinstance(a, float) or isinstance(b, float):
+        return None not in (a, b) and math.isclose(a, b, rel_tol=_CLOSE)
+    return a == b
+
+
+def differences(ours: DecoderShape, theirs: DecoderShape) -> list[str]:
+    """Returns the keys in which two models differ, those of the layers first: what else differs may follow from them."""
+    one, other = deciding(ours), deciding(theirs)
+    found = [k for k in {**one, **other} if k not in one or k not in other or not same(one[k], other[k])]
+    if "num_layers" in found:  # and so the list of them
+        found.remove("layers")
+    return sorted(found, key=lambda k: k not in ("num_layers", "layers"))
+
+
+def written(value: Any) -> str:
+    """Returns a value as an override has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(value)}]" if isinstance(value, tuple | list) else str(value)
+
+
+def overrides(wanted: DecoderShape, base: DecoderShape) -> list[str]:
+    """Returns the overrides that make the model of `base` that of `wanted`."""
+    one, other = flat(wanted), flat(base)
+    kept = (
+        _TRAINING | {"experts.bias_rate"}
+        if bool(wanted.experts.bias_rate) == bool(base.experts.bias_rate)
+        else _TRAINING
+    )
+    return [f"model.{k}={written(v)}" for k, v in one.items() if k not in kept and v != other[k]]
+
+
+def told_difference(ours: DecoderShape, theirs: DecoderShape, where: str, key: str) -> str:
+    """Returns one sentence about a key in which the recipe is not the model of a file or a run, with what to write."""
+    mine, given = flat(ours), flat(theirs)
+    keys = [k for k in ("first_layers", "layer_pattern") if mine[k] != given[k]] if key == "layers" else [key]
+    return (
+        f"{' and '.join(f'model.{k} = {written(mine[k])}' for k in keys)} in this recipe, and {where} has "
+        f"{' and '.join(written(given[k]) for k in keys)}: give {' '.join(f'model.{k}={written(given[k])}' for k in keys)}"
+    )

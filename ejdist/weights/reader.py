@@ -1,0 +1,144 @@
+"""Tensors of files into arrays on devices: each device is given what it holds, and the host holds a part of one tensor.
+
+A parameter is made as zeros where it is to lie. Then each tensor that holds a part of it is opened, cut to what each device
+holds, and put into its place there, in the dtype of the file; the device converts. So however many layers and experts are
+stacked in a parameter, the host has one tensor of one layer at a time, and of it what its own devices need.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejdist.models.decoder import DecoderConfig
+from ejdist.weights.families import Family
+from ejdist.weights.files import DTYPES, Stored, WeightsError, names_in
+from ejdist.weights.tensors import Piece, Tensor, expand, view
+
+# Tensors of a file that follow from config.json.
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+def tensors_in(family: Family, c: DecoderConfig, stored: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors of a model as these files have them: a family may have several ways to."""
+    found = [expand(rules, c) for rules in family.rules]
+    return min(found, key=lambda tensors: sum(t.name not in stored for t in tensors))
+
+
+def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderConfig, where: Path) -> list[str]:
+    """Returns what is left out of the files and why, a line each.
+
+    Raises:
+      WeightsError: a tensor is missing, unknown, or of another shape or dtype.
+    """
+    wanted = {t.name: t for t in tensors}
+    absent = wanted.keys() - stored.keys()
+    if absent:
+        raise WeightsError(
+            f"{where} lacks {names_in(absent)}, which its config.json says that the model has; copy all of its files"
+        )
+    notes, unknown = [], set(stored) - set(wanted)
+    derived = {n for n in unknown if _DERIVED.search(n)}
+    ahead = {n for n in unknown if (m := re.match(r"model\.layers\.(\d+)\.", n)) and int(m[1]) >= c.num_layers}
+    if derived:
+        notes.append(f"left out of {where}: {names_in(derived)}, which follow from its config.json")
+    if ahead:
+        notes.append(
+            f"left out of {where}: {names_in(ahead)}, of layers after the last, which predict more tokens ahead"
+        )
+    unknown -= derived | ahead
+    if c.tie_embeddings and "lm_head.weight" in unknown:
+        _check_tied(stored, where)
+        unknown.remove("lm_head.weight")
+    if unknown:
+        raise WeightsError(
+            f"{where} has {names_in(unknown)}, for which this model has no parameter; it would be another without: check that "
+            "config.json and the files are of one model"
+        )
+    for name, tensor in wanted.items():
+        entry = stored[name]
+        if entry.dtype not in DTYPES:
+            raise WeightsError(
+                f"{entry.path}: tensor {name} is {entry.dtype}, and only {', '.join(DTYPES)} are read; save the model again as "
+                "one of them"
+            )
+        if entry.shape != tensor.shape:
+            raise WeightsError(
+                f"{entry.path}: tensor {name} is {list(entry.shape)}, and by its config.json {list(tensor.shape)}; check that "
+                "both are of one model"
+            )
+    return notes
+
+
+def _check_tied(stored: Mapping[str, Stored], where: Path) -> None:
+    """Raises WeightsError if the files have an output projection that is not the embedding, which the model takes."""
+    head, table = stored["lm_head.weight"], stored.get("model.embed_tokens.weight")
+    alike = table is not None and (head.shape, head.dtype) == (table.shape, table.dtype) and head.dtype in DTYPES
+    if not (alike and table is not None and _equal(head.open(), table.open())):
+        raise WeightsError(
+            f"{where} has a lm_head.weight that is not the embedding, though its config.json ties them; set "
+            "tie_word_embeddings to false in it"
+        )
+
+
+def _equal(a: np.ndarray, b: np.ndarray, rows: int = 4096) -> bool:
+    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+
+
+def load(
+    stored: Mapping[str, Stored], tensors: Iterable[Tensor], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Returns leaf -> array, of the shape, dtype and sharding in `like`. Every process reads what its own devices hold."""
+    of_leaf: dict[str, list[tuple[Tensor, Piece]]] = defaultdict(list)
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            of_leaf[piece.leaf].append((tensor, piece))
+    return {leaf: _load_leaf(stored, of_leaf[leaf], wanted) for leaf, wanted in like.items()}
+
+
+Spans = tuple[tuple[int, int], ...]  # start and stop in each dim of a leaf
+
+
+def _load_leaf(
+    stored: Mapping[str, Stored], held: list[tuple[Tensor, Piece]], wanted: jax.ShapeDtypeStruct
+) -> jax.Array:
+    devices: dict[Spans, list[Any]] = defaultdict(list)
+    for device, index in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
+        devices[tuple(s.indices(n)[:2] for s, n in zip(index or (), wanted.shape, strict=True))].append(device)
+    shards = {
+        device: jnp.zeros([stop - start for start, stop in spans], wanted.dtype, device=device)
+        for spans, those in devices.items()
+        for device in those
+    }
+    for tensor, piece in held:
+        lies = view(stored[tensor.name].open(), tensor, piece)
+        for spans, those in devices.items():
+            found = _cut(lies, piece, spans)
+            if found is not None:
+                shards |= {d: _put(shards[d], jax.device_put(found[0], d), found[1]) for d in those}
+        # Else the host would hold what is cut of every tensor until its turn to be put comes.
+        jax.block_until_ready(list(shards.values()))
+    return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, list(shards.values()))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(whole: jax.Array, part: jax.Array, at: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), at)
+
+
+def _cut(lies: np.ndarray, piece: Piece, spans: Spans) -> tuple[np.ndarray, tuple[int, ...]] | None:
+    """Returns (what a shard has of a piece that lies as the leaf does, where in the shard it is); None if that is nothing."""
+    each = list(zip(piece.at, spans, strict=True))
+    if any(i is not None and not start <= i < stop for i, (start, stop) in each):
+        return None
+    part = lies[tuple(slice(*span) for i, span in each if i is None)]
+    shape = [stop - start if i is None else 1 for i, (start, stop) in each]
+    return np.ascontiguousarray(part).reshape(shape), tuple(0 if i is None else i - start for i, (start, _) in each)

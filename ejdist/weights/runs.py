@@ -1,0 +1,80 @@
+"""Another run of this project as a place that weights come from: its last checkpoint, or that of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejdist.models.config import ExpertsShape, LatentShape
+from ejdist.models.decoder import DecoderConfig
+from ejdist.training.checkpoint import Checkpoints, CheckpointSection
+from ejdist.weights.files import WeightsError
+from ejdist.weights.match import flat
+
+
+class Run:
+    """The checkpoint of a run: its model, what its data were, and its parameters one by one."""
+
+    def __init__(self, folder: str | Path, step: int | None = None) -> None:
+        """Raises WeightsError if there is no such run or step. CheckpointError: its checkpoint cannot be read."""
+        self.folder = Path(folder).expanduser()
+        self._checkpoints = Checkpoints(self.folder, CheckpointSection())
+        last = self._checkpoints.latest()
+        if last is None:
+            raise WeightsError(f"{self.folder} has no checkpoint of a run; give the run.dir of one that has")
+        steps = sorted(int(p.name) for p in self._checkpoints.directory.iterdir() if p.name.isdigit())
+        if step is not None and step not in steps:
+            raise WeightsError(
+                f"{self.folder} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+            )
+        self.step = last if step is None else step
+        beside = self._checkpoints.run_of(self.step)
+        self.model, self.data = section_of(beside["recipe"], self.folder), beside["data"]
+
+    def load(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Returns leaf -> array, of those that are named. Raises CheckpointError."""
+        arrays = unnested(self._checkpoints.restore_part(self.step, nested(like)))
+        return {name: arrays[name] for name in like}
+
+    def load_and_close(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Returns what `load` does, of a run that nothing more is asked of."""
+        try:
+            return self.load(like)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+
+def section_of(recipe: dict[str, Any], where: Path) -> DecoderConfig:
+    """Returns the model section of a run, from what its checkpoint keeps. A key that it has not had the default's meaning."""
+    given = {k.removeprefix("model."): v for k, v in recipe.items() if k.startswith("model.")}
+    strange = sorted(set(given) - set(flat(DecoderConfig())))
+    if strange:
+        raise WeightsError(f"{where} is a run of another model: it has model.{strange[0]}, which the decoder has not")
+    tree = nested(given)
+    experts, latent = ExpertsShape(**tree.pop("experts", {})), LatentShape(**tree.pop("latent", {}))
+    return DecoderConfig(**tree, experts=experts, latent=latent)
+
+
+def nested(flat_tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns "a.b" -> x as {"a": {"b": x}}."""
+    found: dict[str, Any] = {}
+    for name, value in flat_tree.items():
+        *path, last = name.split(".")
+        here = found
+        for part in path:
+            here = here.setdefault(part, {})
+        here[last] = value
+    return found
+
+
+def unnested(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {"a": {"b": x}} as "a.b" -> x."""
+    found = {}
+    for name, value in tree.items():
+        found |= unnested(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,69 @@
+"""Where the parameters of a new run come from: files of Hugging Face, or another run (`model.init_from`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from ejdist.models.decoder import DecoderConfig
+from ejdist.weights.families import read_config
+from ejdist.weights.files import WeightsError, read_folder
+from ejdist.weights.match import differences, told_difference
+from ejdist.weights.reader import check, load, tensors_in
+from ejdist.weights.runs import Run, nested
+from ejdist.weights.tensors import declared_leaves
+
+__all__ = ["Source", "nested", "open_source"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights that fit a model; nothing of them has been read.
+
+    leaves: names of what there is. load: leaf -> `jax.ShapeDtypeStruct` with a sharding, to leaf -> array. notes: what is left
+    out, and why.
+    """
+
+    what: str
+    leaves: frozenset[str]
+    notes: list[str]
+    load: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+
+
+def open_source(where: str, c: DecoderConfig) -> Source:
+    """Returns the weights of a folder, for the model of a recipe. Everything but the numbers is checked.
+
+    Raises:
+      WeightsError: there are none, or they are not of this model; names the first key or tensor that differs, and what to do.
+      CheckpointError: it is a run whose checkpoint cannot be read.
+    """
+    c.validate()
+    folder = Path(where).expanduser()
+    leaves = frozenset(declared_leaves(c))
+    if (folder / "config.json").exists():
+        family, theirs = read_config(folder)
+        _check_model(
+            c, theirs, f"{folder / 'config.json'}", f"python -m launch.export from={where} prints all keys of its model"
+        )
+        stored = read_folder(folder)
+        tensors = tensors_in(family, c, stored)
+        notes = check(tensors, stored, c, folder)
+        return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like))
+    if (folder / "checkpoints").is_dir():
+        run = Run(folder)
+        _check_model(c, run.model, f"the run in {folder}", "its parameters are of that model")
+        return Source(f"step {run.step} of the run in {folder}", leaves, [], run.load_and_close)
+    what = "has neither config.json nor checkpoints" if folder.is_dir() else "is no folder"
+    raise WeightsError(
+        f"model.init_from = {where!r} {what}; give a folder with config.json and safetensors, or the run.dir of another run"
+    )
+
+
+def _check_model(ours: DecoderConfig, theirs: DecoderConfig, where: str, hint: str) -> None:
+    found = differences(ours, theirs)
+    if found:
+        more = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
+        raise WeightsError(f"{told_difference(ours, theirs, where, found[0])}{more}; {hint}")

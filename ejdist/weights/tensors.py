@@ -1,0 +1,161 @@
+"""Which tensor of a file holds which of our parameters, and how: one table serves reading and writing.
+
+A `Rule` names the dims of both sides, "(N H) D" and "query: D N H": dims in brackets are one dim of the file. `view` turns an
+array that lies as in the file into one that lies as ours does, without a copy, so that reading takes from it and writing puts
+into it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ejdist.models.config import DecoderShape
+from ejdist.models.decoder import declare
+from ejdist.models.parameters import Param
+from ejdist.models.stack import declare_buffers, layers_of
+
+LAYER = "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tensor of a file.
+
+    name: without `LAYER` in front, for what a layer has; a dim in braces is counted through, "experts.{E}.w1.weight".
+    theirs: its dims. ours: "parameter: dims", where a number is an index of ours, and so a part of the parameter.
+    joined: the dim of theirs along which several of ours lie one after the other, each of its own size.
+    given, without: left out unless the model has that parameter, or if it has.
+    """
+
+    name: str
+    theirs: str
+    ours: tuple[str, ...]
+    joined: str = ""
+    given: str = ""
+    without: str = ""
+
+    def parameters(self) -> list[tuple[str, list[str]]]:
+        """Returns (name, dims) of each of ours."""
+        return [(name, dims.split()) for name, _, dims in (text.partition(":") for text in self.ours)]
+
+
+def rule(name: str, theirs: str, *ours: str, **more: str) -> Rule:
+    return Rule(name, theirs, ours, **more)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a tensor holds of a leaf of the state."""
+
+    leaf: str  # "params.layers.query"
+    at: tuple[int | None, ...]  # for each dim of the leaf the index in it; None: all of it
+    order: tuple[int, ...]  # the dim of the split tensor that is each dim of the leaf where all of it is held
+    part: tuple[int, int, int] | None = None  # (dim of the split tensor, start, stop)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file, for a model of known sizes."""
+
+    name: str
+    split: tuple[tuple[int, ...], ...]  # for each dim the sizes of the dims of ours that it is made of
+    pieces: tuple[Piece, ...] = field(repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(sizes) for sizes in self.split)
+
+
+def view(array: np.ndarray, tensor: Tensor, piece: Piece) -> np.ndarray:
+    """Returns the array of a tensor as the piece of the leaf lies, its indexed dims left out: no copy, of a contiguous one."""
+    split = array.reshape([size for sizes in tensor.split for size in sizes])
+    if piece.part is not None:
+        dim, start, stop = piece.part
+        split = split[(slice(None),) * dim + (slice(start, stop),)]
+    return split.transpose(piece.order)
+
+
+def declared_leaves(c: DecoderShape) -> dict[str, Param]:
+    """Returns the leaves of the state that make the model what it is, by name. Counts of the step before are not among them."""
+    declared = declare(c)
+    found = {f"params.{name}": p for name, p in declared.items() if name != "layers"}
+    found |= {f"params.layers.{name}": p for name, p in declared["layers"].items()}
+    buffers = declare_buffers(c)
+    return found | {f"buffers.{part}.bias": own["bias"] for part, own in buffers.items() if "bias" in own}
+
+
+def expand(rules: Mapping[str, Sequence[Rule]], c: DecoderShape) -> list[Tensor]:
+    """Returns every tensor of a model's files, in the order of its layers.
+
+    Args:
+      rules: name of a part -> those of a layer that has it; "": those of no layer.
+
+    Raises:
+      ValueError: a parameter of the model is in no rule.
+    """
+    leaves = declared_leaves(c)
+    top = {n: f"params.{n}" for n in declare(c)}
+    found = [t for r in rules[""] for t in _of_rule(r, r.name, top, leaves, ())]
+    rows: Counter[str] = Counter()
+    for layer, parts in enumerate(layers_of(c)):
+        for part in parts:
+            own = {n: f"params.layers.{n}" for n in part.declare(c)} | {
+                n: f"buffers.{part.name}.{n}" for n in part.buffers(c)
+            }
+            for r in rules.get(part.name, ()):
+                found += _of_rule(r, LAYER.format(layer=layer) + r.name, own, leaves, (rows[part.name],))
+            rows[part.name] += 1
+    absent = leaves.keys() - {piece.leaf for t in found for piece in t.pieces}
+    if absent:
+        raise ValueError(f"no tensor of a file holds the parameter {sorted(absent)[0]}; write its rule")
+    return found
+
+
+def _of_rule(
+    r: Rule, name: str, own: Mapping[str, str], leaves: Mapping[str, Param], row: tuple[int, ...]
+) -> Iterable[Tensor]:
+    """Returns the tensors of a rule in one layer: several if the name counts through a dim, none if the model has no use for
+    it."""
+    known = all(parameter in own for parameter, _ in r.parameters())
+    if not known or (r.given and r.given not in own) or r.without in own:
+        return []
+    sizes: dict[str, list[int]] = {}
+    for parameter, dims in r.parameters():
+        shape = leaves[own[parameter]].shape[len(row) :]
+        for dim, size in zip(dims, shape, strict=True):
+            sizes.setdefault(dim, []).append(size)
+    groups = [(bracketed or plain).split() for bracketed, plain in re.findall(r"\(([^)]*)\)|(\S+)", r.theirs)]
+    flat = [dim for group in groups for dim in group]
+    split = tuple(tuple(sum(sizes[d]) if d == r.joined else sizes[d][0] for d in group) for group in groups)
+    counted = re.findall(r"{(\w+)}", r.name)
+    found = []
+    for index in product(*(range(sizes[d][0]) for d in counted)):
+        number, start, pieces = dict(zip(counted, index, strict=True)), 0, []
+        for i, (parameter, dims) in enumerate(r.parameters()):
+            at = [int(d) if d.isdigit() else number.get(d) for d in dims]
+            order = [flat.index(d) for d, fixed in zip(dims, at, strict=True) if fixed is None]
+            part = None
+            if r.joined:
+                part = (flat.index(r.joined), start, start + sizes[r.joined][i])
+                start = part[2]
+            pieces.append(Piece(own[parameter], (*row, *at), tuple(order), part))
+        found.append(Tensor(name.format(**number), split, tuple(pieces)))
+    return found
+
+
+def as_ours(arrays: Mapping[str, np.ndarray], tensors: Iterable[Tensor], leaves: Mapping[str, Param]) -> dict[str, Any]:
+    """Returns leaf -> array, put together in memory from the arrays of a file. `load` is that for devices."""
+    found = {name: np.full(p.shape, np.nan, np.float32) for name, p in leaves.items()}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            at = tuple(slice(None) if i is None else i for i in piece.at)
+            found[piece.leaf][at] = view(arrays[tensor.name], tensor, piece)
+    return found

@@ -1,0 +1,311 @@
+"""Faults of weights in and out. What an import and an export do alike is noticed by numbers, not by going there and back."""
+
+from faults import Fault
+
+FAMILIES, NAMES, READER, TENSORS, FILES, WRITER, CONFIG, MATCH = (
+    f"ejdist/weights/{name}.py"
+    for name in ("families", "names", "reader", "tensors", "files", "writer", "config", "match")
+)
+TESTS, RUNS = "tests/test_weights.py", "tests/test_weights_run.py"
+NUMBERS = f"{TESTS} -k is_written_as_it_was_read"
+
+
+def numbers(name: str, file: str, old: str, new: str) -> Fault:
+    return Fault(name, file, old, new, NUMBERS)
+
+
+FAULTS = (
+    numbers(
+        "q and k are swapped",
+        NAMES,
+        'q_norm.weight", "H", "query_norm: H"),\n    rule("self_attn.k_norm.weight", "H", "key_norm: H")',
+        'k_norm.weight", "H", "query_norm: H"),\n    rule("self_attn.q_norm.weight", "H", "key_norm: H")',
+    ),
+    numbers(
+        "k and v are swapped",
+        NAMES,
+        'k_proj.weight", "(K H) D", "key: D K H"),\n    rule("self_attn.v_proj.weight"',
+        'v_proj.weight", "(K H) D", "key: D K H"),\n    rule("self_attn.k_proj.weight"',
+    ),
+    Fault(
+        "a matrix of equal sizes is transposed",
+        NAMES,
+        '"self_attn.q_proj.weight", "(N H) D", "query: D N H"',
+        '"self_attn.q_proj.weight", "D (N H)", "query: D N H"',
+        f"{TESTS} -k 'is_written_as_it_was_read and tied'",
+    ),
+    numbers(
+        "pairs of a head lie beside each other",
+        NAMES,
+        '"self_attn.q_proj.weight", "(N H) D", "query: D N H"',
+        '"self_attn.q_proj.weight", "(H N) D", "query: D N H"',
+    ),
+    numbers("heads of the output are the inner dim", NAMES, '"D (N H)", "output: N H D"', '"D (H N)", "output: N H D"'),
+    numbers(
+        "gate and up of an MLP are swapped",
+        NAMES,
+        'gate_proj.weight", "F D", "gate: D F"),\n    rule("mlp.up_proj.weight"',
+        'up_proj.weight", "F D", "gate: D F"),\n    rule("mlp.gate_proj.weight"',
+    ),
+    numbers(
+        "gate and up of Mixtral's experts are swapped",
+        NAMES,
+        '{E}.w1.weight", "F D", "experts_gate_up: E D 0 F"),\n    rule("block_sparse_moe.experts.{E}.w3',
+        '{E}.w3.weight", "F D", "experts_gate_up: E D 0 F"),\n    rule("block_sparse_moe.experts.{E}.w1',
+    ),
+    numbers(
+        "gate and up of shared experts are swapped",
+        NAMES,
+        'gate_proj.weight", "F D", "shared_gate: D F"),\n    rule("mlp.shared_experts.up_proj.weight"',
+        'up_proj.weight", "F D", "shared_gate: D F"),\n    rule("mlp.shared_experts.gate_proj.weight"',
+    ),
+    numbers(
+        "gate and up of GPT-OSS are halves",
+        NAMES,
+        '"mlp.experts.gate_up_proj", "E D (F C)"',
+        '"mlp.experts.gate_up_proj", "E D (C F)"',
+    ),
+    numbers(
+        "biases of gate and up of GPT-OSS are halves",
+        NAMES,
+        '"mlp.experts.gate_up_proj_bias", "E (F C)"',
+        '"mlp.experts.gate_up_proj_bias", "E (C F)"',
+    ),
+    numbers(
+        "keys and values of a latent are swapped",
+        NAMES,
+        '"key_up: R N H", "value_up: R N H"',
+        '"value_up: R N H", "key_up: R N H"',
+    ),
+    numbers(
+        "experts are off by one",
+        TENSORS,
+        "at = [int(d) if d.isdigit() else number.get(d) for d in dims]",
+        "at = [int(d) if d.isdigit() else (number[d] + 1) % sizes[d][0] if d in number else None for d in dims]",
+    ),
+    numbers(
+        "layers are off by one", TENSORS, "LAYER.format(layer=layer)", "LAYER.format(layer=(layer + 1) % c.num_layers)"
+    ),
+    numbers("a shared expert's width is that of one", FAMILIES, "shared_dim=ffn * shared", "shared_dim=ffn"),
+    numbers("the bias that chooses experts is left out", FAMILIES, "bias_rate=0.001,", "bias_rate=0.0,"),
+    numbers(
+        "the factor of the weights of experts is lost",
+        FAMILIES,
+        'scaling_factor=float(keys.get("routed_scaling_factor", 1.0))',
+        'scaling_factor=float(keys.get("routed_scaling_factor", 1.0) > 0)',
+    ),
+    numbers("groups of experts are lost", FAMILIES, 'keys.get("n_group", 1)\n', '1 if keys.get("n_group", 1) else 1\n'),
+    numbers(
+        "weights of experts are never normalized",
+        FAMILIES,
+        'normalize=keys.get("norm_topk_prob", False)',
+        'normalize=not keys.get("norm_topk_prob", False)',
+    ),
+    numbers(
+        "dense layers among experts are forgotten", FAMILIES, "i not in dense and", "(i not in dense or i > 0) and"
+    ),
+    numbers("a window starts a layer late", FAMILIES, "i >= first for i", "i > first for i"),
+    numbers(
+        "the base of the positions is that of the family",
+        CONFIG,
+        'float(inner.get("rope_theta", theta))',
+        'float(inner.get("rope_theta", base))',
+    ),
+    numbers("the scale of YaRN's logits is lost", FAMILIES, "up**2 / math.sqrt", "1 / math.sqrt"),
+    numbers(
+        "YaRN's factor of cos and sin is lost",
+        CONFIG,
+        'found["rope_attention_factor"] = factor',
+        'found["rope_attention_factor"] = None if one else factor',
+    ),
+    numbers("YaRN's ramp is between whole pairs", CONFIG, 'bool(inner.get("truncate", True))', "True"),
+    numbers(
+        "a norm's epsilon is the default",
+        FAMILIES,
+        'keys.get(theirs, self.norm_eps) if ours == "norm_eps"',
+        'self.norm_eps / 2 if ours == "norm_eps"',
+    ),
+    numbers("a file's tensors begin where its header does", FILES, "8 + length + start)", "length + start)"),
+    numbers(
+        "a tensor is written over the one before",
+        FILES,
+        '8 + len(text) + header[name]["data_offsets"][0]',
+        "8 + len(text)",
+    ),
+    Fault(
+        "a shard is put at its place in the whole",
+        READER,
+        "0 if i is None else i - start for",
+        "0 if i is None else i for",
+        f"{TESTS} -k every_device",
+    ),
+    Fault(
+        "every device is given the first shard",
+        READER,
+        "slice(*span) for i, span in each",
+        "slice(span[1] - span[0]) for i, span in each",
+        f"{TESTS} -k every_device",
+    ),
+    Fault(
+        "the host holds a whole stack",
+        READER,
+        "        # Else the host",
+        "        kept = [*locals().get('kept', []), np.array(lies, np.float32)]\n        # Else the host",
+        f"{TESTS} -k memory_of_an_import",
+    ),
+    Fault(
+        "files stay mapped",
+        FILES,
+        "    def open(self)",
+        "    @__import__('functools').cache  # noqa\n    def open(self)",
+        f"{TESTS} -k memory_of_an_import",
+    ),
+    Fault(
+        "bfloat16 is cut off and not rounded",
+        WRITER,
+        "view(whole, tensor, piece)[...] = arrays[piece.leaf][at]",
+        "view(whole, tensor, piece)[...] = (arrays[piece.leaf][at].view(np.uint32) & np.uint32(0xFF000000)).view(np.float32)",
+        f"{TESTS} -k rounded_goes",
+    ),
+    Fault(
+        "a router's bias is rounded",
+        WRITER,
+        'DTYPES["F32"] if t.pieces[0].leaf.startswith("buffers.") else dtype for',
+        "dtype for",
+        f"{TESTS} -k narrow_files",
+    ),
+    Fault(
+        "what is not complete stays",
+        WRITER,
+        "shutil.rmtree(new, ignore_errors=True)",
+        "pass",
+        f"{TESTS} -k never_mixes",
+    ),
+    Fault(
+        "unknown tensors are dropped in silence",
+        READER,
+        "    if unknown:\n",
+        "    if False:\n",
+        f"{TESTS} -k files_that_are_not",
+    ),
+    Fault(
+        "missing tensors are not missed",
+        READER,
+        "    if absent:\n",
+        "    if False:\n",
+        f"{TESTS} -k files_that_are_not",
+    ),
+    Fault(
+        "a tensor of another shape is taken",
+        READER,
+        "if entry.shape != tensor.shape:",
+        "if len(entry.shape) != len(tensor.shape):",
+        f"{TESTS} -k files_that_are_not",
+    ),
+    Fault(
+        "a file that is cut off is taken",
+        FILES,
+        "if 8 + length + stop > size:",
+        "if False:",
+        f"{TESTS} -k files_that_are_not",
+    ),
+    Fault(
+        "a projection that is not tied is dropped",
+        READER,
+        "        _check_tied(stored, where)\n",
+        "",
+        f"{TESTS} -k tied_projection",
+    ),
+    Fault("what is left out is not said", READER, "    if ahead:\n", "    if False:\n", f"{TESTS} -k left_out_is_said"),
+    Fault(
+        "unknown keys of a config are ignored",
+        CONFIG,
+        "        if unknown:\n",
+        "        if False:\n",
+        f"{TESTS} -k refused_by_name",
+    ),
+    Fault(
+        "a scaling that is not had is ignored",
+        CONFIG,
+        'elif kind not in ("default", "linear"):',
+        "elif False:",
+        f"{TESTS} -k refused_by_name",
+    ),
+    Fault(
+        "a window where there is no key is none",
+        FAMILIES,
+        'None if "sliding_window" in keys else 4096',
+        "None",
+        f"{TESTS} -k mistral_without",
+    ),
+    Fault(
+        "a model that no family has is written all the same",
+        FAMILIES,
+        "        if not left:\n",
+        "        if True:\n",
+        f"{TESTS} -k no_family",
+    ),
+    Fault(
+        "weights of another model are taken",
+        "ejdist/weights/start.py",
+        "    if found:\n",
+        "    if False:\n",
+        f"{TESTS} -k told_the_first",
+    ),
+    Fault(
+        "what changes no function is refused",
+        MATCH,
+        '{"ffn_dim", "activation"}',
+        '{"activation"}',
+        f"{TESTS} -k changes_no_function",
+    ),
+    Fault(
+        "a first state keeps the random parameters",
+        "ejdist/training/program.py",
+        'init_state(given["params"], optimizer, own)',
+        "init_state(initialise(model.declared, key), optimizer, own)",
+        f"{RUNS} -k first_state",
+    ),
+    Fault(
+        "a router's bias is not taken over",
+        "ejdist/training/program.py",
+        'new | given["buffers"].get(part, {})',
+        "new",
+        f"{RUNS} -k first_state",
+    ),
+    Fault(
+        "a run that goes on begins with the weights again",
+        "ejdist/training/loop.py",
+        "    if there is not None:\n        start",
+        "    if there is not None and given is None:\n        start",
+        f"{RUNS} -k alike",
+    ),
+    Fault(
+        "a folder that moved stops a run",
+        "ejdist/training/resume.py",
+        " and k != _INIT_FROM",
+        "",
+        f"{RUNS} -k where_parameters",
+    ),
+    Fault(
+        "parameters of a checkpoint are not checked",
+        "ejdist/training/checkpoint.py",
+        "            _check_digests(arrays, digests)\n",
+        "",
+        f"{RUNS} -k not_taken",
+    ),
+    Fault(
+        "the last step is written whatever was asked for",
+        "ejdist/weights/runs.py",
+        "last if step is None else step",
+        "last",
+        f"{RUNS} -k command_writes",
+    ),
+    Fault(
+        "another tokenizer goes with the weights",
+        "launch/export.py",
+        'if tokenizer.fingerprint != run.data["tokenizer"]:',
+        "if False:",
+        f"{RUNS} -k called_wrongly",
+    ),
+)

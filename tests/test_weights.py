@@ -1,0 +1,526 @@
+"""Weights in and out: files in the families' published naming give the model that they describe, on every mesh, and back."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import decoder_loop
+import jax
+import ml_dtypes
+import numpy as np
+import published_loop as published
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ejdist.mesh import make_mesh
+from ejdist.models.decoder import DecoderConfig
+from ejdist.training.program import make_program
+from ejdist.weights.families import FAMILIES, family_of, read_config
+from ejdist.weights.files import INDEX, SINGLE, WeightsError, read_folder
+from ejdist.weights.match import differences, overrides
+from ejdist.weights.runs import nested, section_of, unnested
+from ejdist.weights.start import open_source
+from ejdist.weights.tensors import declared_leaves, expand, rule
+from ejdist.weights.writer import save
+from recipes.schema import Recipe, compose
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write(folder, config, state, dtype=np.float32):
+    """Writes a folder as others do: two files and an index, by the library of the format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    state = {k: v.astype(dtype) for k, v in state.items()}
+    names, files = sorted(state), {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file({k: state[k] for k in part}, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def made(folder, name="llama", **keys):
+    config = published.MODELS[name] | keys
+    state = published.tensors(config)
+    write(folder, config, state)
+    return config, state
+
+
+def loaded(folder, c=None):
+    c = read_config(folder)[1] if c is None else c
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here) for n, p in declared_leaves(c).items()}
+    return c, {n: np.asarray(x) for n, x in open_source(str(folder), c).load(like).items()}
+
+
+def batch_of(rows=2, length=7):
+    tokens = np.random.default_rng(1).integers(0, published.V, (rows, length))
+    targets = np.concatenate([tokens[:, 1:], np.full((rows, 1), -1)], 1)
+    positions = np.tile(np.arange(length), (rows, 1))
+    return {"tokens": tokens, "targets": targets, "positions": positions, "segment_ids": np.zeros_like(tokens)}
+
+
+def state_in(folder):
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+# -- the numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", published.MODELS)
+def test_a_model_is_what_its_files_say_and_is_written_as_it_was_read(name, tmp_path):
+    config, state = made(tmp_path / "theirs", name)
+    c, leaves = loaded(tmp_path / "theirs")
+    batch, tree = batch_of(), nested({n: x.astype(np.float64) for n, x in leaves.items()})
+    found, _ = decoder_loop.forward(tree["params"], tree.get("buffers", {}), batch, c)
+    assert found / np.sum(batch["targets"] >= 0) == pytest.approx(published.loss(config, state, batch), rel=1e-6)
+    architecture = save(tmp_path / "ours", c, leaves.__getitem__, most=5000)
+    written = state_in(tmp_path / "ours")
+    assert set(written) == set(state)
+    assert all(np.array_equal(written[k], state[k]) and written[k].dtype == np.float32 for k in state)
+    assert architecture == config["architectures"][0]
+    family, again = read_config(tmp_path / "ours")
+    assert family is FAMILIES[architecture] and not differences(c, again)
+    files = sorted(p.name for p in (tmp_path / "ours").glob("*.safetensors"))
+    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert json.loads((tmp_path / "ours" / INDEX).read_text())["metadata"]["total_size"] == sum(
+        v.nbytes for v in state.values()
+    )
+
+
+MESHES = {
+    "deepseek": ["mesh.fsdp=2", "mesh.ep=2", "mesh.sp=2"],
+    "gpt_oss": ["mesh.tp=2", "mesh.ep=2", "mesh.sp=1"],
+    "qwen2": ["mesh.fsdp=3", "mesh.tp=2", "mesh.sp=1"],
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_device_of_a_mesh_is_given_what_it_holds_bit_for_bit(name, tmp_path):
+    made(tmp_path, name)
+    c, whole = loaded(tmp_path)
+    sizes = [*MESHES[name], "data.global_batch=12", "data.sequence_length=32", "sequence.order=contiguous"]
+    sections = compose(["recipe=short_context", *sizes])
+    sections.model = c
+    devices = jax.devices()[: np.prod([max(1, n) for n in vars(sections.mesh).values()])]
+    state = make_program(sections, make_mesh(**vars(sections.mesh), devices=devices)).state
+    like = {f"params.{n}": x for n, x in unnested(state.params).items()} | {
+        f"buffers.{n}": x for n, x in unnested(state.buffers).items()
+    }
+    like = {n: x for n, x in like.items() if n in whole}
+    found = open_source(str(tmp_path), c).load(like)
+    assert set(found) == set(whole)
+    assert any(x.sharding.shard_shape(x.shape) != x.shape for x in found.values())
+    for leaf, x in found.items():
+        assert x.sharding == like[leaf].sharding and x.dtype == np.float32
+        np.testing.assert_array_equal(np.asarray(x), whole[leaf], err_msg=leaf)
+        for shard in x.addressable_shards:  # a replicated one too is read once for each device
+            np.testing.assert_array_equal(shard.data, whole[leaf][shard.index], err_msg=leaf)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_narrow_files_are_widened_and_written_back_without_a_change(dtype, tmp_path):
+    config, state = published.MODELS["deepseek"], published.tensors(published.MODELS["deepseek"])
+    state = {k: v.astype(ml_dtypes.bfloat16 if dtype != np.float16 else dtype) for k, v in state.items()}
+    write(tmp_path / "theirs", config, state, dtype)
+    c, leaves = loaded(tmp_path / "theirs")
+    save(tmp_path / "wide", c, leaves.__getitem__)
+    for k, v in state_in(tmp_path / "wide").items():
+        np.testing.assert_array_equal(v, state[k].astype(np.float32), err_msg=k)
+    if dtype != np.float16:
+        save(tmp_path / "narrow", c, leaves.__getitem__, dtype="bfloat16")
+        written = state_in(tmp_path / "narrow")
+        assert {str(v.dtype) for k, v in written.items() if "correction" not in k} == {"bfloat16"}
+        assert all(v.dtype == np.float32 for k, v in written.items() if "correction" in k)
+        assert all(np.array_equal(written[k].astype(np.float32), state[k].astype(np.float32)) for k in state)
+        assert json.loads((tmp_path / "narrow" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_what_is_rounded_goes_to_the_nearest(tmp_path):
+    made(tmp_path / "theirs")
+    c, leaves = loaded(tmp_path / "theirs")
+    save(tmp_path / "ours", c, leaves.__getitem__, dtype="bfloat16")
+    for k, v in state_in(tmp_path / "ours").items():
+        wide = published.tensors(published.MODELS["llama"])[k]
+        assert np.all(np.abs(v.astype(np.float32) - wide) <= 2.0**-8 * np.abs(wide)), k
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek"])
+def test_experts_that_are_one_tensor_are_read_too(name, tmp_path):
+    config, state = made(tmp_path / "apart", name)
+    gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    fused = {k.replace("block_sparse_moe", "mlp"): v for k, v in state.items() if ".experts." not in k}
+    root = "block_sparse_moe" if name == "mixtral" else "mlp"
+    for i in range(published.L):
+        start = f"model.layers.{i}.{root}.experts."
+        if f"{start}0.{gate}.weight" in state:
+            each = [[state[f"{start}{e}.{n}.weight"] for e in range(published.E)] for n in (gate, up, down)]
+            both = np.concatenate([np.stack(each[0]), np.stack(each[1])], 1)
+            fused[f"model.layers.{i}.mlp.experts.gate_up_proj"] = both
+            fused[f"model.layers.{i}.mlp.experts.down_proj"] = np.stack(each[2])
+    write(tmp_path / "fused", config, fused)
+    (_, one), (_, other) = loaded(tmp_path / "apart"), loaded(tmp_path / "fused")
+    assert set(one) == set(other) and all(np.array_equal(one[k], other[k]) for k in one)
+
+
+def test_the_memory_of_an_import_does_not_grow_with_the_model(tmp_path):
+    """Parameters are stacked, so one of them is 128 MiB here, and all are 513; a tensor of the files is 2 MiB."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of resident memory is read from Linux's /proc")
+    command = [sys.executable, str(ROOT / "tests" / "import_memory.py"), str(tmp_path), "32"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["largest_parameter_MiB"] == 128 and row["parameters_MiB"] > 512 and row["grown_MiB"] > 512
+    assert row["beyond_MiB"] < 24, row
+    # What is left is the parameters and what was compiled: the pages of 256 MiB of files are not.
+    assert row["grown_MiB"] < row["parameters_MiB"] + 128, row
+    shutil.rmtree(tmp_path / "32")
+
+
+# -- config.json ----------------------------------------------------------------------------------------------------------
+
+# What is published beside the weights, without what says nothing of the model's function.
+META = {"bos_token_id": 0, "eos_token_id": [1, 2], "torch_dtype": "bfloat16", "transformers_version": "4.43.0",
+        "use_cache": True, "attention_dropout": 0.0, "initializer_range": 0.02}  # fmt: skip
+LLAMA_31 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "hidden_act": "silu",
+            "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256,
+            "max_position_embeddings": 131072, "num_key_value_heads": 8, "tie_word_embeddings": False,
+            "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192, "rope_type": "llama3"}}  # fmt: skip
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_scaling": None,
+         "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+         "vocab_size": 151936}  # fmt: skip
+QWEN3_MOE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+                     "mlp_only_layers": [], "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+                     "num_key_value_heads": 4, "output_router_logits": False, "router_aux_loss_coef": 0.001}  # fmt: skip
+CONFIGS = {
+    "8b": LLAMA_31 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
+    "70b": LLAMA_31 | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+    "1b": LLAMA_31 | {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16,
+                      "head_dim": 64, "tie_word_embeddings": True,
+                      "rope_scaling": LLAMA_31["rope_scaling"] | {"factor": 32.0}},
+    "qwen3_8b": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36, "num_attention_heads": 32,
+                         "num_hidden_layers": 36, "num_key_value_heads": 8},
+    "qwen3_30b_a3b": QWEN3_MOE | {"hidden_size": 2048, "intermediate_size": 6144, "max_window_layers": 48,
+                                  "moe_intermediate_size": 768, "num_attention_heads": 32, "num_hidden_layers": 48},
+    "qwen3_235b_a22b": QWEN3_MOE | {"hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 94,
+                                    "moe_intermediate_size": 1536, "num_attention_heads": 64, "num_hidden_layers": 94},
+    "mixtral_8x7b": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu",
+                     "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+                     "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+                     "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+                     "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+                     "vocab_size": 32000},
+    # Without its quantization, and without YaRN, which the recipe leaves to the past-4096 tokens.
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False,
+                    "auto_map": {}, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+                    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+                    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+                    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+                    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "pretraining_tp": 1,
+                    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+                    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+                    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+                    "vocab_size": 129280},
+    "gpt_oss_20b": {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
+                    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+                    "initial_context_length": 4096, "intermediate_size": 2880,
+                    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+                    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+                    "num_local_experts": 32, "output_router_logits": False, "rms_norm_eps": 1e-05,
+                    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                                     "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+                    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+                    "tie_word_embeddings": False, "vocab_size": 201088},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_configs_are_the_recipes(name, tmp_path):
+    """And of these, each is written as its own family."""
+    (tmp_path / "config.json").write_text(json.dumps(META | CONFIGS[name]))
+    family, section = read_config(tmp_path)
+    recipe = compose([f"model={name}"]).model
+    assert differences(recipe, section) == []
+    assert family_of(recipe)[1] is family
+    # The kinds are found again from the list of layers, and the overrides make the model of any other recipe this one.
+    assert (section.first_layers, section.layer_pattern) == (recipe.first_layers, recipe.layer_pattern)
+    lines = overrides(section, compose(["model=nano"]).model)
+    assert differences(compose(["model=nano", *lines]).model, section) == []
+    names = {t.name for t in expand(family.rules[0], section)} if section.num_layers < 60 else set()
+    assert section.num_layers >= 60 or f"model.layers.{section.num_layers - 1}.self_attn.o_proj.weight" in names
+
+
+def test_yarn_of_deepseek_is_in_the_scale_of_the_logits(tmp_path):
+    scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+               "original_max_position_embeddings": 4096, "type": "yarn"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek_v3"] | {"rope_scaling": scaling}))
+    section = read_config(tmp_path)[1]
+    assert (section.rope_attention_factor, section.rope_original_length, section.rope_factor) == (1.0, 4096, 40.0)
+    assert section.attention_scale == pytest.approx(0.13523, abs=5e-6)
+    assert FAMILIES["DeepseekV3ForCausalLM"].config(section)["rope_scaling"]["mscale_all_dim"] == pytest.approx(1.0)
+    assert family_of(section)[0] == "DeepseekV3ForCausalLM"
+
+
+REFUSED = [
+    ("llama", {"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", "not known here", "LlamaForCausalLM"]),
+    ("llama", {"architectures": None, "model_type": None}, ["not known here"]),
+    ("llama", {"hidden_size": None}, ["has no hidden_size"]),
+    ("llama", {"mlp_bias": True}, ["mlp_bias = True", "False"]),
+    ("llama", {"hidden_act": "relu2"}, ["hidden_act = 'relu2'", "gelu_pytorch_tanh"]),
+    ("llama", {"attention_dropout": 0.1}, ["attention_dropout = 0.1"]),
+    ("llama", {"clip_qkv": 8.0}, ["clip_qkv = 8.0", "not known here", "take the key out"]),
+    ("llama", {"num_key_value_heads": 3}, ["makes no model", "model.num_kv_heads = 3"]),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "dequantize"]),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_type = 'longrope'", "llama3 and yarn"]),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type = 'dynamic'"]),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, ["has no factor"]),
+    ("llama", {"rope_scaling": published.LLAMA3 | {"low_freq_factor": 2.0}}, ["low_freq_factor = 2.0"]),
+    ("llama", {"rope_scaling": published.YARN | {"beta_fast": 16}}, ["beta_fast = 16"]),
+    ("llama", {"rope_scaling": published.YARN | {"short_factor": [1.0]}}, ["short_factor"]),
+    ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
+    ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types", "1 layers, not 3"]),
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, ["'chunked_attention'"]),
+    ("gpt_oss", {"swiglu_limit": 5.0}, ["swiglu_limit = 5.0"]),
+    ("deepseek", {"rope_interleave": False}, ["rope_interleave = False"]),
+    ("deepseek", {"topk_method": "greedy"}, ["topk_method = 'greedy'", "noaux_tc"]),
+    ("deepseek", {"scoring_func": "softmax"}, ["scoring_func"]),
+    ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keys", "words"), REFUSED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_a_config_that_means_another_model_is_refused_by_name(name, keys, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(published.MODELS[name] | keys))
+    with pytest.raises(WeightsError) as caught:
+        read_config(tmp_path)
+    message = str(caught.value)
+    assert all(w in message for w in [str(tmp_path), *words]) and "\n" not in message, message
+
+
+def test_a_mistral_without_the_key_has_the_window_of_the_first_one(tmp_path):
+    config = published.MODELS["mistral"]
+    for keys, window in (({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 5}, 5)):
+        plain = {k: v for k, v in config.items() if k != "sliding_window"}
+        (tmp_path / "config.json").write_text(json.dumps(plain | keys))
+        assert read_config(tmp_path)[1].sliding_window == window
+
+
+UNWRITTEN = [
+    ("nano", ["model.attention_soft_cap=30.0"], ["model.attention_soft_cap = 30.0", "Qwen3ForCausalLM"]),
+    ("nano", ["model.logits_soft_cap=30.0"], ["model.logits_soft_cap"]),
+    ("nano", ["model.attention_scale=0.3"], ["model.attention_scale = 0.3"]),
+    ("nano", ["model.rope_scaling=ntk", "model.rope_factor=2.0"], ["no family"]),
+    ("moe_nano", ["model.experts.shared_dim=8"], ["model.experts.shared_dim = 8"]),
+    ("moe_nano", ["model.experts.bias_rate=0.1"], ["model.experts.bias_rate"]),
+    ("mixtral_8x7b", ["model.experts.scaling_factor=2.0"], ["model.experts.scaling_factor = 2.0"]),
+    ("gpt_oss_20b", ["model.attention_sinks=false"], ["model.attention_sinks = false", "GptOssForCausalLM"]),
+    ("deepseek_v3", ["model.experts.shared_dim=100"], ["model.experts.shared_dim = 100"]),
+    ("deepseek_v3", ["model.layer_pattern=[latent_experts,latent]"], ["latent_experts"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), UNWRITTEN, ids=lambda x: x[0] if isinstance(x, list) else x)
+def test_a_model_of_no_family_is_not_written(name, changes, words, tmp_path):
+    c = compose([f"model={name}", *changes]).model
+    with pytest.raises(WeightsError) as caught:
+        save(tmp_path / "to", c, lambda leaf: pytest.fail("read"))
+    assert all(w in str(caught.value) for w in ["cannot be written", *words]), caught.value
+    assert not list(tmp_path.iterdir())
+
+
+# -- wrong files ----------------------------------------------------------------------------------------------------------
+
+
+def change(folder, name, how):
+    """Writes one tensor anew."""
+    file = next(f for f in sorted(folder.glob("*.safetensors")) if name in load_file(f))
+    state = load_file(file)
+    given = how(state.pop(name))
+    save_file(state if given is None else state | {name: given}, file)
+    return file
+
+
+def without_index(folder, name):
+    names = json.loads((folder / INDEX).read_text())
+    del names["weight_map"][name]
+    (folder / INDEX).write_text(json.dumps(names))
+
+
+def add(folder, name, tensor):
+    save_file({name: tensor}, folder / "more.safetensors")
+    names = json.loads((folder / INDEX).read_text())
+    names["weight_map"][name] = "more.safetensors"
+    (folder / INDEX).write_text(json.dumps(names))
+
+
+def cut(folder, keep):
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:keep])
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+DAMAGES = {
+    "no_config": (lambda d: (d / "config.json").unlink(), ["neither config.json nor checkpoints"]),
+    "config_is_no_json": (lambda d: (d / "config.json").write_text("{"), ["config.json is not JSON"]),
+    "config_is_a_list": (lambda d: (d / "config.json").write_text("[]"), ["holds a list"]),
+    "no_files": (lambda d: [p.unlink() for p in d.glob("model*")], ["holds no weights", INDEX, SINGLE]),
+    "pickles": (
+        lambda d: [p.unlink() for p in d.glob("model*")] + [(d / "pytorch_model.bin").write_bytes(b"x")],
+        ["pytorch_model.bin is of another format"],
+    ),
+    "a_file_is_missing": (lambda d: sorted(d.glob("*.safetensors"))[1].unlink(), ["00002-of-00002", "cannot be read"]),
+    "cut_off": (lambda d: cut(d, -8), ["00001-of-00002", "is cut off", "tensor"]),
+    "cut_in_the_header": (lambda d: cut(d, 100), ["or a part of one"]),
+    "empty": (lambda d: cut(d, 4), ["not a safetensors file"]),
+    "header_is_no_json": (
+        lambda d: sorted(d.glob("*.safetensors"))[0].write_bytes((8).to_bytes(8, "little") + b"nonsense"),
+        ["has a header that cannot be read"],
+    ),
+    "index_is_no_index": (lambda d: (d / INDEX).write_text("{}"), [INDEX, "has no weight_map"]),
+    "index_names_what_is_not_there": (lambda d: change(d, Q, lambda x: None), [INDEX, Q, "does not"]),
+    "missing": (lambda d: without_index(d, Q), ["lacks", Q, "copy all"]),
+    "unknown": (lambda d: add(d, "model.layers.1.self_attn.q_proj.lora_A", np.ones(3)), ["lora_A", "no parameter"]),
+    "shape": (lambda d: change(d, Q, lambda x: x.T.copy()), [Q, "[12, 24]", "[24, 12]"]),
+    "float64": (lambda d: change(d, Q, lambda x: x.astype(np.float64)), [Q, "is F64", "F32, BF16, F16"]),
+    "int8": (lambda d: change(d, Q, lambda x: x.astype(np.int8)), [Q, "is I8"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_that_are_not_the_model_are_named(damage, tmp_path):
+    made(tmp_path)
+    c = read_config(tmp_path)[1]
+    spoil, words = DAMAGES[damage]
+    spoil(tmp_path)
+    with pytest.raises(WeightsError) as caught:
+        open_source(str(tmp_path), c)
+    message = str(caught.value)
+    assert all(w in message for w in [str(tmp_path), *words]) and "\n" not in message, message
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(WeightsError, match="is no folder; give a folder"):
+        open_source(str(tmp_path / "none"), DecoderConfig())
+    with pytest.raises(ValueError, match=r"model\.num_layers"):
+        open_source(str(tmp_path), DecoderConfig(num_layers=0))
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    made(tmp_path)
+    add(tmp_path, "model.layers.0.self_attn.rotary_emb.inv_freq", np.ones(3, np.float32))
+    c = read_config(tmp_path)[1]
+    (note,) = open_source(str(tmp_path), c).notes
+    assert "inv_freq" in note and "left out" in note
+    made(tmp_path / "deepseek", "deepseek")
+    add(tmp_path / "deepseek", "model.layers.3.eh_proj.weight", np.ones(3, np.float32))
+    (note,) = open_source(str(tmp_path / "deepseek"), read_config(tmp_path / "deepseek")[1]).notes
+    assert "model.layers.3.eh_proj.weight" in note and "predict more tokens" in note
+
+
+def test_a_tied_projection_must_be_the_embedding(tmp_path):
+    _, state = made(tmp_path, "llama_tied")
+    c = read_config(tmp_path)[1]
+    add(tmp_path, "lm_head.weight", state["model.embed_tokens.weight"])
+    assert open_source(str(tmp_path), c).notes == []
+    changed = state["model.embed_tokens.weight"].copy()
+    changed[-1, -1] += 1
+    add(tmp_path, "lm_head.weight", changed)
+    with pytest.raises(WeightsError, match="tie_word_embeddings to false"):
+        open_source(str(tmp_path), c)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {"num_heads": 2, "num_kv_heads": 1}, ["model.num_heads = 2", "has 4: give model.num_heads=4 (1 more"]),
+        ("llama", {"rope_base": 1e4}, ["model.rope_base = 10000.0", "give model.rope_base=500000.0;"]),
+        ("llama", {"norm_eps": 2e-5}, ["give model.norm_eps=1e-05"]),
+        ("llama_tied", {"tie_embeddings": False}, ["model.tie_embeddings = false", "give model.tie_embeddings=true"]),
+        ("qwen2", {"layer_pattern": ("window",), "first_layers": ()}, ["give model.first_layers=[full]"]),
+        ("mistral", {"sliding_window": 4}, ["model.sliding_window = 4", "=3"]),
+        ("deepseek", {"experts.bias_rate": 0.0}, ["model.experts.bias_rate = 0.0", "give model.experts.bias_rate=0.001"]),
+        ("deepseek", {"latent.kv_rank": 6}, ["give model.latent.kv_rank=8"]),
+        ("deepseek", {"attention_scale": None}, ["model.attention_scale = null"]),
+    ],
+)  # fmt: skip
+def test_a_recipe_of_another_model_is_told_the_first_key_and_what_to_write(name, changes, words, tmp_path):
+    made(tmp_path, name)
+    c = read_config(tmp_path)[1]
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        if path:
+            c = dataclasses.replace(c, **{path[0]: dataclasses.replace(getattr(c, path[0]), **{last: value})})
+        else:
+            c = dataclasses.replace(c, **{last: value})
+    with pytest.raises(WeightsError) as caught:
+        open_source(str(tmp_path), c)
+    message = str(caught.value)
+    assert all(w in message for w in [*words, f"python -m launch.export from={tmp_path}"]), message
+
+
+def test_what_changes_no_function_may_differ(tmp_path):
+    made(tmp_path, "mixtral")
+    c = read_config(tmp_path)[1]
+    trained = dataclasses.replace(
+        c.experts, balance="global", balance_loss=0.1, z_loss=0.1, jitter=0.1, activation="silu"
+    )
+    other = dataclasses.replace(
+        c,
+        experts=trained,
+        remat="none",
+        compute_dtype="bfloat16",
+        init_std=0.1,
+        ffn_dim=7,
+        attention_scale=published.H**-0.5,
+    )
+    assert differences(c, other) == [] and open_source(str(tmp_path), other).notes == []
+
+
+def test_writing_never_mixes_with_what_is_there(tmp_path):
+    made(tmp_path / "theirs")
+    c, leaves = loaded(tmp_path / "theirs")
+    for to, words in ((tmp_path / "theirs", "is there already"), (tmp_path / "a" / "b", "no folder")):
+        with pytest.raises(WeightsError, match=words):
+            save(to, c, leaves.__getitem__)
+    for wrong, words in (({"dtype": "float8"}, "float32, bfloat16"), ({"most": 0}, "positive")):
+        with pytest.raises(WeightsError, match=words):
+            save(tmp_path / "ours", c, leaves.__getitem__, **wrong)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
+
+    def fails(name):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        save(tmp_path / "ours", c, fails)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"], "what is not complete is not there"
+    (tmp_path / "ours.partial").mkdir()
+    with pytest.raises(WeightsError, match=r"ours\.partial is left of a time that was cut off"):
+        save(tmp_path / "ours", c, leaves.__getitem__)
+    (tmp_path / "ours.partial").rmdir()
+    (tmp_path / "ours").mkdir()
+    save(tmp_path / "ours", c, leaves.__getitem__)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ours", "theirs"]
+    assert set(read_folder(tmp_path / "ours")) == set(published.shapes(published.MODELS["llama"]))
+
+
+def test_a_parameter_without_a_rule_is_a_fault_of_the_table():
+    with pytest.raises(ValueError, match=r"params\.embedding|params\.final_norm|params\.layers"):
+        expand({"": [rule("model.norm.weight", "D", "final_norm: D")]}, DecoderConfig())
+
+
+def test_a_run_of_another_model_is_named(tmp_path):
+    with pytest.raises(WeightsError, match=r"model\.conv_width"):
+        section_of({"model.conv_width": 3}, tmp_path)
+    assert (
+        section_of({"run.steps": 3, "model.experts.num": 0, "model.layer_pattern": ["full"]}, tmp_path)
+        == DecoderConfig()
+    )
+    assert Recipe().model.init_from is None
