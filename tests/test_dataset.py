@@ -444,7 +444,7 @@ def test_sources_of_a_mixture_have_one_tokenizer(tmp_path):
     ],
 )
 def test_rows_are_those_that_runs_so_far_have_seen(tmp_path, how, pinned):
-    """A run goes on with the rows that it would have had. Whoever changes them gives `order` another name: then it is refused."""
+    """A run goes on with the rows that it would have had; whoever changes them gives `order` another name, to refuse it."""
     lengths = [[int(n) for n in np.random.default_rng(i).integers(1, 300, 900)] for i in range(2)]
     if how == "packing":
         rows = Packing(corpus_of(lengths[0]), 64, 7)
