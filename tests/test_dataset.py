@@ -1,6 +1,7 @@
 """Datasets are read where a row needs it: every token once, batches that depend on (seed, step) alone, damage found by its
 first reader, mixtures whose shares are exact."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ from test_data import corpus_of, data_of, same
 from ejdist.training.data import Data, DataSection, build, dataset, shard_packing
 from ejdist.training.data.dataset import open_dataset
 from ejdist.training.data.mixture import BLOCK, MixedRows, Mixture, counts_of
+from ejdist.training.data.packing import Packing
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole, best_fit
 from ejdist.training.data.shuffle import Shuffle
 from ejdist.training.data.tokenizing import make_dataset
@@ -430,3 +432,29 @@ def test_sources_of_a_mixture_have_one_tokenizer(tmp_path):
         build(section, seed=0)
     section.tokenizer = "bytes"
     assert build(section, seed=0).num_tokens == 2 * (len("text of a " * 40) + 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "pinned"),
+    [
+        ("packing", "54956e6b6c09301a"),
+        ("cut", "a2e4680d7ffc6913"),
+        ("whole", "02e568a09fa047c6"),
+        ("mixture", "2a47ed1c57b7b6ed"),
+    ],
+)
+def test_rows_are_those_that_runs_so_far_have_seen(tmp_path, how, pinned):
+    """A run goes on with the rows that it would have had; whoever changes them gives `order` another name, to refuse it."""
+    lengths = [[int(n) for n in np.random.default_rng(i).integers(1, 300, 900)] for i in range(2)]
+    if how == "packing":
+        rows = Packing(corpus_of(lengths[0]), 64, 7)
+    elif how == "mixture":
+        rows = MixedRows([Cut(numbered([part]), 64, 7) for part in lengths], counts_of([1, 2]), 7)
+    else:
+        rows = packed(numbered(lengths), 64, 7, how, tmp_path)
+    digest = hashlib.sha256()
+    for i in range(0, 3 * rows.rows_per_epoch, 11):
+        row = rows.row(i)
+        for name in sorted(row):
+            digest.update(row[name].tobytes())
+    assert digest.hexdigest()[:16] == pinned
