@@ -45,6 +45,7 @@ def together(monkeypatch):
     """Returns a function that runs `act(hosts)` on so many hosts at once, and returns what each returned or raised."""
     monkeypatch.setattr(hosts_module, "_SLICE", 0.02)
     monkeypatch.setattr(jax, "process_index", lambda: HERE.index)
+    monkeypatch.setattr(hosts_module, "_index", lambda: HERE.index)
 
     def run(count, act, limit=5.0, come=None):
         store, turns = Store(), [iter(range(100)) for _ in range(count)]
@@ -186,3 +187,18 @@ def test_the_environment_has_what_changes_a_program(monkeypatch):
     facts = agreement.environment()
     assert facts["XLA_FLAGS"] == "--xla_a=2 --xla_b=1" and facts["package jax"] == jax.__version__
     assert facts["devices of a host"] == jax.local_device_count() and facts["package libtpu"] is not None
+
+
+def test_telling_others_makes_no_device(monkeypatch):
+    """A host that is stopped while it starts: to make its devices would wait for the others."""
+
+    def waits():
+        raise AssertionError("devices are made")
+
+    monkeypatch.setattr(jax, "process_index", waits)
+    hosts_module.tell_others("it was stopped")
+    store = Store()
+    monkeypatch.setattr(hosts_module, "_index", lambda: 3)
+    monkeypatch.setattr(hosts_module, "_store", lambda: store)
+    hosts_module.tell_others("it was stopped")
+    assert list(store.values) == ["ejdist/failed/3"]

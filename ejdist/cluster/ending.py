@@ -99,26 +99,22 @@ def _watch(codes: Codes, failed: Callable[[], str | None], ended: threading.Even
             return
 
 
-def within(seconds: float, otherwise: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def within(seconds: float, otherwise: Callable[[], str]) -> Iterator[None]:
     """What is done in here ends the process, with a message, if it takes longer: for a wait that Python cannot end otherwise.
     Outside of a command it may take as long as it likes."""
+    done = threading.Event()
 
-    @contextlib.contextmanager
-    def timed() -> Iterator[None]:
-        codes, done = _codes, threading.Event()
+    def watch(codes: Codes) -> None:
+        if not done.wait(seconds):
+            leave(otherwise(), codes.lost)
 
-        def watch(codes: Codes) -> None:
-            if not done.wait(seconds):
-                leave(otherwise(), codes.lost)
-
-        if codes is not None:
-            threading.Thread(target=watch, args=(codes,), name="a wait", daemon=True).start()
-        try:
-            yield
-        finally:
-            done.set()
-
-    return timed()
+    if _codes is not None:
+        threading.Thread(target=watch, args=(_codes,), name="a wait", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def leave(message: str, code: int) -> None:

@@ -162,9 +162,11 @@ def tell_others(reason: str, *, wrong: bool = False) -> None:
     Args:
       wrong: what it was started with is, so that to start again changes nothing.
     """
-    if _store() is not None:
+    # Not `jax.process_index()`: that makes the devices where there are none yet, which waits for the other hosts.
+    index = _index()
+    if index is not None:
         with contextlib.suppress(Exception):  # the coordinator may be what has failed
-            _put(f"{_FAILED}{jax.process_index()}", [socket.gethostname(), wrong, reason])
+            _put(f"{_FAILED}{index}", [socket.gethostname(), wrong, reason])
 
 
 def lost(error: Exception) -> HostLost | None:
@@ -210,6 +212,13 @@ def _store() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def _index() -> int | None:
+    """Returns the number of this process, None where it has joined no other."""
+    from jax._src import distributed
+
+    return None if distributed.global_state.client is None else distributed.global_state.process_id
 
 
 def _put(key: str, value: Any) -> None:
