@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejdist
+from benchmarks.options import read
 from ejdist.experts import route
 from ejdist.layout import sharding, spec
 from ejdist.sharded import map_shards
@@ -40,16 +41,6 @@ LAYOUT = {
     "gate": ("E", "_", "_", "_"),
     "down": ("E", "_", "_"),
 }
-
-
-def options(argv: list[str]) -> dict[str, Any]:
-    found = dict(OPTIONS)
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if not equals or name not in OPTIONS:
-            raise SystemExit(f"{word!r}: write name=value, of {', '.join(OPTIONS)}")
-        found[name] = type(OPTIONS[name])(value)
-    return found
 
 
 def arrays(mesh: Any, o: dict[str, Any], tokens: int, experts: int) -> dict[str, jax.Array]:
@@ -159,7 +150,7 @@ def attempts(
 
 
 def main(argv: list[str]) -> None:
-    o = options(argv)
+    o = read(OPTIONS, argv)
     mesh = ejdist.make_mesh(ep=-1)
     ranks, kind = mesh.size, jax.devices()[0].device_kind
     params = arrays(mesh, o, o["tokens"], o["experts"])

@@ -32,6 +32,7 @@ import numpy as np
 import ejdist
 import kernels
 from benchmarks.measure import provenance
+from benchmarks.options import read
 from benchmarks.timing import quartiles
 from ejdist.layout import ACTIVATIONS, sharding, spec
 from ejdist.mesh import SP
@@ -50,16 +51,6 @@ TRAVELS = ("key", "value")
 # FLOPs of a visible pair of one head, over its width: two products forward, five backward.
 PRODUCTS = {"forward": 2 * 2, "both": 2 * 2 + 2 * 5}
 Arrays = dict[str, jax.Array]
-
-
-def options(argv: list[str]) -> dict[str, Any]:
-    found = dict(OPTIONS)
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if not equals or name not in OPTIONS:
-            raise SystemExit(f"{word!r}: write name=value, of {', '.join(OPTIONS)}")
-        found[name] = type(OPTIONS[name])(value)
-    return found
 
 
 @dataclass(frozen=True)
@@ -308,7 +299,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    o = options(argv)
+    o = read(OPTIONS, argv)
     if o["coordinator"]:
         jax.distributed.initialize(o["coordinator"], o["processes"], o["process"])
     first = jax.process_index() == 0

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from benchmarks.measure import provenance
+from benchmarks.options import split
 from benchmarks.timing import Kernel, has_kernel_times, traced, union
 from ejdist.mesh import make_mesh
 from ejdist.training.data import build as build_data
@@ -50,18 +51,6 @@ _MATMUL = re.compile(r"gemm|nvjet|xmma|cutlass|cublas|splitk", re.I)
 _OPERATION = re.compile(r"(\w+)\.(\w+_gpu|xla)(\.backward)?(?=/|$)")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .+? ([\w\-]+)\((.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(")
-
-
-def options(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns (our options, the words that are of the recipe)."""
-    found, rest = dict(OPTIONS), []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if equals and name in OPTIONS:
-            found[name] = type(OPTIONS[name])(value)
-        else:
-            rest.append(word)
-    return found, rest
 
 
 # -- what a kernel is -------------------------------------------------------------------------------------------------
@@ -316,7 +305,7 @@ def text_of(found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    o, words = options(argv)
+    o, words = split(OPTIONS, argv)
     sections = compose(words)
     start_jax(sections)
     found = {"recipe": words, "options": o, **provenance(o["commit"]), **measure(sections, o)}

@@ -41,6 +41,7 @@ _SHARD_MB, _TEXT_MB = 32, 200
 _START = """
 import json, resource, sys, time
 import ejdist.training.loop
+from benchmarks.options import read
 from ejdist.training.data import DataSection, build
 begin = time.perf_counter()
 section = DataSection(source=sys.argv[1], tokenizer="dataset", packing=sys.argv[2], cache_dir=sys.argv[3], global_batch=16)
@@ -53,16 +54,6 @@ rest = time.perf_counter() - begin - first
 print(json.dumps({"first_batch_s": first, "tokens_a_second": 100 * 16 * 2048 / rest,
                   "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
 """
-
-
-def options(argv: list[str]) -> dict[str, Any]:
-    found = dict(OPTIONS)
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if not equals or name not in OPTIONS:
-            raise SystemExit(f"{word!r}: write name=value, of {', '.join(OPTIONS)}")
-        found[name] = type(OPTIONS[name])(value)
-    return found
 
 
 def write_text(folder: Path, mb: float) -> str:
@@ -240,7 +231,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    o = options(list(sys.argv[1:] if argv is None else argv))
+    o = read(OPTIONS, list(sys.argv[1:] if argv is None else argv))
     with tempfile.TemporaryDirectory(prefix="tokenize-", dir=o["folder"] or None) as folder:
         found = measured(o, Path(folder))
         # Imported after: a process that is started counts the memory of the one that starts it as its own, and this has JAX.

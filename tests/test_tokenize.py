@@ -505,7 +505,7 @@ def test_the_benchmark_reports_nothing_where_bytes_differ(tmp_path, monkeypatch)
         }
 
     monkeypatch.setattr(benchmark, "run", run)
-    asked = benchmark.options(["mb=1", "do=scale,threads", "rounds=2"])
+    asked = benchmark.read(benchmark.OPTIONS, ["mb=1", "do=scale,threads", "rounds=2"])
     for same, folder in ((True, tmp_path / "same"), (False, tmp_path / "other")):
         folder.mkdir()
         if same:
