@@ -492,6 +492,7 @@ def test_a_set_of_a_hub_is_streamed_into_a_dataset(tmp_path, monkeypatch):
 
 def test_the_benchmark_reports_nothing_where_bytes_differ(tmp_path, monkeypatch):
     from benchmarks import tokenize as benchmark
+    from benchmarks.options import read
 
     def run(source, to, tokenizer, processes, threads=1):
         (to / "shard-0").mkdir(parents=True)
@@ -505,7 +506,7 @@ def test_the_benchmark_reports_nothing_where_bytes_differ(tmp_path, monkeypatch)
         }
 
     monkeypatch.setattr(benchmark, "run", run)
-    asked = benchmark.read(benchmark.OPTIONS, ["mb=1", "do=scale,threads", "rounds=2"])
+    asked = read(benchmark.OPTIONS, ["mb=1", "do=scale,threads", "rounds=2"])
     for same, folder in ((True, tmp_path / "same"), (False, tmp_path / "other")):
         folder.mkdir()
         if same:
