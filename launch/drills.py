@@ -197,7 +197,7 @@ def _copies(s: Scene, odd: int, word: str) -> dict[str, Any]:
 
 
 def _other_weights(s: Scene) -> Disturbance:
-    """Each host has a copy of the run without a fault, to begin with its parameters; the odd one's lacks the last checkpoint."""
+    """Each host begins with the parameters of a copy of the run without a fault; the odd one's lacks the last checkpoint."""
     odd = s.other()
     for host in range(s.hosts):
         copy = s.folder / "weights" / str(host) / "first" / "checkpoints"
