@@ -1,15 +1,22 @@
-"""How a command ends: its exit codes, and which error becomes which."""
+"""How a command begins and ends: what it does with --help and with Ctrl-C, its exit codes, and which error becomes which."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 
 # Finished or told to stop (0), the compiler refuses (1), the user's recipe or files (2), a checkpoint (3), a loss that is no
 # number (4), a host that is gone (69: start all again), a signal (75: try again). FAILED_DRILL is of a rehearsal.
 DONE, NOT_COMPILED, WRONG, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED = 0, 1, 2, 3, 4, 69, 75
 FAILED_DRILL = 5
+# Of Ctrl-C, as of any program, where the same command does not go on from where it was.
+INTERRUPTED = 130
 # Of a process that JAX has ended by SIGABRT, as a shell shows it: the coordinator is gone.
 ABORTED = 134
+
+
+class NotCompiled(RuntimeError):
+    """The compiler refuses a program; the message is its own."""
 
 
 def exit_code_of(error: Exception) -> int | None:
@@ -21,6 +28,7 @@ def exit_code_of(error: Exception) -> int | None:
     from kernels import Unsupported
 
     codes = {
+        NotCompiled: NOT_COMPILED,
         CheckpointError: BAD_CHECKPOINT,
         Diverged: DIVERGED,
         HostLost: HOST_LOST,
@@ -45,3 +53,34 @@ def tell(error: Exception) -> int:
     else:
         print(f"error: {error}", file=sys.stderr)
     return code
+
+
+def run_command(
+    argv: Sequence[str] | None,
+    body: Callable[[list[str]], int],
+    usage: Callable[[list[str]], str],
+    *,
+    needs_arguments: bool = True,
+    stopped: tuple[str, int] = ("stopped by SIGINT", INTERRUPTED),
+) -> int:
+    """Returns the exit code of a command, after what it has to say: the frame of every `main`.
+
+    Args:
+      argv: what stands after the command's name; None for that of this process.
+      body: takes it and returns the exit code. What it raises is told in one line, as far as a user can mend it.
+      usage: returns the text of --help, given the arguments.
+      needs_arguments: with none, the command says how it is used and ends with WRONG.
+      stopped: what is said after Ctrl-C, and the exit code then.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    asked = any(a in ("-h", "--help") for a in arguments)
+    try:
+        if asked or (needs_arguments and not arguments):
+            print(usage(arguments))
+            return DONE if asked else WRONG
+        return body(arguments)
+    except Exception as error:
+        return tell(error)
+    except KeyboardInterrupt:
+        print(stopped[0], file=sys.stderr)
+        return stopped[1]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.errors import DONE, tell
+from launch.errors import DONE, run_command
 
 USAGE = """usage: python -m launch.export run.dir=DIR to=DIR [KEY=VALUE ...]
        python -m launch.export from=DIR
@@ -126,22 +126,19 @@ def export(keys: dict[str, str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        print(USAGE)
-        return DONE
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    try:
-        keys = _keys(arguments)
-        if "from" in keys:
-            print_recipe(keys["from"])
-        else:
-            import jax
+    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False)
 
-            jax.config.update("jax_platforms", "cpu")  # it moves numbers from disk to disk
-            export(keys)
-    except Exception as error:
-        return tell(error)
+
+def _main(arguments: list[str]) -> int:
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    keys = _keys(arguments)
+    if "from" in keys:
+        print_recipe(keys["from"])
+    else:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # it moves numbers from disk to disk
+        export(keys)
     return DONE
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.errors import DONE, WRONG
+from launch.errors import DONE, run_command
 from launch.processes import Job
 
 _TIMES = ("cluster.timeout", "cluster.heartbeat")
@@ -26,9 +26,11 @@ _PATIENCE = 150  # seconds that the others have to end once one has failed
 
 def options_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Returns (processes, devices, gpus; the arguments of the run). Raises ValueError, naming the argument."""
+    from recipes.arguments import read
+
     own: dict[str, Any] = {"devices": None, "gpus": None}
     rest = []
-    for argument in argv:
+    for argument in read(argv).words():
         name, _, value = argument.partition("=")
         if name in ("processes", "devices"):
             if not value.isdigit() or int(value) < 1:
@@ -51,16 +53,14 @@ def options_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(__doc__)
-        print("devices=N: virtual CPU devices of each process. gpus=0,1,2,3: the GPU that each process is to see.")
-        return DONE if arguments else WRONG
-    try:
-        own, rest = options_of(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
+    return run_command(argv, _main, lambda _: f"{__doc__}\n{_OWN}")
+
+
+_OWN = "devices=N: virtual CPU devices of each process. gpus=0,1,2,3: the GPU that each process is to see."
+
+
+def _main(arguments: list[str]) -> int:
+    own, rest = options_of(arguments)
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
     job = Job(own["processes"], logs, own["devices"])
     gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own["gpus"] or ())}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.errors import DONE, NOT_COMPILED, WRONG, tell
+from launch.errors import DONE, NotCompiled, run_command
 
 # HBM of one chip in GiB, from the vendor's data sheets.
 HBM = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
@@ -93,26 +93,24 @@ def plan(sections: Any, topology: str) -> Fit:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command; prints JSON instead of text with --json."""
+    return run_command(argv, _main, lambda _: (__doc__ or "").strip(), needs_arguments=False)
+
+
+def _main(arguments: list[str]) -> int:
     import jax
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     named = [a.removeprefix("topology=") for a in arguments if a.startswith("topology=")]
     if len(named) != 1 or not named[0]:
-        print(__doc__.strip() if __doc__ else "", file=sys.stderr)
-        print("error: give one topology=GENERATION:SHAPE, for example topology=v5p:4x4x4", file=sys.stderr)
-        return WRONG
+        raise ValueError("give one topology=GENERATION:SHAPE, for example topology=v5p:4x4x4; --help says more")
     jax.config.update("jax_platforms", "cpu")  # the chips are described, not opened
     from recipes.schema import compose
 
+    recipe = compose([a for a in arguments if not a.startswith("topology=") and a != "--json"])
     try:
-        recipe = compose([a for a in arguments if not a.startswith("topology=") and a != "--json"])
         made = plan(recipe, named[0])
     except jax.errors.JaxRuntimeError as error:
-        print(f"the compiler refuses: {str(error)[:2000]}", file=sys.stderr)
-        return NOT_COMPILED
-    except Exception as error:
-        return tell(error)
+        raise NotCompiled(f"the compiler refuses: {str(error)[:2000]}") from error
     print(json.dumps(vars(made), indent=1) if as_json else made.text())
     return DONE
 

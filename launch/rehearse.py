@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
-from launch.errors import DONE, FAILED_DRILL, WRONG, tell
+from launch.errors import DONE, FAILED_DRILL, WRONG, run_command
 from launch.processes import Job
 
 USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fault=NAME[,NAME]|all] [KEY=VALUE ...]
@@ -60,9 +60,10 @@ class Ended:
 
 def options_of(argv: Sequence[str]) -> Options:
     """Returns what a command line asks for. Raises ValueError, naming the argument."""
+    from recipes.arguments import read
     from recipes.schema import compose
 
-    given = {name: value for name, _, value in (a.partition("=") for a in argv)}
+    given = {name: value for name, _, value in (a.partition("=") for a in read(argv).words())}
     own: dict[str, Any] = {name: given.pop(name, default) for name, default in _OWN.items()}
     for name in ("hosts", "devices_per_host", "seed", "times"):
         least = 0 if name == "seed" else 1
@@ -186,28 +187,27 @@ def _unlike(calm: Ended, rows: dict[int, float], digest: dict[str, int] | None) 
 
 def main(argv: Sequence[str] | None = None, say: Any = None) -> int:
     """Returns the exit code of the command: 0 where the run took every fault as it should."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     say = say or (lambda line: print(line, flush=True))
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(USAGE)
-        return DONE if arguments else WRONG
-    try:
-        o = options_of(arguments)
-        o.folder.mkdir(parents=True, exist_ok=True)
-        where = f"{o.hosts} hosts of {o.devices_per_host} devices, {o.steps} steps, a checkpoint every {o.every}, in {o.folder}"
-        say(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
-        codes, said, seconds = run(o, o.folder / "calm", None)
-        if codes != [DONE] * o.hosts:
-            say(f"without a fault it ended with {codes}:\n{said[-2000:]}")
-            return next((c for c in codes if c), WRONG)
-        calm = Ended([codes], seconds, *left(o.folder / "calm"))
-        say(f"    without a fault: {seconds:.1f} s")
-        drills = [(name, n) for name in o.faults for n in range(o.times)]
-        passed = [drill(o, name, n, calm, say) for name, n in drills]
-        say(f"{sum(passed)} of {len(passed)} drills ended as they should")
-        return DONE if all(passed) else FAILED_DRILL
-    except Exception as error:
-        return tell(error)
+    return run_command(argv, lambda arguments: rehearse(options_of(arguments), say), lambda _: USAGE)
+
+
+def rehearse(o: Options, say: Any) -> int:
+    """Makes the drills that are asked for, and tells of them; returns the exit code."""
+    o.folder.mkdir(parents=True, exist_ok=True)
+    where = (
+        f"{o.hosts} hosts of {o.devices_per_host} devices, {o.steps} steps, a checkpoint every {o.every}, in {o.folder}"
+    )
+    say(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
+    codes, said, seconds = run(o, o.folder / "calm", None)
+    if codes != [DONE] * o.hosts:
+        say(f"without a fault it ended with {codes}:\n{said[-2000:]}")
+        return next((c for c in codes if c), WRONG)
+    calm = Ended([codes], seconds, *left(o.folder / "calm"))
+    say(f"    without a fault: {seconds:.1f} s")
+    drills = [(name, n) for name in o.faults for n in range(o.times)]
+    passed = [drill(o, name, n, calm, say) for name, n in drills]
+    say(f"{sum(passed)} of {len(passed)} drills ended as they should")
+    return DONE if all(passed) else FAILED_DRILL
 
 
 if __name__ == "__main__":

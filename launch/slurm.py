@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from launch.errors import ABORTED, DONE, HOST_LOST, PREEMPTED, WRONG
+from launch.errors import ABORTED, DONE, HOST_LOST, PREEMPTED, WRONG, run_command
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,13 @@ class Options:
 
 def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (what Slurm is asked for, the recipe's arguments). Raises ValueError, naming the argument."""
+    from recipes.arguments import read
     from recipes.schema import compose
 
     kinds = {f.name: f.type for f in fields(Options)}
     own: dict[str, object] = {}
     rest = []
-    for argument in argv:
+    for argument in read(argv).words():
         name, equals, value = argument.partition("=")
         if name not in kinds:
             rest.append(argument)
@@ -123,27 +124,26 @@ def script(o: Options, arguments: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        defaults = " ".join(f"{f.name}={f.default}" for f in fields(Options))
-        print(f"{__doc__}\nwhat Slurm is asked for, with what it is by default: {defaults}")
-        return DONE if arguments else WRONG
+    return run_command(argv, _main, _usage)
+
+
+def _usage(arguments: Sequence[str]) -> str:
+    defaults = " ".join(f"{f.name}={f.default}" for f in fields(Options))
+    return f"{__doc__}\nwhat Slurm is asked for, with what it is by default: {defaults}"
+
+
+def _main(arguments: list[str]) -> int:
+    options, rest = options_of(arguments)
+    text = script(options, rest)
+    if not options.submit:
+        print(text, end="")
+        return DONE
     try:
-        options, rest = options_of(arguments)
-        text = script(options, rest)
-        if not options.submit:
-            print(text, end="")
-            return DONE
         made = subprocess.run(["sbatch"], input=text, text=True, capture_output=True, check=False)
-    except FileNotFoundError:
-        print(
-            "error: submit=true: there is no sbatch here; print the script with submit=false, and queue it where there is",
-            file=sys.stderr,
-        )
-        return WRONG
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
+    except FileNotFoundError as error:
+        raise ValueError(
+            "submit=true: there is no sbatch here; print the script with submit=false, and queue it where there is"
+        ) from error
     print(made.stdout + made.stderr, end="")
     return DONE if made.returncode == 0 else WRONG
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.errors import DONE, PREEMPTED, tell
+from launch.errors import DONE, PREEMPTED, run_command
 
 USAGE = """usage: python -m launch.tokenize source=GLOB to=DIR [KEY=VALUE ...]
 
@@ -194,21 +194,17 @@ def run(options: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        print(USAGE)
-        return DONE
+    said = "stopped by a signal; the same command goes on with what is missing"
+    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, stopped=(said, PREEMPTED))
+
+
+def _main(arguments: list[str]) -> int:
     try:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread: whoever runs this handles signals
         before = None
     try:
         run(_options(arguments))
-    except KeyboardInterrupt:
-        print("stopped by a signal; the same command goes on with what is missing", file=sys.stderr)
-        return PREEMPTED
-    except Exception as error:
-        return tell(error)
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

@@ -8,22 +8,31 @@ import sys
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
-from launch.errors import DONE, HOST_LOST, PREEMPTED, tell
+from launch.errors import DONE, HOST_LOST, PREEMPTED, run_command
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
   python -m launch.train recipe=long_context
   python -m launch.train recipe=long_context mesh.sp=2 run.steps=20 run.dir=outputs/try
   python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence
+  python -m launch.train -m recipe=long_context optimizer.learning_rate=1e-3,3e-3 run.seed=range(0,3)
 
 A run that is in run.dir goes on from its last checkpoint.
+
+flags:
+  --config-dir DIR, -cd     variants of your own: DIR/recipe/mine.yaml is recipe=mine, DIR/model/big.yaml is model=big
+  --cfg job, -c             prints the composed recipe, which may itself be a recipe; --package SECTION only that, and
+                            --resolve with the values of ${...}
+  --multirun, -m            a run for every combination of the values given, each in a folder of its own in run.dir
 """
 
 
-def _usage() -> str:
+def _usage(arguments: Sequence[str]) -> str:
+    from recipes.arguments import read
     from recipes.schema import GROUPS, keys_of, options_of
 
-    groups = "\n".join(f"  {g}={{{','.join(options_of(g))}}}" for g in GROUPS)
+    given = read([a for a in arguments if a not in ("-h", "--help")], every=True).config_dir
+    groups = "\n".join(f"  {g}={{{','.join(options_of(g, given))}}}" for g in GROUPS)
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
 
 
@@ -79,27 +88,35 @@ def _how_to_scale() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        print(_usage())
+    # What is not on disk yet is given up: before the first step, or at the second Ctrl-C.
+    said = "stopped at once by SIGINT; the same command goes on from the last complete checkpoint"
+    return run_command(argv, _main, _usage, needs_arguments=False, stopped=(said, PREEMPTED))
+
+
+def _main(arguments: list[str]) -> int:
+    from recipes.arguments import read
+
+    given = read(arguments, every=True)
+    if given.multirun:
+        from launch.sweep import sweep
+
+        return sweep(given)
+    if given.shown:
+        from recipes.schema import text_of
+
+        print(text_of(given), end="")
         return DONE
     # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from ejdist.training.loop import train
     from recipes.schema import compose
 
-    try:
-        recipe = compose(arguments)
-        start_jax(recipe)
-        hint = _how_to_scale()
-        if hint:
-            print(hint, flush=True)
-        outcome = train(recipe, say=lambda line: print(line, flush=True))
-    except Exception as error:
-        return tell(error)
-    except KeyboardInterrupt:  # before the first step, or the second of two: what is not on disk yet is given up
-        print("stopped at once by SIGINT; the same command goes on from the last complete checkpoint", file=sys.stderr)
-        return PREEMPTED
+    recipe = compose(arguments)
+    start_jax(recipe)
+    hint = _how_to_scale()
+    if hint:
+        print(hint, flush=True)
+    outcome = train(recipe, say=lambda line: print(line, flush=True))
     stopped_early = not outcome.finished and recipe.run.stop_after is None
     if outcome.summary is not None:
         s = outcome.summary
@@ -121,6 +138,8 @@ def command(before: Callable[[], object] = lambda: None) -> None:
     """Runs `main` as a process of its own, after `before`, and ends it."""
     import signal
 
+    if {"-m", "--multirun"} & set(sys.argv[1:]):  # its runs are processes of their own, each of which does what follows
+        sys.exit(main())
     sys.unraisablehook = _without_late_reads
     # First of all: threads that start from here on leave it to the one that listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

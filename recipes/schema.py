@@ -1,21 +1,24 @@
-"""The schema of a recipe: the sections that the modules which read them declare, and composition with clear errors."""
+"""The schema of a recipe: the sections that the modules which read them declare, and composition with clear errors.
+
+What is composed later wins: train.yaml, then the variants of groups, then the recipe, then the keys of the command line.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.program import TrainSections
+from recipes.arguments import Arguments, RecipeError, check_values, quoted, read
 
-
-class RecipeError(ValueError):
-    """A recipe cannot be composed; the message names the key and the nearest valid one."""
+__all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of"]
 
 
 @dataclass
@@ -42,10 +45,17 @@ class Recipe(TrainSections):
 GROUPS = ("recipe", "model", "mesh", "data", "optimizer", "cluster")
 
 
-def options_of(group: str) -> list[str]:
-    """Returns the names of a group's variants: its yaml files."""
-    folder = resources.files("recipes") / group
-    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+def _variants(folder: Any) -> list[str]:
+    """Returns the names of the yaml files of a folder, which need not be there."""
+    return (
+        [p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml")] if folder.is_dir() else []
+    )
+
+
+def options_of(group: str, config_dir: Path | None = None) -> list[str]:
+    """Returns the names of a group's variants: its yaml files, and those of the user's folder."""
+    own = [] if config_dir is None else _variants(config_dir / group)
+    return sorted({*_variants(resources.files("recipes") / group), *own})
 
 
 def keys_of(section: Any = None, prefix: str = "") -> list[str]:
@@ -66,26 +76,20 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {best[0]!r}?" if best else ""
 
 
-def _check_values(overrides: Sequence[str]) -> None:
-    """Raises RecipeError for a value that the grammar of Hydra cannot read, or reads as several values to sweep over."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    for override in overrides:
-        try:
-            swept = parser.parse_override(override).is_sweep_override()
-        except HydraException:
-            swept = True
-        if swept:
-            name, _, value = override.partition("=")
-            raise RecipeError(
-                f"cannot read the value of {override!r}: a list is written {name}=[a,b], and anything with special characters "
-                f"in quotes inside those of the shell: '{name}=\"{value}\"'"
-            )
+def _check_folder(folder: Path) -> None:
+    """Raises RecipeError for a user's folder that has no variant, or one that the project has too: only one can be meant."""
+    own = {group: _variants(folder / group) for group in GROUPS}
+    if not any(own.values()):
+        raise RecipeError(
+            f"--config-dir {folder} has no variant: name a folder with files such as recipe/mine.yaml or model/mine.yaml, in "
+            f"folders with the names of groups: {', '.join(GROUPS)}"
+        )
+    both = [f"{group}/{name}.yaml" for group in GROUPS for name in own[group] if name in options_of(group)]
+    if both:
+        raise RecipeError(f"--config-dir {folder} has {both[0]}, and so does the project; give it another name")
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(overrides: Sequence[str], config_dir: Path | None = None) -> None:
     """Raises RecipeError for an override that is not KEY=VALUE of a known key, or names no variant of its group."""
     keys = keys_of()
     for override in overrides:
@@ -94,8 +98,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise RecipeError(f"cannot read {override!r}: write KEY=VALUE, for example run.steps=500")
         name = name.lstrip("+~")
         if name in GROUPS:
-            if value not in options_of(name):
-                known = options_of(name)
+            known = options_of(name, config_dir)
+            if value not in known:
                 raise RecipeError(f"{name}={value} is unknown; there are {', '.join(known)}{_nearest(value, known)}")
         elif name not in keys:
             inside = [k for k in keys if k.startswith(f"{name}.")]
@@ -104,33 +108,133 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise RecipeError(f"unknown key {name!r}{_nearest(name, [*keys, *GROUPS])}")
 
 
-def compose(overrides: Sequence[str]) -> Recipe:
-    """Returns the recipe of a command line: train.yaml, the variants named, and the keys given.
+def compose(arguments: Sequence[str]) -> Recipe:
+    """Returns the recipe of a command line: train.yaml, the variants named, and the keys given. With `--config-dir DIR` a
+    variant may be a file of that folder, such as DIR/recipe/mine.yaml.
 
     Raises:
-      RecipeError: an unknown key or variant (the nearest valid one is named), or a value of the wrong type.
+      RecipeError: an unknown flag, key or variant (the nearest valid one is named), or a value of the wrong type.
     """
+    return _composed(read(arguments))[1]
+
+
+# How processes find each other is of the place where a run is made, and differs between two that are the same.
+_HEAD = """# @package _global_
+# Composed by python -m launch.train --cfg job; saved as DIR/recipe/NAME.yaml it is recipe=NAME with --config-dir DIR.
+# The section cluster is not in it: it is of the place where a run is made.
+"""
+
+
+def text_of(a: Arguments) -> str:
+    """Returns the composed recipe as YAML, which may itself be a recipe, or one section of it a variant.
+
+    Raises:
+      RecipeError: as `compose`; or `--package` names no section.
+    """
+    from omegaconf import OmegaConf
+
+    composed, _ = _composed(a)
+    if a.package in (None, "_global_"):
+        del composed["cluster"]
+        return _HEAD + OmegaConf.to_yaml(composed, resolve=a.resolve)
+    sections = [f.name for f in dataclasses.fields(Recipe) if OmegaConf.is_dict(composed[f.name])]
+    if a.package not in sections:
+        raise RecipeError(f"--package {a.package} is no section; there are {', '.join(sections)}")
+    return f"# @package {a.package}\n" + OmegaConf.to_yaml(composed[a.package], resolve=a.resolve)
+
+
+def _composed(a: Arguments) -> tuple[Any, Recipe]:
+    """Returns what Hydra composes, and the recipe made of it."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    check_overrides(overrides)
-    _check_values(overrides)
+    if a.config_dir is not None:
+        _check_folder(a.config_dir)
+    check_overrides(a.overrides, a.config_dir)
+    check_values(a.overrides)
     ConfigStore.instance().store(name="schema", node=Recipe)
+    beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
     try:
         with hydra.initialize_config_module("recipes", version_base="1.3"):
-            composed = hydra.compose("train", overrides=list(overrides))
+            composed = hydra.compose("train", overrides=[*a.overrides, *beside])
         OmegaConf.set_struct(composed, True)
+        _check_order(a, composed)
         recipe: Any = OmegaConf.to_object(composed)
-        return recipe
+    except RecipeError:
+        raise
     except Exception as error:  # Hydra and OmegaConf have many; all of them mean that the recipe cannot be composed
         raise RecipeError(_explain(error)) from error
+    OmegaConf.set_struct(composed, False)
+    return composed, recipe
+
+
+def _check_order(a: Arguments, composed: Any) -> None:
+    """Raises RecipeError where a recipe has another value than a variant that the command line names: the recipe would win,
+    and nothing would say that the variant was not taken."""
+    from omegaconf import OmegaConf
+
+    given = {name: value for name, _, value in (override.partition("=") for override in a.overrides)}
+    taken = dict(_leaves(OmegaConf.to_container(composed)))
+    for group in (g for g in GROUPS if g in given and g != "recipe"):
+        alone = _alone(group, given[group], a.config_dir)
+        meant = dict(_leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), alone))))
+        for key, _ in _leaves(OmegaConf.to_container(alone)):
+            wanted, found = meant[key], taken[key]
+            if wanted != found and key not in given:
+                who = f"recipe={given['recipe']}" if "recipe" in given else "the recipe"
+                raise RecipeError(
+                    f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
+                    "the command line, or take it out of the recipe"
+                )
+
+
+def _alone(group: str, variant: str, config_dir: Path | None) -> Any:
+    """Returns what a variant says itself, and what it is made from."""
+    import hydra
+
+    if variant in options_of(group):
+        where = hydra.initialize_config_module("recipes", version_base="1.3")
+    else:
+        where = hydra.initialize_config_dir(str(config_dir), version_base="1.3")
+    with where:
+        return hydra.compose(f"{group}/{variant}", overrides=["hydra.searchpath=['pkg://recipes']"])
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the keys of a nested dict, with dots, and their values."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _explain(error: BaseException) -> str:
+    """Returns one sentence about what Hydra, OmegaConf or the YAML parser say, with the file that is wrong."""
+    if mark := getattr(error, "problem_mark", None):
+        return f"{mark.name}, line {mark.line + 1}: {getattr(error, 'problem', None) or 'this is no YAML'}"
     text = str(error.__cause__ or error)
+    found = re.match(r"In '([^']+)': ", text)
+    file = f"{found[1]}.yaml" if found and found[1] != "train" else ""
+    if missing := re.search(r"Could not find '([^']+)'", text):
+        return f"{file or 'a recipe or variant'} asks for {missing[1]}.yaml, which is not there{_remedy(missing[1])}"
     key = re.search(r"full_key: (\S+)", text)
-    first = text.splitlines()[0] if text else type(error).__name__
-    if key and "not in" in first:
-        return f"unknown key {key.group(1)!r}{_nearest(key.group(1), keys_of())}"
-    return f"{key.group(1)}: {first}" if key else first
+    lines = text.splitlines() or [type(error).__name__]
+    first = lines[1] if file and "raised while composing" in lines[0] and len(lines) > 1 else lines[0]
+    if not key:
+        return first
+    if "not in" not in first:
+        return f"{f'{file}: ' if file else ''}{key[1]}: {first}"
+    if key[1] in GROUPS and key[1] not in keys_of() and file.startswith(f"{key[1]}/"):
+        return f"{file} must begin with the line '# @package _global_', with keys of any section below it"
+    return f"unknown key {key[1]!r}{f' in {file}' if file else ''}{_nearest(key[1], keys_of())}"
+
+
+def _remedy(missing: str) -> str:
+    inner = missing.partition("/")[2]
+    if inner.partition("/")[0] in GROUPS:
+        return f"; from inside a group write '/{inner.replace('/', ': ', 1)}', with override in front where it has a default"
+    group, _, name = missing.partition("/")
+    known = options_of(group) if group in GROUPS else []
+    return f"; the project has {', '.join(known)}{_nearest(name, known)}" if known else ""

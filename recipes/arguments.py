@@ -1,0 +1,178 @@
+"""What may stand on a command line beside KEY=VALUE: the flags, which are Hydra's, and several values of a key."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be composed; the message names the key and the nearest valid one."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, read.
+
+    Attributes:
+      overrides: GROUP=VARIANT and KEY=VALUE, as they are written.
+      config_dir: a folder with variants of the user's own, absolute.
+      shown: the composed recipe is to be printed, with `package` of it, or all, and with interpolations resolved or not.
+      multirun: every combination of the values given is a run.
+    """
+
+    overrides: tuple[str, ...]
+    config_dir: Path | None = None
+    shown: bool = False
+    package: str | None = None
+    resolve: bool = False
+    multirun: bool = False
+
+    def words(self) -> list[str]:
+        """Returns the recipe as another command takes it, wherever it is started."""
+        return [*self.overrides, *([] if self.config_dir is None else [f"--config-dir={self.config_dir}"])]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{message}; --help lists what there is")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    return parser
+
+
+_FLAGS = ("--config-dir", "--cfg", "--package", "--resolve", "--multirun")
+
+
+def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
+    """Returns a command line, read.
+
+    Args:
+      every: every flag may be given; else only `--config-dir`, as to all commands but `launch.train`.
+
+    Raises:
+      RecipeError: a flag is unknown, has no place here, or names a folder that is none.
+    """
+    found, rest = _parser().parse_known_args(list(arguments))
+    for word in rest:
+        if word.startswith("-"):
+            near = difflib.get_close_matches(word.partition("=")[0], [*_FLAGS, "--help"], n=1, cutoff=0.5)
+            raise RecipeError(f"unknown flag {word!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    more = {"--cfg": found.cfg, "--package": found.package, "--resolve": found.resolve, "--multirun": found.multirun}
+    given = [name for name, value in more.items() if value]
+    if given and not every:
+        raise RecipeError(f"{given[0]} has no place here: it is a flag of python -m launch.train")
+    if (found.package or found.resolve) and not found.cfg:
+        raise RecipeError(f"{given[0]} says what --cfg job prints, which is not given")
+    if found.cfg and found.multirun:
+        raise RecipeError("--cfg job prints one recipe, and --multirun makes several: give one of them")
+    folder = None if found.config_dir is None else _folder(found.config_dir)
+    return Arguments(tuple(rest), folder, bool(found.cfg), found.package, found.resolve, found.multirun)
+
+
+def _folder(given: str) -> Path:
+    folder = Path(given).expanduser().absolute()
+    if not given or not folder.is_dir():
+        raise RecipeError(
+            f"--config-dir {given}: {'is a file' if folder.is_file() else 'there is no such folder'}; name one with files such "
+            "as recipe/mine.yaml or model/mine.yaml"
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a sweep: its name, which is that of its folder too, and its command line without one."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def jobs_of(overrides: Sequence[str]) -> list[Job]:
+    """Returns every combination of the values of a sweep, the last key changing first. Values are written as Hydra reads them:
+    `key=1,2,3`, `key=range(1,4)`, `key=choice(a,b)`.
+
+    Raises:
+      RecipeError: a value cannot be read, no key has several, or a folder is what is swept over.
+    """
+    from hydra.errors import HydraException
+
+    columns: list[list[tuple[str, bool]]] = []
+    for override in overrides:
+        parsed = _parsed(override)
+        if parsed is None:
+            raise RecipeError(unreadable(override))
+        if not parsed.is_sweep_override():
+            columns.append([(override, False)])
+            continue
+        key = parsed.get_key_element()
+        if key == "run.dir":
+            raise RecipeError(f"{override}: run.dir is one folder, in which each run of a sweep gets its own")
+        try:
+            values = list(dict.fromkeys(parsed.sweep_string_iterator()))
+        except HydraException as error:  # of an interval, which has no first value, and of glob
+            raise RecipeError(
+                f"{override}: the values of a sweep are listed here: {key}=A,B or {key}=range(1,4)"
+            ) from error
+        columns.append([(f"{key}={value}", True) for value in values])
+    if not any(swept for column in columns for _, swept in column):
+        raise RecipeError("--multirun: no key has several values, for example optimizer.learning_rate=1e-3,3e-3")
+    combined = itertools.product(*columns)
+    return [Job(_name([word for word, swept in row if swept]), tuple(word for word, _ in row)) for row in combined]
+
+
+_LONGEST = 120  # letters of the name of a folder
+
+
+def _name(words: Sequence[str]) -> str:
+    """Returns a name for a folder; two that are not the same words differ."""
+    whole = ",".join(words)
+    plain = re.sub(r"[^\w.,=+@-]+", "_", whole)[:_LONGEST]
+    return plain if plain == whole else f"{plain}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+
+def _parsed(override: str) -> Any:
+    """Returns Hydra's reading of an override, None if it has none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException:
+        return None
+
+
+def unreadable(override: str) -> str:
+    """Returns the sentence about a value that Hydra's grammar cannot read as one."""
+    name, _, value = override.partition("=")
+    return (
+        f"cannot read the value of {override!r}: a list is written {name}=[a,b], and anything with special characters "
+        f"in quotes inside those of the shell: '{name}=\"{value}\"'; for a run with each of several values give --multirun (-m)"
+    )
+
+
+def check_values(overrides: Sequence[str]) -> None:
+    """Raises RecipeError for a value that Hydra's grammar cannot read, or reads as several values to sweep over."""
+    for override in overrides:
+        parsed = _parsed(override)
+        if parsed is None or parsed.is_sweep_override():
+            raise RecipeError(unreadable(override))
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a value that Hydra's grammar reads as it is."""
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", text)) + "'"
