@@ -13,6 +13,8 @@ FAILED_DRILL = 5
 INTERRUPTED = 130
 # Of a process that JAX has ended by SIGABRT, as a shell shows it: the coordinator is gone.
 ABORTED = 134
+# After these the same command goes on, so a cluster starts it again.
+AGAIN = (PREEMPTED, HOST_LOST, ABORTED)
 
 
 class NotCompiled(RuntimeError):

@@ -14,56 +14,54 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
-from launch.errors import DONE, run_command
+from launch.errors import DONE, WRONG
+from launch.options import command_option, help_of, option, read, refuse_cluster
 from launch.processes import Job
 
-_TIMES = ("cluster.timeout", "cluster.heartbeat")
 _PATIENCE = 150  # seconds that the others have to end once one has failed
 
 
-def options_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns (processes, devices, gpus; the arguments of the run). Raises ValueError, naming the argument."""
-    from recipes.arguments import read
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The processes; the rest of the command line is the recipe's."""
 
-    own: dict[str, Any] = {"devices": None, "gpus": None}
-    rest = []
-    for argument in read(argv).words():
-        name, _, value = argument.partition("=")
-        if name in ("processes", "devices"):
-            if not value.isdigit() or int(value) < 1:
-                raise ValueError(f"{name} must be a number from 1 on, got {value!r}")
-            own[name] = int(value)
-        elif name == "gpus":
-            own[name] = value.split(",")
-        elif name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
-            raise ValueError(f"{name} cannot be given here: launch.local says itself how its processes find each other")
-        else:
-            rest.append(argument)
-    if "processes" not in own:
-        raise ValueError("processes=N is missing: how many processes the run is to have")
-    if own["gpus"] is not None and (own["devices"] is not None or len(own["gpus"]) != own["processes"]):
-        raise ValueError(
-            f"gpus={','.join(own['gpus'])} names one GPU for each of {own['processes']} processes, and excludes devices="
-        )
+    processes: int = option(MISSING, "how many processes the run is to have")
+    devices: int | None = option(None, "virtual CPU devices of each process")
+    gpus: str = option("", "the GPU that each process is to see, as 0,1,2,3")
+    command: str = command_option()
+
+    @property
+    def visible(self) -> list[str]:
+        return self.gpus.split(",") if self.gpus else []
+
+
+def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns (the processes, the arguments of the run). Raises ValueError, naming the argument."""
+    own, rest = read(Options, argv)
+    refuse_cluster(rest, "launch.local says itself how its processes find each other")
+    if own.gpus and (own.devices is not None or len(own.visible) != own.processes):
+        raise ValueError(f"gpus={own.gpus} names one GPU for each of {own.processes} processes, and excludes devices=")
     return own, rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    return run_command(argv, _main, lambda _: f"{__doc__}\n{_OWN}")
-
-
-_OWN = "devices=N: virtual CPU devices of each process. gpus=0,1,2,3: the GPU that each process is to see."
-
-
-def _main(arguments: list[str]) -> int:
-    own, rest = options_of(arguments)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        print(__doc__)
+        print(help_of(Options))
+        return DONE if arguments else WRONG
+    try:
+        own, rest = options_of(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
-    job = Job(own["processes"], logs, own["devices"])
-    gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own["gpus"] or ())}
+    job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
+    gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}
     told = threading.Event()
     try:
         job.start(rest, environment=gpus)

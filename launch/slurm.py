@@ -6,34 +6,39 @@ again, as it is when it is preempted or loses a node; it then goes on. One that 
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from launch.errors import ABORTED, DONE, HOST_LOST, PREEMPTED, WRONG, run_command
+from launch.errors import AGAIN, DONE, WRONG
+from launch.options import check_run, command_option, help_of, option, read
 
 
 @dataclass(frozen=True)
 class Options:
     """What the script asks Slurm for; the rest of the command line is the recipe's."""
 
-    nodes: int = 1
-    tasks_per_node: int | None = None  # processes of a node; default: one for each GPU, else one
-    gpus_per_node: int = 0
-    time: str = ""  # as Slurm writes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds
-    name: str = "ejdist"
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    log: str = "%x-%j.log"  # one file for all times that the job is queued
-    grace: int = 300  # seconds before the end of the time at which the run is told to stop
-    restarts: int = 100  # how often it may be queued again
-    python: str = "python"
-    sbatch: str = ""  # other options of sbatch, as they are
-    submit: bool = False
+    nodes: int = option(1, "machines")
+    tasks_per_node: int | None = option(None, "processes of a machine; one for each GPU, else one")
+    gpus_per_node: int = option(0, "GPUs of a machine", least=0)
+    time: str = option(
+        "",
+        "as Slurm writes it: minutes, HH:MM:SS or DAYS-HH:MM:SS",
+        pattern=r"(\d+-)?\d+(:\d+){0,2}",
+    )
+    name: str = option("ejdist", "of the job")
+    partition: str = option("", "where it is queued")
+    account: str = option("", "who pays for it")
+    qos: str = option("", "the quality of service")
+    log: str = option("%x-%j.log", "one file for all times that the job is queued")
+    grace: int = option(300, "seconds before the end of the time at which the run is told to stop", least=0)
+    restarts: int = option(100, "how often it may be queued again", least=0)
+    python: str = option("python", "how Python is started on a node", free=True)
+    sbatch: str = option("", "other options of sbatch, as they are", free=True)
+    command: str = command_option()
+    submit: bool = option(False, "hand the script to sbatch")
 
     @property
     def tasks(self) -> int:
@@ -41,42 +46,11 @@ class Options:
 
 
 def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns (what Slurm is asked for, the recipe's arguments). Raises ValueError, naming the argument."""
-    from recipes.arguments import read
-    from recipes.schema import compose
-
-    kinds = {f.name: f.type for f in fields(Options)}
-    own: dict[str, object] = {}
-    rest = []
-    for argument in read(argv).words():
-        name, equals, value = argument.partition("=")
-        if name not in kinds:
-            rest.append(argument)
-            continue
-        if "int" in str(kinds[name]):
-            least = 0 if name in ("gpus_per_node", "grace", "restarts") else 1
-            if not value.isdigit() or int(value) < least:
-                raise ValueError(f"{name} must be a number from {least} on, got {value!r}")
-            own[name] = int(value)
-        elif name == "submit":
-            if value not in ("true", "false"):
-                raise ValueError(f"submit must be true or false, got {value!r}")
-            own[name] = value == "true"
-        else:
-            if not equals or (re.search(r"\s", value) and name not in ("sbatch", "python")) or "\n" in value:
-                raise ValueError(f"{name} must be written {name}=VALUE, in one word")
-            own[name] = value
-    made = Options(**own)  # pyrefly: ignore[bad-argument-type]
-    if made.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", made.time):
-        raise ValueError(f"time = {made.time!r} must be as Slurm writes it: minutes, HH:MM:SS or DAYS-HH:MM:SS")
+    """Returns (what Slurm is asked for, the run's arguments). Raises ValueError, naming the argument."""
+    made, rest = read(Options, argv)
     if made.gpus_per_node and made.gpus_per_node % made.tasks:
         raise ValueError(f"gpus_per_node = {made.gpus_per_node} must be a multiple of tasks_per_node = {made.tasks}")
-    cluster = [
-        a for a in rest if a.split("=")[0] == "cluster" or re.match(r"cluster\.(kind|coordinator|num_|process)", a)
-    ]
-    if cluster:
-        raise ValueError(f"{cluster[0]} cannot be given here: Slurm itself says how the processes find each other")
-    compose([*rest, "cluster=auto"])  # a wrong recipe is told now, and not in a log when the job begins
+    check_run(rest, "Slurm itself says how the processes find each other")
     return made, rest
 
 
@@ -97,8 +71,7 @@ def script(o: Options, arguments: Sequence[str]) -> str:
     if o.gpus_per_node:
         # All GPUs of a node are visible to each of its tasks, and JAX takes its own: so they reach each other by NVLink.
         step += ["--gpu-bind=none"]
-    command = shlex.join([*step, *shlex.split(o.python), "-m", "launch.train", *arguments, "cluster=auto"])
-    again = "|".join(map(str, (PREEMPTED, HOST_LOST, ABORTED)))
+    command = shlex.join([*step, *shlex.split(o.python), "-m", f"launch.{o.command}", *arguments, "cluster=auto"])
     return "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -111,39 +84,46 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             "run=$!",
             "wait $run; code=$?",
             "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done",
-            'echo "launch.train ended with exit code $code, queued again ${SLURM_RESTART_COUNT:-0} times"',
-            "case $code in",
-            f"  {again})  # stopped by a signal and saved, or a node was lost: the same command goes on",
-            f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {o.restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;',
-            "esac",
+            f'echo "launch.{o.command} ended with exit code $code, queued again ${{SLURM_RESTART_COUNT:-0}} times"',
+            *(_queued_again(o) if o.command == "train" else ()),
             "exit $code",
             "",
         ]
     )
 
 
+def _queued_again(o: Options) -> list[str]:
+    again = "|".join(map(str, AGAIN))
+    return [
+        "case $code in",
+        f"  {again})  # stopped by a signal and saved, or a node was lost: the same command goes on",
+        f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {o.restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;',
+        "esac",
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    return run_command(argv, _main, _usage)
-
-
-def _usage(arguments: Sequence[str]) -> str:
-    defaults = " ".join(f"{f.name}={f.default}" for f in fields(Options))
-    return f"{__doc__}\nwhat Slurm is asked for, with what it is by default: {defaults}"
-
-
-def _main(arguments: list[str]) -> int:
-    options, rest = options_of(arguments)
-    text = script(options, rest)
-    if not options.submit:
-        print(text, end="")
-        return DONE
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        print(f"{__doc__}\nwhat Slurm is asked for, with what it is by default:\n{help_of(Options)}")
+        return DONE if arguments else WRONG
     try:
+        options, rest = options_of(arguments)
+        text = script(options, rest)
+        if not options.submit:
+            print(text, end="")
+            return DONE
         made = subprocess.run(["sbatch"], input=text, text=True, capture_output=True, check=False)
-    except FileNotFoundError as error:
-        raise ValueError(
-            "submit=true: there is no sbatch here; print the script with submit=false, and queue it where there is"
-        ) from error
+    except FileNotFoundError:
+        print(
+            "error: submit=true: there is no sbatch here; print the script with submit=false, and queue it where there is",
+            file=sys.stderr,
+        )
+        return WRONG
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
     print(made.stdout + made.stderr, end="")
     return DONE if made.returncode == 0 else WRONG
 

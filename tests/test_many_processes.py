@@ -90,10 +90,10 @@ def test_local_starts_processes_and_tells_what_each_says(corpus, tmp_path, capfd
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["devices=2"], "processes=N is missing"),
+        (["devices=2"], "processes= is missing"),
         (["processes=0"], "processes must be a number from 1 on, got '0'"),
-        (["processes=2", "cluster.process_id=0"], "cluster.process_id cannot be given here"),
-        (["processes=2", "cluster=auto"], "cluster cannot be given here"),
+        (["processes=2", "cluster.process_id=0"], "cluster.process_id=0 cannot be given here"),
+        (["processes=2", "cluster=auto"], "cluster=auto cannot be given here"),
         (["processes=2", "gpus=0"], "names one GPU for each of 2 processes"),
         (["processes=2", "gpus=0,1", "devices=1"], "excludes devices="),
     ],

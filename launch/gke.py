@@ -1,0 +1,274 @@
+"""`python -m launch.gke image=IMAGE topology=v5p:4x4x4 [slices=2] [KEY=VALUE ...]`, or `... nodes=4 gpus_per_node=8 ...`: a JobSet
+that trains on Kubernetes.
+
+Prints the YAML, or applies it with submit=true. A run that was stopped and has saved, or that lost a node, is started again on
+all nodes and goes on. One that is refused, or whose loss is no number, ends the JobSet.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from launch.errors import AGAIN, DONE, WRONG
+from launch.options import check_run, command_option, help_of, option, read
+
+# Of each TPU generation: the label of its nodes, and dims of a topology.
+_TPUS = {
+    "v4": ("tpu-v4-podslice", 3),
+    "v5e": ("tpu-v5-lite-podslice", 2),
+    "v5p": ("tpu-v5p-slice", 3),
+    "v6e": ("tpu-v6e-slice", 2),
+    "tpu7x": ("tpu7x", 3),
+}
+_CHIPS = 4  # of a node of a slice of several nodes, of every generation
+_CONTAINER, _JOB = "run", "slice"
+_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What Kubernetes is asked for; the rest of the command line is the recipe's."""
+
+    image: str = option(MISSING, "the container image that has this project")
+    topology: str = option("", "of a TPU slice, as v5p:4x4x4")
+    slices: int = option(1, "TPU slices; mesh.dp goes over them, and the other axes stay inside of one")
+    chips_per_node: int | None = option(None, "TPU chips of a machine; 4, and all of a slice of fewer")
+    nodes: int = option(1, "machines with GPUs, each of which is one process")
+    gpus_per_node: int = option(0, "GPUs of a machine", least=0)
+    gpu: str = option("", "the kind of GPU, as the label cloud.google.com/gke-accelerator has it")
+    name: str = option("ejdist", "lower-case letters, digits and dashes", pattern=_LABEL)
+    namespace: str = option("", "lower-case letters, digits and dashes", pattern=_LABEL)
+    volume: str = option("", "a PersistentVolumeClaim that all nodes may write; run.dir is to lie in it")
+    mount: str = option("/mnt/runs", "an absolute path, where the volume is", pattern="/.+")
+    service_account: str = option("", "of Kubernetes, which may read and write what the run needs")
+    queue: str = option("", "the local queue of Kueue that starts it")
+    spot: bool = option(False, "on spot machines, which get 15 s of grace instead of what is asked for")
+    grace: int = option(300, "seconds that a run which is told to stop has to end its step and save")
+    restarts: int = option(100, "how often the run may be started again", least=0)
+    port: int = option(8476, "of the coordinator, where there are GPUs")
+    python: str = option("python", "how Python is started in the image", free=True)
+    env: dict[str, str] = field(
+        default_factory=dict, metadata={"words": "a variable of the environment of every process"}
+    )
+    command: str = command_option()
+    submit: bool = option(False, "apply it with kubectl")
+
+    @property
+    def chips(self) -> int:
+        """TPU chips of a slice; 0 where there are GPUs."""
+        shape = self.topology.partition(":")[2]
+        return math.prod(int(n) for n in shape.split("x")) if shape else 0
+
+    @property
+    def per_node(self) -> int:
+        """Accelerators of a machine."""
+        return (self.chips_per_node or min(_CHIPS, self.chips)) if self.topology else self.gpus_per_node
+
+    @property
+    def pods(self) -> int:
+        """Machines of a slice, or all machines with GPUs."""
+        return self.chips // self.per_node if self.topology else self.nodes
+
+
+def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns (what Kubernetes is asked for, the run's arguments). Raises ValueError, naming the argument."""
+    o, rest = read(Options, argv)
+    given = {a.partition("=")[0] for a in argv}
+    foreign = given & ({"nodes", "gpus_per_node", "gpu", "port"} if o.topology else {"slices", "chips_per_node"})
+    if foreign:
+        kinds = ("GPUs", "TPUs, which topology= says") if o.topology else ("TPUs", "GPUs, as topology= is not given")
+        raise ValueError(f"{sorted(foreign)[0]}= is of {kinds[0]}, and this is a run on {kinds[1]}")
+    if o.topology:
+        _check_topology(o)
+    elif not o.gpus_per_node:
+        raise ValueError("give topology=GENERATION:SHAPE for TPUs, or nodes=N gpus_per_node=N for GPUs")
+    longest = f"{o.name}-{_JOB}-{o.slices - 1}-{o.pods - 1}-xxxxx"
+    if len(longest) > 63:
+        raise ValueError(
+            f"name = {o.name!r} is too long: a pod would be called {longest}, which may have 63 characters"
+        )
+    recipe = check_run(rest, "launch.gke says how the processes find each other")
+    if o.volume and not _inside(recipe.run.dir, o.mount):
+        raise ValueError(
+            f"run.dir = {recipe.run.dir!r} is not in the volume {o.volume}, which is mounted at {o.mount} (mount=), and what "
+            f"a container writes elsewhere is lost with it; use for example run.dir={posixpath.join(o.mount, 'first')}"
+        )
+    if not o.volume and "://" not in recipe.run.dir:
+        raise ValueError(
+            f"run.dir = {recipe.run.dir!r} is a folder of a container, and lost with it: give volume=CLAIM and a run.dir in "
+            "it, or one in an object store, as gs://BUCKET/NAME"
+        )
+    return o, rest
+
+
+def _check_topology(o: Options) -> None:
+    generation, colon, shape = o.topology.partition(":")
+    sizes = shape.split("x")
+    if generation not in _TPUS or not all(n.isascii() and n.isdigit() and int(n) > 0 for n in sizes):
+        raise ValueError(
+            f"topology = {o.topology!r} must be GENERATION:SHAPE, as v5p:4x4x4, with one of {', '.join(_TPUS)}"
+        )
+    if len(sizes) != _TPUS[generation][1]:
+        raise ValueError(f"topology = {o.topology!r}: a slice of {generation} has {_TPUS[generation][1]} dims")
+    if o.chips % o.per_node:
+        raise ValueError(f"chips_per_node = {o.per_node} does not divide the {o.chips} chips of {o.topology}")
+
+
+def _inside(path: str, folder: str) -> bool:
+    return posixpath.normpath(path).startswith(posixpath.normpath(folder) + "/")
+
+
+def jobset(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
+    """Returns the JobSet, as YAML holds it: a job for each slice, in it a pod for each machine, in it one process."""
+    metadata: dict[str, Any] = {"name": o.name}
+    if o.namespace:
+        metadata["namespace"] = o.namespace
+    if o.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": o.queue}
+    if o.slices > 1:
+        # Each job is on one node pool, which is one slice.
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    job = {
+        "completionMode": "Indexed",
+        "parallelism": o.pods,
+        "completions": o.pods,
+        "backoffLimit": 0,  # no pod is replaced alone: all processes of a run start together
+        "podFailurePolicy": {
+            "rules": [
+                # Evicted, preempted, or its node is gone: whatever the exit code, this is no fault of the run.
+                {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": _CONTAINER, "operator": "NotIn", "values": sorted(AGAIN)},
+                },
+            ]
+        },
+        "template": {"spec": _pod(o, arguments)},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            # A headless service of this name, so that pods find each other by theirs.
+            "network": {"enableDNSHostnames": True, "subdomain": o.name},
+            "failurePolicy": {
+                "maxRestarts": o.restarts if o.command == "train" else 0,
+                "rules": [
+                    {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+                ],
+            },
+            "replicatedJobs": [{"name": _JOB, "replicas": o.slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
+    resource = "google.com/tpu" if o.topology else "nvidia.com/gpu"
+    volumes, mounts = [], []
+    if o.volume:
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": o.volume}})
+        mounts.append({"name": "runs", "mountPath": o.mount})
+    if not o.topology:
+        # What processes and NCCL share is more than the 64 MB that a container has by default.
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    container = {
+        "name": _CONTAINER,
+        "image": o.image,
+        # No shell: a signal reaches Python itself, and the exit code is its own.
+        "command": [*shlex.split(o.python), "-m", f"launch.{o.command}"],
+        "args": [*(a.replace("$", "$$") for a in arguments), *_cluster(o)],  # "$$" is "$" to Kubernetes
+        "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in o.env.items()],
+        "resources": {"limits": {resource: o.per_node}},
+        "volumeMounts": mounts,
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": o.grace,
+        # Python is not process 1 of its container, for which SIGABRT does nothing: its exit code would be 139, not 134.
+        "shareProcessNamespace": True,
+        "nodeSelector": _nodes(o),
+        "containers": [{key: value for key, value in container.items() if value != []}],
+    }
+    if o.service_account:
+        pod["serviceAccountName"] = o.service_account
+    if o.slices > 1:
+        # Between slices traffic goes over the network of the machine, without that of Kubernetes in between.
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return pod | ({"volumes": volumes} if volumes else {})
+
+
+def _nodes(o: Options) -> dict[str, str]:
+    """Returns the labels of the machines."""
+    cloud = "cloud.google.com"
+    labels = {}
+    if o.topology:
+        generation, _, shape = o.topology.partition(":")
+        labels = {f"{cloud}/gke-tpu-accelerator": _TPUS[generation][0], f"{cloud}/gke-tpu-topology": shape}
+    elif o.gpu:
+        labels = {f"{cloud}/gke-accelerator": o.gpu}
+    return labels | ({f"{cloud}/gke-spot": "true"} if o.spot else {})
+
+
+def _cluster(o: Options) -> list[str]:
+    """Returns how the processes find each other.
+
+    On TPUs JAX reads what GKE sets in each pod of a slice, and of several slices. On GPUs it would ask the API of Kubernetes,
+    for which the image needs a package and the pod a permission; the names of the pods and their numbers say the same.
+    """
+    if o.topology:
+        return ["cluster=auto"]
+    return [
+        "cluster=manual",
+        f"cluster.coordinator={o.name}-{_JOB}-0-0.{o.name}:{o.port}",
+        f"cluster.num_processes={o.pods}",
+        "cluster.process_id=$(JOB_COMPLETION_INDEX)",  # which Kubernetes fills in
+    ]
+
+
+def text(o: Options, arguments: Sequence[str]) -> str:
+    """Returns the YAML."""
+    import yaml
+
+    pods = f"{o.slices} x {o.pods}" if o.slices > 1 else f"{o.pods}"
+    head = f"# Made by python -m launch.gke for {pods} pods. It needs JobSet in the cluster; start it with kubectl apply -f.\n"
+    return head + yaml.safe_dump(jobset(o, arguments), sort_keys=False, width=10**6)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        print(f"{__doc__}\nwhat Kubernetes is asked for, with what it is by default:\n{help_of(Options)}")
+        return DONE if arguments else WRONG
+    try:
+        options, rest = options_of(arguments)
+        made = text(options, rest)
+        if not options.submit:
+            print(made, end="")
+            return DONE
+        ran = subprocess.run(["kubectl", "apply", "-f", "-"], input=made, text=True, capture_output=True, check=False)
+    except FileNotFoundError:
+        print(
+            "error: submit=true: there is no kubectl here; print the YAML with submit=false, and apply it where there is",
+            file=sys.stderr,
+        )
+        return WRONG
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
+    print(ran.stdout, end="")
+    print(ran.stderr, end="", file=sys.stderr)
+    return DONE if ran.returncode == 0 else WRONG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Options that a launcher has of its own, beside those of the run: a dataclass whose fields are read from the command line."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import MISSING, field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+COMMANDS = ("train", "doctor")
+# What a run may still say about its cluster where a launcher says how the processes find each other.
+_TIMES = ("cluster.timeout", "cluster.heartbeat")
+
+
+def option(
+    default: Any, words: str, *, least: int = 1, choices: Sequence[str] = (), pattern: str = "", free: bool = False
+) -> Any:
+    """Returns a field of a dataclass of options, with what it takes.
+
+    Args:
+      words: what it is, for `--help`.
+      least: of a number, the smallest that it may be.
+      choices: of a string, all that it may be.
+      pattern: of a string, the regular expression that all of it matches.
+      free: a string may have spaces in it.
+    """
+    facts = {"words": words, "least": least, "choices": choices, "pattern": pattern, "free": free}
+    made = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**made, metadata=facts)
+
+
+def command_option() -> Any:
+    """Returns the field that says which command the processes are to run."""
+    return option("train", "what the processes run: launch.train, or launch.doctor for the same run", choices=COMMANDS)
+
+
+def read(kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
+    """Returns (the launcher's own options, the other arguments, which are the run's).
+
+    A field that is a dict takes FIELD.NAME=VALUE, any number of times.
+
+    Raises:
+      ValueError: an option that cannot be read, or one without a default that was not given; names it.
+    """
+    kinds, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}  # pyrefly: ignore[bad-argument-type]
+    own: dict[str, Any] = {}
+    rest = []
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        section, dot, inner = name.partition(".")
+        if name in known:
+            if name in own:
+                raise ValueError(f"{name} is given twice; give it once")
+            own[name] = _value(name, bool(equals), value, kinds[name], known[name].metadata)
+        elif dot and section in known and _is_dict(kinds[section]):
+            if not equals or not re.fullmatch(r"[A-Za-z_]\w*", inner) or "\n" in value:
+                raise ValueError(f"{name} must be written {section}.NAME=VALUE")
+            own.setdefault(section, {})[inner] = value
+        else:
+            rest.append(argument)
+    for f in known.values():
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in own:
+            raise ValueError(f"{f.name}= is missing: {f.metadata['words']}")
+    return kind(**own), rest
+
+
+def _is_dict(kind: Any) -> bool:
+    return typing.get_origin(kind) is dict
+
+
+def _value(name: str, given: bool, value: str, kind: Any, facts: Any) -> Any:
+    if _is_dict(kind):
+        raise ValueError(f"{name} must be written {name}.NAME=VALUE")
+    if kind is bool:
+        if value not in ("true", "false"):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return value == "true"
+    if int in (kind, *typing.get_args(kind)):
+        if not (value.isascii() and value.isdigit()) or int(value) < facts["least"]:
+            raise ValueError(f"{name} must be a number from {facts['least']} on, got {value!r}")
+        return int(value)
+    if not given or "\n" in value or (re.search(r"\s", value) and not facts["free"]):
+        raise ValueError(f"{name} must be written {name}=VALUE, in one word")
+    if facts["choices"] and value not in facts["choices"]:
+        raise ValueError(f"{name}={value} is unknown; there are {', '.join(facts['choices'])}")
+    if facts["pattern"] and not re.fullmatch(facts["pattern"], value):
+        raise ValueError(f"{name} = {value!r} must be {facts['words']}")
+    return value
+
+
+def help_of(kind: type) -> str:
+    """Returns a line an option: its name, what it is by default, and what it is."""
+    lines = []
+    for f in fields(kind):
+        words = f.metadata["words"]
+        if f.default_factory is not MISSING:
+            lines.append(f"  {f.name}.NAME=VALUE: {words}")
+        elif f.default in (MISSING, None, ""):
+            lines.append(f"  {f.name}=: {words}")
+        else:
+            default = str(f.default).lower() if isinstance(f.default, bool) else f.default
+            lines.append(f"  {f.name}={default}: {words}")
+    return "\n".join(lines)
+
+
+def refuse_cluster(arguments: Sequence[str], how: str) -> None:
+    """Raises ValueError where a run says itself how its processes find each other; `how`: who says it, as a sentence."""
+    for argument in arguments:
+        name = argument.partition("=")[0].lstrip("+~")
+        if name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
+            raise ValueError(f"{argument} cannot be given here: {how}")
+
+
+def check_run(arguments: Sequence[str], how: str) -> Any:
+    """Returns the recipe of a run, so that a wrong one is told before a job is queued for it. Raises ValueError."""
+    from recipes.schema import compose
+
+    refuse_cluster(arguments, how)
+    return compose(arguments)

@@ -1,0 +1,254 @@
+"""launch.gke: its YAML is held against the schema of JobSet, and what it starts against what Kubernetes and GKE set."""
+
+import functools
+import re
+import stat
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from launch import gke
+from launch.errors import ABORTED, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED, WRONG
+from launch.options import read as read_options
+from recipes.schema import compose
+
+sys.path.insert(0, str(Path(__file__).parent / "schemas"))
+import jobset as schema_of_jobset
+
+RUN = ["recipe=long_context", "volume=runs", "run.dir=/mnt/runs/first"]
+TPU = ["image=example.com/ejdist:1", "topology=v5p:4x4x4", *RUN]
+GPU = ["image=example.com/ejdist:1", "nodes=4", "gpus_per_node=8", *RUN]
+
+
+@functools.cache
+def text_of(*arguments):
+    return gke.text(*gke.options_of(arguments))
+
+
+def made(*arguments):
+    """Returns the JobSet of a command line, after it was read from the YAML that is printed and held against the schema."""
+    read = yaml.safe_load(text_of(*arguments))
+    jsonschema.validate(read, schema_of_jobset.schema())
+    assert all(isinstance(v, str) for v in read["metadata"].get("labels", {}).values())
+    return read
+
+
+def job_of(read):
+    (job,) = read["spec"]["replicatedJobs"]
+    return job["replicas"], job["template"]["spec"]
+
+
+def pod_of(read):
+    return job_of(read)[1]["template"]["spec"]
+
+
+def expanded(text, variables):
+    """Returns an argument as Kubernetes gives it to the container."""
+
+    def one(found):
+        name = found[1]
+        return "$" if name is None else variables.get(name, found[0])
+
+    return re.sub(r"\$(?:\$|\(([^()]*)\))", one, text)
+
+
+def started(read, **variables):
+    """Returns the command line of a pod."""
+    (container,) = pod_of(read)["containers"]
+    return [expanded(a, variables) for a in [*container["command"], *container["args"]]]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["slices=2"],
+        ["queue=research", "service_account=trainer", "namespace=models", "spot=true", "name=long-run"],
+        ["env.XLA_FLAGS=--a --b", "env.EMPTY=", "command=doctor"],
+    ],
+)
+@pytest.mark.parametrize("kind", [TPU, GPU], ids=["tpu", "gpu"])
+def test_it_is_a_jobset(kind, more):
+    if kind is TPU or "slices=2" not in more:
+        made(*kind, *more)
+
+
+def test_the_schema_refuses_what_kubernetes_does_not_know():
+    for place, wrong in (
+        (lambda read: read["spec"], {"replicatedJob": []}),
+        (lambda read: read["spec"]["failurePolicy"], {"maxRestart": 3}),
+        (lambda read: job_of(read)[1], {"backofLimit": 0}),
+        (pod_of, {"terminationGracePeriodSecond": 3}),
+        (lambda read: pod_of(read)["containers"][0], {"arguments": []}),
+        (lambda read: job_of(read)[1], {"parallelism": "4"}),
+        (lambda read: pod_of(read)["containers"][0]["resources"]["limits"], {"google.com/tpu": [4]}),
+    ):
+        read = made(*TPU)
+        place(read).update(wrong)
+        with pytest.raises(jsonschema.ValidationError, match=next(iter(wrong)) + "|not of type|not valid"):
+            jsonschema.validate(read, schema_of_jobset.schema())
+
+
+@pytest.mark.parametrize(
+    ("code", "again"),
+    [(PREEMPTED, True), (HOST_LOST, True), (ABORTED, True), (WRONG, False), (BAD_CHECKPOINT, False),
+     (DIVERGED, False), (1, False), (137, False)],
+)  # fmt: skip
+def test_which_ends_start_the_run_again(code, again):
+    """A pod's exit code fails its job, with the reason that ends the JobSet or another one, after which it is made again."""
+    read = made(*TPU)
+    _, job = job_of(read)
+    assert job["backoffLimit"] == 0 and pod_of(read)["restartPolicy"] == "Never"
+    disrupted, by_code = job["podFailurePolicy"]["rules"]
+    assert disrupted == {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    codes = by_code["onExitCodes"]
+    assert codes["operator"] == "NotIn" and codes["containerName"] == pod_of(read)["containers"][0]["name"]
+    reason = "PodFailurePolicy" if code not in codes["values"] else "BackoffLimitExceeded"
+    (rule,) = read["spec"]["failurePolicy"]["rules"]
+    ends = rule["action"] == "FailJobSet" and reason in rule["onJobFailureReasons"]
+    assert ends is not again and by_code["action"] == "FailJob"
+    assert read["spec"]["failurePolicy"]["maxRestarts"] == 100
+
+
+def test_a_pod_of_a_tpu_slice():
+    read = made(*TPU, "slices=2", "env.LIBTPU_INIT_ARGS=--a=1 --b=$HOME")
+    slices, job = job_of(read)
+    pod = pod_of(read)
+    assert (slices, job["parallelism"], job["completions"], job["completionMode"]) == (2, 16, 16, "Indexed")
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice", "cloud.google.com/gke-tpu-topology": "4x4x4"
+    }  # fmt: skip
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"google.com/tpu": 4}}
+    assert expanded(container["env"][0]["value"], {"HOME": "/wrong"}) == "--a=1 --b=$HOME"
+    assert pod["terminationGracePeriodSeconds"] == 300 and pod["shareProcessNamespace"] is True
+    assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
+    assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/mnt/runs"}]
+    assert read["spec"]["network"]["subdomain"] == read["metadata"]["name"]
+    assert pod["hostNetwork"] is True
+    assert "exclusive-topology" in str(read["metadata"]["annotations"])
+    assert started(read)[:3] == ["python", "-m", "launch.train"] and started(read)[-1] == "cluster=auto"
+    assert "hostNetwork" not in pod_of(made(*TPU)) and "annotations" not in made(*TPU)["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "more", "pods", "chips"),
+    [
+        ("v5p:2x2x1", [], 1, 4),
+        ("v5p:8x8x8", [], 128, 4),
+        ("v5e:2x4", [], 2, 4),
+        ("v5e:2x4", ["chips_per_node=8"], 1, 8),
+        ("v6e:1x1", [], 1, 1),
+        ("v6e:16x16", [], 64, 4),
+        ("v4:2x2x4", [], 4, 4),
+        ("tpu7x:4x4x4", [], 16, 4),
+    ],
+)
+def test_machines_of_a_topology(topology, more, pods, chips):
+    options, rest = read_options(gke.Options, [*TPU[:1], f"topology={topology}", *more, *RUN])
+    read = gke.jobset(options, rest)
+    assert job_of(read)[1]["parallelism"] == pods
+    assert pod_of(read)["containers"][0]["resources"]["limits"] == {"google.com/tpu": chips}
+    assert pod_of(read)["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == topology.split(":")[1]
+
+
+def test_what_gke_sets_is_what_jax_asks_for(monkeypatch):
+    """Two slices of two machines: the variables that GKE sets give each process its own number."""
+    from jax._src.clusters import cloud_tpu_cluster as cluster
+
+    monkeypatch.setattr(cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(cluster.BaseTpuCluster, "wait_for_coordinator", classmethod(lambda *a: None))
+    found = []
+    for piece in range(2):
+        for worker in range(2):
+            hosts = ",".join(f"ejdist-slice-{piece}-{i}.ejdist" for i in range(2))
+            for name, value in {
+                "TPU_WORKER_ID": worker, "TPU_WORKER_HOSTNAMES": hosts, "MEGASCALE_NUM_SLICES": 2,
+                "MEGASCALE_SLICE_ID": piece, "MEGASCALE_COORDINATOR_ADDRESS": "ejdist-slice-0-0.ejdist",
+            }.items():  # fmt: skip
+                monkeypatch.setenv(name, str(value))
+            env = cluster.GkeTpuCluster
+            assert env.is_env_present()
+            found.append((env.get_process_id(), env.get_process_count(), env.get_coordinator_address(1, None)))
+    assert found == [(i, 4, "ejdist-slice-0-0.ejdist:8482") for i in range(4)]
+
+
+def test_a_pod_with_gpus_knows_the_others():
+    read = made(*GPU, "gpu=nvidia-h200-141gb", "data.source='$(HOME) $x $$/*.txt'")
+    _, job = job_of(read)
+    pod = pod_of(read)
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (4, 4, "Indexed")
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+    line = started(read, JOB_COMPLETION_INDEX="3", HOME="/wrong")
+    recipe = compose(line[3:])
+    # As JobSet names the first pod, and its headless service: SET-JOB-INDEX-POD.SUBDOMAIN.
+    assert recipe.cluster.coordinator == "ejdist-slice-0-0.ejdist:8476" and recipe.cluster.kind == "manual"
+    assert (recipe.cluster.num_processes, recipe.cluster.process_id) == (4, 3)
+    assert recipe.data.source == "$(HOME) $x $$/*.txt"
+    assert read["spec"]["replicatedJobs"][0]["name"] == "slice"
+
+
+def test_the_doctor_is_not_started_again():
+    read = made(*TPU, "command=doctor")
+    assert started(read)[2] == "launch.doctor" and read["spec"]["failurePolicy"]["maxRestarts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*TPU[1:]], "image= is missing"),
+        (["image=i", *RUN], "give topology=GENERATION:SHAPE for TPUs, or nodes=N gpus_per_node=N"),
+        (["image=i", "topology=v5p:4x4", *RUN], "a slice of v5p has 3 dims"),
+        (["image=i", "topology=v9:4x4", *RUN], "must be GENERATION:SHAPE"),
+        (["image=i", "topology=v5p:4xax4", *RUN], "must be GENERATION:SHAPE"),
+        ([*TPU, "chips_per_node=5"], "chips_per_node = 5 does not divide the 64 chips"),
+        ([*TPU, "gpus_per_node=8"], "gpus_per_node= is of GPUs, and this is a run on TPUs"),
+        ([*GPU, "slices=2"], "slices= is of TPUs, and this is a run on GPUs"),
+        ([*TPU, "slices=0"], "slices must be a number from 1 on"),
+        ([*TPU, "name=My_Run"], "name = 'My_Run' must be lower-case letters"),
+        ([*TPU, f"name={'a' * 50}"], "is too long: a pod would be called"),
+        ([*TPU, "cluster=auto"], "cluster=auto cannot be given here"),
+        ([*TPU, "cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here"),
+        ([*TPU, "modle=8b"], "did you mean 'model'"),
+        ([*TPU, "env.A-B=3"], "env.A-B must be written env.NAME=VALUE"),
+        ([*TPU, "env=A"], "env must be written env.NAME=VALUE"),
+        ([*TPU, "image=again"], "image is given twice"),
+        ([*TPU, "mount=/mnt/other"], "run.dir = '/mnt/runs/first' is not in the volume runs"),
+        ([*TPU[:3], "run.dir=outputs/a"], "run.dir = 'outputs/a' is a folder of a container, and lost with it"),
+        ([*TPU, "command=plan"], "command=plan is unknown; there are train, doctor"),
+    ],
+)
+def test_called_wrongly(arguments, message, capsys):
+    assert gke.main(arguments) == WRONG
+    assert message in capsys.readouterr().err
+
+
+def test_an_object_store_needs_no_volume():
+    assert "volumes" not in pod_of(made("image=i", "topology=v5p:2x2x1", "recipe=long_context", "run.dir=gs://b/run"))
+
+
+def test_applying_it(tmp_path, monkeypatch, capsys):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/line; cat > {tmp_path}/given; echo made; exit ${{CODE:-0}}\n'
+    )
+    kubectl.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gke.main([*TPU, "submit=true"]) == 0 and capsys.readouterr().out == "made\n"
+    assert (tmp_path / "line").read_text() == "apply -f -\n"
+    assert yaml.safe_load((tmp_path / "given").read_text()) == made(*TPU)
+    monkeypatch.setenv("CODE", "1")
+    assert gke.main([*TPU, "submit=true"]) == WRONG
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert gke.main([*TPU, "submit=true"]) == WRONG
+    assert "there is no kubectl here" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert gke.main(["--help"]) == 0 and "  restarts=100: how often" in capsys.readouterr().out
+    assert gke.main([]) == WRONG
