@@ -29,6 +29,13 @@ class MeshSection:
     ep: int = 1
     sp: int = 1
     tp: int = 1
+    # Over several TPU slices dp goes over the network between them; fsdp may too, where it is asked for.
+    fsdp_across_slices: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """axis -> devices along it, as given."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @staticmethod
     def sequence_shards(mesh: jax.sharding.Mesh) -> int:
@@ -69,22 +76,72 @@ def make_mesh(
     sp: int = 1,
     tp: int = 1,
     devices: Sequence[Any] | None = None,
+    fsdp_across_slices: bool = False,
 ) -> jax.sharding.Mesh:
     """Returns a mesh with the five axes, over the first of `devices` (default: all) that it needs.
 
-    Neighbours along tp, then sp, are neighbours among the devices: those axes communicate most.
+    Neighbours along tp, then sp, are neighbours among the devices: those axes communicate most. Over several TPU slices dp goes
+    over them, and every other axis stays inside of one.
+
+    Args:
+      fsdp_across_slices: fsdp may go over slices too, where dp is smaller than their number.
 
     Raises:
-      ValueError: the sizes do not fit the devices.
+      ValueError: the sizes do not fit the devices, or an axis that is to stay inside of a slice does not.
     """
     devices = list(jax.devices()) if devices is None else list(devices)
     shape = mesh_shape({DP: dp, FSDP: fsdp, EP: ep, SP: sp, TP: tp}, len(devices))
     sizes, count = tuple(shape.values()), math.prod(shape.values())
-    if count == len(devices) and count > 1:
-        # Lays the axes along the links of the machine; a physical axis may be split, as 4 x 4 x 4 chips into 8 x 8.
-        laid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    slices = slices_of(devices)
+    if count > len(slices[0]) and len(slices) > 1:
+        slices, between = _between_slices(shape, slices, fsdp_across_slices)
+        inside = [size // outer for size, outer in zip(sizes, between)]
+        used = [device for one in slices for device in one]
+        laid = mesh_utils.create_hybrid_device_mesh(inside, between, used, allow_split_physical_axes=True)
         return jax.sharding.Mesh(laid, AXES)
-    return jax.sharding.Mesh(np.asarray(devices[:count], dtype=object).reshape(sizes), AXES)
+    if count == len(slices[0]) and count > 1:
+        # Lays the axes along the links of the machine; a physical axis may be split, as 4 x 4 x 4 chips into 8 x 8.
+        laid = mesh_utils.create_device_mesh(sizes, slices[0], allow_split_physical_axes=True)
+        return jax.sharding.Mesh(laid, AXES)
+    return jax.sharding.Mesh(np.asarray(slices[0][:count], dtype=object).reshape(sizes), AXES)
+
+
+def slices_of(devices: Sequence[Any]) -> list[list[Any]]:
+    """Returns the devices of each TPU slice. Inside of one they are linked to each other, and between two goes the data-centre
+    network. Devices that are no TPUs count as one: their network is the same between all machines."""
+    found: dict[int, list[Any]] = {}
+    for device in devices:
+        number = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        found.setdefault(number, []).append(device)
+    return [found[number] for number in sorted(found)]
+
+
+def _between_slices(
+    shape: dict[str, int], slices: list[list[Any]], fsdp_across: bool
+) -> tuple[list[list[Any]], tuple[int, ...]]:
+    """Returns (the slices that a mesh is over, over how many of them each axis goes). Raises ValueError."""
+    written = " x ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1)
+    numbers = {len(one) for one in slices}
+    if len(numbers) > 1:
+        raise ValueError(
+            f"the TPU slices have {' and '.join(map(str, sorted(numbers)))} devices; a mesh is over slices of one size"
+        )
+    each, count = numbers.pop(), math.prod(shape.values())
+    if count % each:
+        raise ValueError(
+            f"{written} is {count} devices, and a TPU slice has {each}: a mesh over several slices has all devices of each"
+        )
+    number = count // each
+    over_dp = math.gcd(shape[DP], number)
+    over_fsdp = number // over_dp
+    if over_fsdp > 1 and not (fsdp_across and shape[FSDP] % over_fsdp == 0):
+        asked = f", and mesh.fsdp of {over_fsdp}" if fsdp_across else ""
+        raise ValueError(
+            f"{written} over {number} TPU slices of {each} devices: only mesh.dp goes over the network between them, so make it "
+            f"a multiple of {number}{asked}; mesh.fsdp_across_slices=true lets fsdp go over it too, which gathers the "
+            "parameters of every layer through it"
+        )
+    return slices[:number], tuple({DP: over_dp, FSDP: over_fsdp}.get(axis, 1) for axis in AXES)
 
 
 def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:

@@ -6,9 +6,8 @@ import re
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 COMMANDS = ("train", "doctor")
 # What a run may still say about its cluster where a launcher says how the processes find each other.
 _TIMES = ("cluster.timeout", "cluster.heartbeat")
@@ -27,8 +26,12 @@ def option(
       free: a string may have spaces in it.
     """
     facts = {"words": words, "least": least, "choices": choices, "pattern": pattern, "free": free}
-    made = {"default_factory": dict} if default is dict else {"default": default}
-    return field(**made, metadata=facts)
+    return field(default=default, metadata=facts)
+
+
+def variables_option() -> Any:
+    """Returns the field of the environment that the processes are to have: a dict."""
+    return field(default_factory=dict, metadata={"words": "a variable of the environment of every process"})
 
 
 def command_option() -> Any:
@@ -36,7 +39,7 @@ def command_option() -> Any:
     return option("train", "what the processes run: launch.train, or launch.doctor for the same run", choices=COMMANDS)
 
 
-def read(kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
+def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
     """Returns (the launcher's own options, the other arguments, which are the run's).
 
     A field that is a dict takes FIELD.NAME=VALUE, any number of times.

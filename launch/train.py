@@ -42,7 +42,7 @@ def _virtual_cpus(recipe, only: bool) -> int:
     Raises:
       ValueError: there is `only` the CPU, and they are more than one machine can play. Elsewhere a large mesh is of chips.
     """
-    sizes = vars(recipe.mesh)
+    sizes = recipe.mesh.sizes
     fixed = math.prod(size for size in sizes.values() if size > 0)
     count = fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes.values() else fixed
     if count > _MOST_CPUS and only:

@@ -1,5 +1,7 @@
 """The mesh, and where dims lie on it: sizes, specs, and errors that name the remedy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejdist import make_mesh
 from ejdist.layout import ACTIVATIONS, PARAMETERS, axes_of_specs, constrain, gather, on_mesh, replicated, sharding, spec
-from ejdist.mesh import AXES, axis_is_bound, current_mesh, mesh_shape
+from ejdist.mesh import AXES, axis_is_bound, current_mesh, mesh_shape, slices_of
 from ejdist.sharded import map_shards
 
 # The documented form, which JAX would like to see replaced by `jax.set_mesh`.
@@ -169,3 +171,107 @@ def test_gather_brings_a_parameter_to_its_use_and_its_gradient_home():
     gradient = jax.jit(jax.grad(loss))(jax.device_put(w, stored))
     assert gradient.sharding.is_equivalent_to(stored, 2)
     np.testing.assert_allclose(gradient, jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w), rtol=1e-5, atol=1e-5)
+
+
+class Chip:
+    """A device as far as a mesh asks for it."""
+
+    device_kind, process_index, core_on_chip = "TPU v5e", 0, 0
+
+    def __init__(self, number, piece, inside, platform="tpu"):
+        self.id, self.slice_index, self.platform = number, piece, platform
+        self.coords = (inside % 2, inside // 2, 0)
+
+    def __repr__(self):
+        return f"{self.slice_index}:{self.id}"
+
+
+def chips(count, pieces, platform="tpu"):
+    """Returns devices of so many slices, in the order that is worst."""
+    return [Chip(i, i % pieces, i // pieces, platform) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces"),
+    [
+        ({"dp": 2, "fsdp": 4, "sp": 2}, 2),
+        ({"dp": 4, "ep": 4}, 2),
+        ({"dp": -1, "sp": 2}, 4),
+        ({"dp": 4, "tp": 4}, 4),
+        ({"fsdp": 8, "sp": 2, "fsdp_across_slices": True}, 2),
+        ({"dp": 2, "fsdp": 4, "sp": 2, "fsdp_across_slices": True}, 4),
+    ],
+)
+def test_only_the_outer_axes_go_over_slices(sizes, pieces):
+    mesh = make_mesh(**sizes, devices=chips(16, pieces))
+    assert mesh.size == 16 and len({d.id for d in mesh.devices.flat}) == 16
+    slice_of = np.vectorize(lambda d: d.slice_index)(mesh.devices)
+    may = {"dp", "fsdp"} if sizes.get("fsdp_across_slices") else {"dp"}
+    for at, axis in enumerate(AXES):
+        crosses = bool((slice_of != np.take(slice_of, [0], axis=at)).any())
+        assert not crosses or axis in may, f"{axis} leaves a slice"
+    # Neighbours along an axis that goes over slices are in one, as far as there are any.
+    flat = slice_of.reshape(16)
+    assert (np.diff(flat) != 0).sum() == pieces - 1
+
+
+def test_a_mesh_of_one_of_several_slices_stays_in_it():
+    mesh = make_mesh(sp=4, tp=2, devices=chips(16, 2))
+    assert {d.slice_index for d in mesh.devices.flat} == {0}
+    assert {d.slice_index for d in make_mesh(sp=4, devices=chips(16, 2)).devices.flat} == {0}
+    two_of_four = make_mesh(dp=2, sp=4, devices=chips(16, 4))
+    assert {d.slice_index for d in two_of_four.devices.flat} == {0, 1}
+
+
+def test_machines_with_gpus_are_no_slices():
+    """Their number is of the host; an axis may go over the network between them, as it may on CPUs."""
+    assert make_mesh(fsdp=4, sp=4, devices=chips(16, 2, "gpu")).size == 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "words"),
+    [
+        ({"sp": 16}, chips(16, 2), ["mesh.sp=16 over 2 TPU slices of 8 devices", "only mesh.dp", "a multiple of 2"]),
+        ({"ep": 4, "sp": 4}, chips(16, 2), ["only mesh.dp goes over the network"]),
+        ({"fsdp": 16}, chips(16, 2), ["mesh.fsdp_across_slices=true"]),
+        ({"dp": 2, "sp": 8}, chips(16, 4), ["mesh.dp=2 x mesh.sp=8 over 4 TPU slices", "a multiple of 4"]),
+        ({"fsdp": 3, "sp": 4, "fsdp_across_slices": True}, chips(12, 2), ["and mesh.fsdp of 2"]),
+        ({"dp": 3, "sp": 4}, chips(16, 2), ["is 12 devices, and a TPU slice has 8", "all devices of each"]),
+        ({"dp": 3, "sp": 5}, [*chips(15, 2)], ["the TPU slices have 7 and 8 devices"]),
+    ],
+)
+def test_a_mesh_that_would_leave_a_slice_is_refused(sizes, devices, words):
+    with pytest.raises(ValueError) as error:
+        make_mesh(**sizes, devices=devices)
+    assert all(w in str(error.value) for w in words), str(error.value)
+
+
+def test_slices_that_the_compiler_knows():
+    from kernels._core.ahead_of_time import tpu_topology
+
+    devices = list(tpu_topology("v5p:2x2x1", slices=2).devices)
+    assert [len(one) for one in slices_of(devices)] == [4, 4] and len(slices_of(jax.devices())) == 1
+    mesh = make_mesh(dp=2, fsdp=2, sp=2, devices=devices)
+    assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]
+    with pytest.raises(ValueError, match="over 2 TPU slices of 4 devices"):
+        make_mesh(sp=8, devices=devices)
+
+
+@pytest.mark.slow
+def test_a_step_over_two_slices_sends_only_sums_between_them():
+    """Compiled by the TPU compiler: what crosses has the name of the collective that it was made of."""
+    from small_run import TINY
+
+    from ejdist.training.program import make_program
+    from kernels._core.ahead_of_time import tpu_topology
+    from recipes.schema import compose
+
+    sizes = ["model.model_dim=128", "model.head_dim=64", "model.ffn_dim=256", "data.sequence_length=512"]
+    recipe = compose([*TINY, *sizes, "data.global_batch=4", "mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2"])
+    mesh = make_mesh(**vars(recipe.mesh), devices=list(tpu_topology("v5p:2x2x1", slices=2).devices))
+    program = make_program(recipe, mesh)
+    text = program.step.lower(program.state, program.batch).compile().as_text()
+    crossing = set(re.findall(r'MegascaleRendezvousKeyName="([\w-]+?)[._\d]*"', text))
+    assert crossing and crossing <= {"all-reduce", "psum", "psum_invariant"}, crossing
+    inside = re.findall(r"replica_groups=\{([\d,{}]+)\}", text)
+    assert inside and all(int(n) < 4 for group in inside for n in re.findall(r"\d+", group))

@@ -263,17 +263,21 @@ def _libtpu_settings() -> Iterator[None]:
 
 
 @functools.cache
-def tpu_topology(name: str) -> Any:
+def tpu_topology(name: str, slices: int = 1) -> Any:
     """Returns the topology ("v5e:2x4", "v5p:4x4x4") whose `devices` a mesh may be made of, to compile for.
+
+    Args:
+      slices: so many of these, linked by the data-centre network; a device says which it is in by its `slice_index`.
 
     Raises:
       RuntimeError: libtpu is not installed. ValueError: there is no such topology.
     """
     from jax.experimental import topologies
 
+    several = {"num_slices": slices} if slices > 1 else {}
     with _topology_lock, _libtpu_settings():
         try:
-            return topologies.get_topology_desc(platform="tpu", topology_name=name)
+            return topologies.get_topology_desc(platform="tpu", topology_name=name, **several)
         except Exception as error:
             if "libtpu" in str(error).lower() and not _has_libtpu():
                 raise RuntimeError("compiling for TPU needs libtpu: pip install 'ejdist[test]'") from None
