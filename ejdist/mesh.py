@@ -137,8 +137,8 @@ def _between_slices(
     if over_fsdp > 1 and not (fsdp_across and shape[FSDP] % over_fsdp == 0):
         asked = f", and mesh.fsdp of {over_fsdp}" if fsdp_across else ""
         raise ValueError(
-            f"{written} over {number} TPU slices of {each} devices: only mesh.dp goes over the network between them, so make it "
-            f"a multiple of {number}{asked}; mesh.fsdp_across_slices=true lets fsdp go over it too, which gathers the "
+            f"{written} over {number} TPU slices of {each} devices: only mesh.dp goes over the network between them, so make "
+            f"it a multiple of {number}{asked}; mesh.fsdp_across_slices=true lets fsdp go over it too, which gathers the "
             "parameters of every layer through it"
         )
     return slices[:number], tuple({DP: over_dp, FSDP: over_fsdp}.get(axis, 1) for axis in AXES)

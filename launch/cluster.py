@@ -28,23 +28,33 @@ def join(cluster: Any) -> None:
         "initialization_timeout": cluster.timeout + _MARGIN,
         "heartbeat_timeout_seconds": cluster.heartbeat,
     }
+    given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
+    facts = (*given, cluster.local_device_ids)
+    if cluster.coordinator is not None:
+        _check_address(cluster.coordinator)
     if cluster.kind == "manual":
-        given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
         if None in given:
             raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
-        _check_address(cluster.coordinator)
         with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
-            jax.distributed.initialize(*given, **limits)
+            # Else JAX would ask a cluster around it which of the GPUs are this process's.
+            jax.distributed.initialize(*facts, cluster_detection_method="deactivate", **limits)
     elif cluster.kind == "auto":
         try:
-            with within(cluster.timeout, lambda: _why_alone(None, None, None, cluster.timeout)):
-                jax.distributed.initialize(**limits)
+            with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
+                jax.distributed.initialize(*facts, **limits)
         except ValueError as error:  # JAX asks for what no environment gave it
             raise ValueError(
                 f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process ({error}); leave it out "
                 "to train on this machine alone, or use cluster=manual"
             ) from error
-    elif cluster.kind != "local":
+    elif cluster.kind == "local":
+        if facts != (None,) * len(facts):
+            named = dict(zip(("coordinator", "num_processes", "process_id", "local_device_ids"), facts))
+            name = next(name for name, value in named.items() if value is not None)
+            raise ValueError(
+                f"cluster.{name} = {named[name]!r} is of several processes: give cluster=manual with it, or leave it out"
+            )
+    else:
         raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
 
 
@@ -57,7 +67,7 @@ def _check_address(coordinator: str) -> None:
 def _why_alone(coordinator: str | None, count: int | None, index: int | None, seconds: float) -> str:
     """Returns why not all processes came together, as far as this one can find out."""
     end = f"within {seconds:g} s (cluster.timeout)"
-    if coordinator is None:
+    if coordinator is None or index is None:
         return f"error: not all processes that the cluster describes came together {end}; look at their logs"
     if index != 0 and not _answers(coordinator):
         return (

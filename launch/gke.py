@@ -1,5 +1,5 @@
-"""`python -m launch.gke image=IMAGE topology=v5p:4x4x4 [slices=2] [KEY=VALUE ...]`, or with nodes=4 gpus_per_node=8: a JobSet that
-trains on Kubernetes.
+"""`python -m launch.gke image=IMAGE topology=v5p:4x4x4 [slices=2] [KEY=VALUE ...]`, or with nodes=4 gpus_per_node=8: a JobSet
+that trains on Kubernetes.
 
 Prints the YAML, or applies it with submit=true. A run that was stopped and has saved, or that lost a node, is started again on
 all nodes and goes on. One that is refused, or whose loss is no number, ends the JobSet.
@@ -13,11 +13,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from launch.errors import AGAIN, DONE, WRONG
-from launch.options import check_run, command_option, help_of, option, read, variables_option
+from launch.options import VARIABLES, check_run, command_option, help_of, option, read
 
 # Of each TPU generation: the label of its nodes, and dims of a topology.
 _TPUS = {
@@ -54,7 +54,7 @@ class Options:
     restarts: int = option(100, "how often the run may be started again", least=0)
     port: int = option(8476, "of the coordinator, where there are GPUs")
     python: str = option("python", "how Python is started in the image", free=True)
-    env: dict[str, str] = variables_option()
+    env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     command: str = command_option()
     submit: bool = option(False, "apply it with kubectl")
 

@@ -9,6 +9,8 @@ from dataclasses import MISSING, field, fields
 from typing import Any
 
 COMMANDS = ("train", "doctor")
+# Of the field of a launcher's environment: env.NAME=VALUE.
+VARIABLES = {"words": "a variable of the environment of every process"}
 # What a run may still say about its cluster where a launcher says how the processes find each other.
 _TIMES = ("cluster.timeout", "cluster.heartbeat")
 
@@ -27,11 +29,6 @@ def option(
     """
     facts = {"words": words, "least": least, "choices": choices, "pattern": pattern, "free": free}
     return field(default=default, metadata=facts)
-
-
-def variables_option() -> Any:
-    """Returns the field of the environment that the processes are to have: a dict."""
-    return field(default_factory=dict, metadata={"words": "a variable of the environment of every process"})
 
 
 def command_option() -> Any:

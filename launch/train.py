@@ -106,8 +106,6 @@ def _main(arguments: list[str]) -> int:
 
         print(text_of(given), end="")
         return DONE
-    # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from ejdist.training.loop import train
     from recipes.schema import compose
 

@@ -24,12 +24,14 @@ __all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys
 @dataclass
 class ClusterSection:
     """The `cluster` section: how processes find each other. "local" is one process; "auto" lets JAX ask the cluster
-    (Cloud TPU, Slurm, Kubernetes, Open MPI); "manual" takes the three values below."""
+    (Cloud TPU, Slurm, Kubernetes, Open MPI) for those of the values below that are not given; "manual" takes what is given, and
+    asks nobody."""
 
     kind: str = "local"
     coordinator: str | None = None  # host:port of process 0
     num_processes: int | None = None
     process_id: int | None = None
+    local_device_ids: list[int] | None = None  # the GPUs of its machine that a process takes; none given: all
     timeout: int = 300  # seconds that the processes have to come together
     heartbeat: int = 100  # seconds without a sign after which a process is taken for lost, and all end
 

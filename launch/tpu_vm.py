@@ -1,0 +1,262 @@
+"""`python -m launch.tpu_vm tpu=NAME zone=ZONE [KEY=VALUE ...]`, or with hosts=a,b,c: one run on all machines of a slice, over ssh.
+
+Starts the command on each, prints what each says with its number, and ends with the first exit code that is not 0, after the
+others have ended too. The first SIGINT or SIGTERM is passed on as SIGTERM, at which the run finishes its step and saves; the
+next one ends it at once. A run whose connection ends is told to stop too: nothing is left behind on a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.errors import DONE, HOST_LOST, WRONG
+from launch.options import VARIABLES, check_run, command_option, help_of, option, read
+
+_PATIENCE = 150  # seconds that the others have to end once one has failed
+_NO_CONNECTION = 255  # the exit code of ssh where it was the connection that failed
+_ALIVE = [
+    "-o",
+    "ServerAliveInterval=15",
+    "-o",
+    "ServerAliveCountMax=4",
+]  # a machine that is gone is noticed in a minute
+_CODE = ("ejdist", "kernels", "launch", "recipes")
+# Runs the command, and passes on the names of signals that come in. Where nothing can come any more, the command is to stop.
+_REMOTE = """exec 3<&0
+{command} 3<&- </dev/null &
+run=$!
+(while read -r name; do kill -s "$name" $run; done; kill -s TERM $run) <&3 >/dev/null 2>&1 &
+reader=$!
+wait $run; code=$?
+kill $reader
+exit $code"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The machines; the rest of the command line is the recipe's."""
+
+    tpu: str = option("", "the name of a TPU VM, whose machines gcloud knows")
+    zone: str = option("", "of the TPU VM")
+    project: str = option("", "of the TPU VM; else that of gcloud")
+    hosts: str = option("", "machines, as a,b,c, for plain ssh; the first is process 0")
+    cluster: str = option(
+        "auto", "auto: each machine of a slice knows the others; manual: any machines", choices=("auto", "manual")
+    )
+    coordinator: str = option("", "HOST:PORT of process 0 as the others reach it; port 8476 of the first of hosts")
+    dir: str = option("", "the folder of each machine in which the command is started")
+    sync: bool = option(False, "copy this project's code into dir first, by rsync")
+    ssh: str = option("ssh", "how ssh is started", free=True)
+    python: str = option("python3", "how Python is started on a machine", free=True)
+    env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
+    command: str = command_option()
+
+    @property
+    def machines(self) -> list[str]:
+        return self.hosts.split(",") if self.hosts else []
+
+
+def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns (the machines, the run's arguments). Raises ValueError, naming the argument."""
+    o, rest = read(Options, argv)
+    if bool(o.tpu) == bool(o.hosts):
+        raise ValueError("give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c for plain ssh")
+    foreign = ("coordinator", "sync") if o.tpu else ("zone", "project")
+    if given := [name for name in foreign if getattr(o, name)]:
+        raise ValueError(f"{given[0]}= is of {'hosts=' if o.tpu else 'tpu='}, which is not given")
+    if o.tpu and (not o.zone or o.cluster != "auto"):
+        raise ValueError("tpu= needs zone=, and cluster=auto: its machines know each other")
+    if o.hosts and (not all(o.machines) or len(set(o.machines)) < len(o.machines)):
+        raise ValueError(f"hosts = {o.hosts!r} must name each machine once, with a comma between two")
+    if o.coordinator and o.cluster != "manual":
+        raise ValueError("coordinator= is of cluster=manual, which is not given")
+    if o.sync and not o.dir:
+        raise ValueError("sync=true needs dir=, the folder of each machine that the code is copied to")
+    check_run(rest, "launch.tpu_vm says how the processes find each other")
+    return o, rest
+
+
+def remote(o: Options, arguments: Sequence[str], index: int) -> str:
+    """Returns what the shell of a machine is to run."""
+    facts = ["cluster=auto"]
+    if o.cluster == "manual":
+        first = o.machines[0].rpartition("@")[2]
+        facts = ["cluster=manual", f"cluster.coordinator={o.coordinator or f'{first}:8476'}"]
+        facts += [f"cluster.num_processes={len(o.machines)}", f"cluster.process_id={index}"]
+    variables = [f"{name}={value}" for name, value in o.env.items()]
+    command = [*(["env", *variables] if variables else []), *shlex.split(o.python), "-m", f"launch.{o.command}"]
+    lines = [_REMOTE.format(command=shlex.join([*command, *arguments, *facts]))]
+    if o.dir:
+        lines.insert(0, f"cd {_quoted_path(o.dir)} || exit {WRONG}")
+    return f"bash -c {shlex.quote(chr(10).join(lines))}"
+
+
+def _quoted_path(path: str) -> str:
+    """Returns a path for a shell, in which a first ~/ is that of the machine."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+def _of_gcloud(o: Options, *words: str) -> list[str]:
+    project = [f"--project={o.project}"] if o.project else []
+    return ["gcloud", "compute", "tpus", "tpu-vm", words[0], o.tpu, f"--zone={o.zone}", *project, *words[1:]]
+
+
+def _workers(o: Options) -> int:
+    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says."""
+    ran = subprocess.run(_of_gcloud(o, "describe", "--format=json"), capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise ValueError(f"tpu = {o.tpu!r}: gcloud says: {(ran.stderr.strip().splitlines() or ['nothing'])[-1]}")
+    return len(json.loads(ran.stdout)["networkEndpoints"])
+
+
+def lines_of(o: Options, arguments: Sequence[str]) -> list[list[str]]:
+    """Returns the command line of each connection."""
+    if o.tpu:
+        return [
+            _of_gcloud(o, "ssh", f"--worker={i}", f"--command={remote(o, arguments, i)}", "--", *_ALIVE)
+            for i in range(_workers(o))
+        ]
+    start = [*shlex.split(o.ssh), "-o", "BatchMode=yes", *_ALIVE]
+    return [[*start, host, remote(o, arguments, i)] for i, host in enumerate(o.machines)]
+
+
+def copy_code(o: Options) -> None:
+    """Copies this project's packages to every machine. Raises ValueError, naming the machine."""
+    root = Path(__file__).resolve().parent.parent
+    sources = [str(root / name) for name in _CODE]
+
+    def one(host: str) -> str | None:
+        line = ["rsync", "-a", "--delete", "--exclude=__pycache__", "-e", o.ssh, *sources, f"{host}:{o.dir}/"]
+        ran = subprocess.run(line, capture_output=True, text=True, check=False)
+        return None if ran.returncode == 0 else (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
+
+    with ThreadPoolExecutor(16) as pool:
+        for host, failure in zip(o.machines, pool.map(one, o.machines)):
+            if failure is not None:
+                raise ValueError(f"sync=true: the code cannot be copied to {host}:{o.dir}: {failure}")
+
+
+class Connections:
+    """The commands on all machines: their lines are printed as they come, and signals go to all of them."""
+
+    def __init__(self, lines: Sequence[Sequence[str]], names: Sequence[str]) -> None:
+        self._names, self._told = names, 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
+        for line in lines:
+            # Of a session of their own: Ctrl-C is for this process, which passes it on.
+            made = subprocess.Popen(
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            self._processes.append(made)
+        self._readers = [threading.Thread(target=self._tell, args=(i,), daemon=True) for i in range(len(lines))]
+        for reader in self._readers:
+            reader.start()
+
+    def _tell(self, index: int) -> None:
+        for line in self._processes[index].stdout or ():
+            text = line.decode(errors="replace").rstrip("\r\n")
+            sys.stdout.write(f"[{index}] {text}\n")
+            sys.stdout.flush()
+
+    def stop(self, *_: Any) -> None:
+        """Tells all commands to stop: the first time to save, and then at once."""
+        self._told += 1
+        self._send("TERM" if self._told == 1 else "KILL")
+
+    def _send(self, name: str) -> None:
+        for process in self._processes:
+            if process.poll() is None and process.stdin is not None:
+                try:
+                    process.stdin.write(f"{name}\n".encode())
+                    process.stdin.flush()
+                except OSError:  # it has just ended
+                    continue
+
+    def wait(self) -> int:
+        """Returns the first exit code that is not 0, after all have ended."""
+        ended: set[int] = set()
+        end = float("inf")
+        while len(ended) < len(self._processes):
+            for i, process in enumerate(self._processes):
+                if i not in ended and (code := process.poll()) is not None:
+                    ended.add(i)
+                    if code:
+                        end = min(end, time.monotonic() + _PATIENCE)
+                        self._note(i, code)
+            if time.monotonic() > end:
+                self._send("KILL")
+                end = time.monotonic() + _PATIENCE
+            time.sleep(0.05)
+        for reader in self._readers:
+            reader.join(10)
+        if not self._failed:
+            return DONE
+        code = self._failed[0][1]
+        return HOST_LOST if code == _NO_CONNECTION else code if code > 0 else 128 - code
+
+    def _note(self, index: int, code: int) -> None:
+        self._failed.append((index, code))
+        if code == _NO_CONNECTION:
+            print(
+                f"error: the connection to host {index} ({self._names[index]}) cannot be made, or has ended; the others are told "
+                "to stop, and the same command goes on from the last checkpoint",
+                file=sys.stderr,
+            )
+            if self._told == 0:
+                self.stop()
+
+    def close(self) -> None:
+        """Ends what is left of the connections."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdin is not None:
+                try:
+                    process.stdin.close()
+                except OSError:
+                    continue
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        print(f"{__doc__}\nthe machines, with what holds by default:\n{help_of(Options)}")
+        return DONE if arguments else WRONG
+    try:
+        options, rest = options_of(arguments)
+        if options.sync:
+            copy_code(options)
+        lines = lines_of(options, rest)
+        names = options.machines or [f"worker {i} of {options.tpu}" for i in range(len(lines))]
+        connections = Connections(lines, names)
+    except FileNotFoundError as error:
+        print(f"error: there is no {error.filename} here; install it, or start this where there is", file=sys.stderr)
+        return WRONG
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
+    before = {number: signal.signal(number, connections.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return connections.wait()
+    finally:
+        connections.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
