@@ -1,13 +1,14 @@
-"""`python -m launch.tpu_vm tpu=NAME zone=ZONE [KEY=VALUE ...]`, or with hosts=a,b,c: one run on all machines of a slice, over ssh.
+"""`python -m launch.tpu_vm tpu=NAME zone=ZONE [KEY=VALUE ...]`, or with hosts=a,b,c: one run on all machines of a slice.
 
-Starts the command on each, prints what each says with its number, and ends with the first exit code that is not 0, after the
-others have ended too. The first SIGINT or SIGTERM is passed on as SIGTERM, at which the run finishes its step and saves; the
+Starts the command on each by ssh, prints what each says with its number, and ends with the first exit code that is not 0, after
+the others have ended too. The first SIGINT or SIGTERM is passed on as SIGTERM, at which the run finishes its step and saves; the
 next one ends it at once. A run whose connection ends is told to stop too: nothing is left behind on a machine.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -55,7 +56,7 @@ class Options:
         "auto", "auto: each machine of a slice knows the others; manual: any machines", choices=("auto", "manual")
     )
     coordinator: str = option("", "HOST:PORT of process 0 as the others reach it; port 8476 of the first of hosts")
-    dir: str = option("", "the folder of each machine in which the command is started")
+    dir: str = option("", "the folder of each machine in which the command is started", free=True)
     sync: bool = option(False, "copy this project's code into dir first, by rsync")
     ssh: str = option("ssh", "how ssh is started", free=True)
     python: str = option("python3", "how Python is started on a machine", free=True)
@@ -179,8 +180,7 @@ class Connections:
         for process in self._processes:
             if process.poll() is None and process.stdin is not None:
                 try:
-                    process.stdin.write(f"{name}\n".encode())
-                    process.stdin.flush()
+                    os.write(process.stdin.fileno(), f"{name}\n".encode())
                 except OSError:  # it has just ended
                     continue
 
@@ -210,8 +210,8 @@ class Connections:
         self._failed.append((index, code))
         if code == _NO_CONNECTION:
             print(
-                f"error: the connection to host {index} ({self._names[index]}) cannot be made, or has ended; the others are told "
-                "to stop, and the same command goes on from the last checkpoint",
+                f"error: the connection to host {index} ({self._names[index]}) cannot be made, or has ended; the others are "
+                "told to stop, and the same command goes on from the last checkpoint",
                 file=sys.stderr,
             )
             if self._told == 0:

@@ -1,0 +1,211 @@
+"""launch.tpu_vm: stubs of ssh, gcloud and rsync, which do on this machine what the real ones do on another."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_run import TINY, losses
+
+from launch import tpu_vm
+from launch.errors import DIVERGED, DONE, HOST_LOST, PREEMPTED, WRONG
+from launch.processes import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+# As sshd does: the words are joined by spaces and given to the shell of the user, in a folder of the machine.
+SSH = """#!{python}
+import os, sys
+words = sys.argv[1:]
+while words[0] == "-o":
+    words = words[2:]
+host, *command = words
+if host in os.environ.get("STUB_DEAD", "").split(","):
+    print("ssh: connect to host", host, "port 22: no route", file=sys.stderr); sys.exit(255)
+home = os.path.join(os.environ["STUB_HOMES"], host.rpartition("@")[2])
+os.makedirs(home, exist_ok=True); os.chdir(home)
+os.environ["HOME"] = home
+os.execvp("sh", ["sh", "-c", " ".join(command)])
+"""
+GCLOUD = """#!{python}
+import json, os, sys
+with open(os.environ["STUB_CALLS"], "a") as calls: print(json.dumps(sys.argv[1:]), file=calls)
+verb, name = sys.argv[4:6]
+if name != "there": print("ERROR: NOT_FOUND: no TPU of this name", file=sys.stderr); sys.exit(1)
+if verb == "describe": print(json.dumps({{"networkEndpoints": [{{"ipAddress": "10.0.0.1"}}, {{"ipAddress": "10.0.0.2"}}]}}))
+else:
+    given = dict(a[2:].split("=", 1) for a in sys.argv[6:] if a.startswith("--") and "=" in a)
+    os.environ["WORKER"] = given["worker"]
+    os.execvp("sh", ["sh", "-c", given["command"]])
+"""
+RSYNC = '#!/bin/sh\necho "$@" >> "$STUB_CALLS"\nexit ${RSYNC_CODE:-0}\n'
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    """Puts the stubs where they are found, and returns the file of their calls."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name, text in (("ssh", SSH), ("gcloud", GCLOUD), ("rsync", RSYNC)):
+        (stubs / name).write_text(text.format(python=sys.executable) if name != "rsync" else text)
+        (stubs / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("STUB_HOMES", str(tmp_path / "homes"))
+    monkeypatch.setenv("STUB_CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path / "calls"
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Returns a function that writes what stands for Python on every machine, and gives the option that names it."""
+
+    def write(text):
+        (tmp_path / "program").write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "program").chmod(stat.S_IRWXU)
+        return f"python={tmp_path / 'program'}"
+
+    return write
+
+
+def test_two_machines_train_and_a_signal_stops_both(machines, corpus, tmp_path):
+    """Real processes, which find each other by what the launcher tells them, are told to stop, save, and say so."""
+    run = tmp_path / "run"
+    arguments = [
+        "hosts=first,user@second", "cluster=manual", f"coordinator=localhost:{free_port()}", f"python={sys.executable}",
+        "env.XLA_FLAGS=--xla_force_host_platform_device_count=2", *TINY, *corpus, "mesh.dp=2", f"run.dir={run}",
+        "run.steps=400",
+    ]  # fmt: skip
+    with (tmp_path / "log").open("wb") as log:
+        made = subprocess.Popen([sys.executable, "-m", "launch.tpu_vm", *arguments], stdout=log, stderr=log)
+    rows, deadline = run / "metrics.jsonl", time.monotonic() + 200
+    while not (rows.exists() and rows.read_text().count("\n") > 1):
+        assert made.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+        time.sleep(0.1)
+    made.send_signal(signal.SIGTERM)
+    said = (tmp_path / "log").read_text
+    assert made.wait(120) == PREEMPTED, said()[-3000:]
+    assert "[0] stopped by SIGTERM after step" in said() and 0 < len(losses(run)) < 400
+    assert sorted(p.name for p in (tmp_path / "homes").iterdir()) == ["first", "second"]
+
+
+def test_arguments_arrive_as_they_are(machines, program, tmp_path, capfd):
+    """Through two shells: what has spaces, quotes and dollars, the environment, and the folder."""
+    (tmp_path / "homes" / "a" / "the code").mkdir(parents=True)
+    odd = "data.source='its $HOME \"x\" `y`/*.txt'"
+    given = ["hosts=a", "dir=~/the code", "env.GREETING=a  'b' $c", "recipe=long_context", odd, "run.dir=/tmp/x"]
+    shows = program('printf "<%s>" "$@"; echo; echo "$GREETING|$PWD"')
+    assert tpu_vm.main([*given, shows]) == DONE
+    out = capfd.readouterr().out.splitlines()
+    assert out[0] == f"[0] <-m><launch.train><recipe=long_context><{odd}><run.dir=/tmp/x><cluster=auto>"
+    assert out[1] == f"[0] a  'b' $c|{tmp_path / 'homes' / 'a' / 'the code'}"
+
+
+def test_each_machine_has_its_number(machines, program, capfd):
+    given = ["hosts=me@a,b,c", "cluster=manual", "recipe=long_context", program('echo "${@: -3}"')]
+    assert tpu_vm.main([*given, "command=doctor"]) == DONE
+    facts = "cluster.coordinator=a:8476 cluster.num_processes=3 cluster.process_id="
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"[{i}] {facts}{i}" for i in range(3)]
+
+
+def test_a_tpu_vm_by_gcloud(machines, program, capfd):
+    given = ["tpu=there", "zone=us-east5-a", "project=p", "recipe=long_context", program('echo "worker $WORKER"')]
+    assert tpu_vm.main(given) == DONE
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] worker 0", "[1] worker 1"]
+    calls = [json.loads(line) for line in machines.read_text().splitlines()]
+    assert calls[0] == [
+        "compute", "tpus", "tpu-vm", "describe", "there", "--zone=us-east5-a", "--project=p", "--format=json",
+    ]  # fmt: skip
+    assert {c[7] for c in calls[1:]} == {"--worker=0", "--worker=1"}
+    assert tpu_vm.main([given[0].replace("there", "gone"), *given[1:]]) == WRONG
+    assert "tpu = 'gone': gcloud says: ERROR: NOT_FOUND" in capfd.readouterr().err
+
+
+def test_it_ends_with_the_first_bad_code_after_the_others(machines, program, capfd):
+    """One diverges, and the other ends later, with another code."""
+    given = ["hosts=a,b", "cluster=manual", "recipe=long_context"]
+    code = f'if [[ "$*" == *process_id=0 ]]; then sleep 1; echo last; exit 69; fi; exit {DIVERGED}'
+    assert tpu_vm.main([*given, program(code)]) == DIVERGED
+    assert "[0] last" in capfd.readouterr().out
+
+
+def test_the_others_have_an_end_too(machines, program, monkeypatch):
+    monkeypatch.setattr(tpu_vm, "_PATIENCE", 0.5)
+    given = ["hosts=a,b", "cluster=manual", "recipe=long_context"]
+    start = time.monotonic()
+    assert tpu_vm.main([*given, program('if [[ "$*" == *process_id=0 ]]; then exit 3; fi; exec sleep 60')]) == 3
+    assert time.monotonic() - start < 20
+
+
+def test_a_machine_that_cannot_be_reached_ends_the_others(machines, program, monkeypatch, capfd):
+    monkeypatch.setenv("STUB_DEAD", "b")
+    given = ["hosts=a,b", "cluster=manual", "recipe=long_context"]
+    start = time.monotonic()
+    waits = program("trap 'echo told; exit 75' TERM; for i in {1..600}; do sleep 0.1; done")
+    assert tpu_vm.main([*given, waits]) == HOST_LOST and time.monotonic() - start < 30
+    said = capfd.readouterr()
+    assert "the connection to host 1 (b) cannot be made" in said.err and "[1] ssh: connect to host b" in said.out
+
+
+def test_a_connection_that_ends_stops_its_command(machines, program, tmp_path):
+    """As when the machine that ssh was started on is switched off."""
+    waits = program(
+        f"trap 'touch {tmp_path}/told; exit 75' TERM; touch {tmp_path}/up; for i in {{1..600}}; do sleep 0.1; done"
+    )
+    (line,) = tpu_vm.lines_of(*tpu_vm.options_of(["hosts=a", "recipe=long_context", waits]))
+    made = subprocess.Popen(line, stdin=subprocess.PIPE)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    made.stdin.close()
+    assert made.wait(20) == PREEMPTED and (tmp_path / "told").exists()
+
+
+def test_the_code_is_copied_first(machines, program, capfd, monkeypatch):
+    given = ["hosts=a,b", "sync=true", "dir=code", "recipe=long_context", program("true")]
+    (Path(os.environ["STUB_HOMES"]) / "a" / "code").mkdir(parents=True)
+    (Path(os.environ["STUB_HOMES"]) / "b" / "code").mkdir(parents=True)
+    assert tpu_vm.main(given) == DONE
+    calls = machines.read_text().splitlines()
+    assert len(calls) == 2 and all(
+        f" {ROOT}/{name} " in calls[0] for name in ("ejdist", "kernels", "launch", "recipes")
+    )
+    assert {c.split()[-1] for c in calls} == {"a:code/", "b:code/"}
+    monkeypatch.setenv("RSYNC_CODE", "12")
+    assert tpu_vm.main(given) == WRONG
+    assert "sync=true: the code cannot be copied to a:code: exit code 12" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c"),
+        (["hosts=a", "tpu=b"], "give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c"),
+        (["hosts=a,b,a"], "hosts = 'a,b,a' must name each machine once"),
+        (["hosts=a,,b"], "hosts = 'a,,b' must name each machine once"),
+        (["hosts=a", "zone=z"], "zone= is of tpu=, which is not given"),
+        (["tpu=a", "zone=z", "sync=true", "dir=x"], "sync= is of hosts=, which is not given"),
+        (["tpu=a"], "tpu= needs zone="),
+        (["tpu=a", "zone=z", "cluster=manual"], "tpu= needs zone=, and cluster=auto"),
+        (["hosts=a", "cluster=slurm"], "cluster=slurm is unknown; there are auto, manual"),
+        (["hosts=a", "coordinator=a:1"], "coordinator= is of cluster=manual"),
+        (["hosts=a", "sync=true"], "sync=true needs dir="),
+        (["hosts=a", "cluster.process_id=2"], "cluster.process_id=2 cannot be given here"),
+        (["hosts=a", "modle=8b"], "did you mean 'model'"),
+    ],
+)
+def test_called_wrongly(arguments, message, capsys):
+    assert tpu_vm.main([*arguments, "recipe=long_context"]) == WRONG
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert tpu_vm.main(["tpu=a", "zone=z", "recipe=long_context"]) == WRONG
+    assert "there is no gcloud here" in capsys.readouterr().err
+    assert tpu_vm.main(["hosts=a", "recipe=long_context"]) == WRONG
+    assert "there is no ssh here" in capsys.readouterr().err
