@@ -1,8 +1,8 @@
 """`python -m launch.tpu_vm tpu=NAME zone=ZONE [KEY=VALUE ...]`, or with hosts=a,b,c: one run on all machines of a slice.
 
 Starts the command on each by ssh, prints what each says with its number, and ends with the first exit code that is not 0, after
-the others have ended too. The first SIGINT or SIGTERM is passed on as SIGTERM, at which the run finishes its step and saves; the
-next one ends it at once. A run whose connection ends is told to stop too: nothing is left behind on a machine.
+the others have ended too. The first SIGINT or SIGTERM is passed on as SIGTERM, at which the run ends its step and saves; a
+further one ends it at once. A run whose connection ends is told to stop too: nothing is left behind on a machine.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _virtual_cpus(recipe, only: bool) -> int:
 _MOST_CPUS = 512
 
 # Device files of NVIDIA and AMD GPUs and of TPUs.
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def start_jax(recipe) -> None:
@@ -67,7 +67,7 @@ def start_jax(recipe) -> None:
 
     import jax
 
-    if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in _ACCELERATORS):
+    if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in ACCELERATORS):
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -132,8 +132,8 @@ def _without_late_reads(unraisable) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def command(before: Callable[[], object] = lambda: None) -> None:
-    """Runs `main` as a process of its own, after `before`, and ends it."""
+def command(before: Callable[[], object] = lambda: None, body: Callable[[], int] = main) -> None:
+    """Runs `main`, or another command of the same processes, as a process of its own, after `before`, and ends it."""
     import signal
 
     if {"-m", "--multirun"} & set(sys.argv[1:]):  # its runs are processes of their own, each of which does what follows
@@ -145,7 +145,7 @@ def command(before: Callable[[], object] = lambda: None) -> None:
 
     listen(Codes(PREEMPTED, HOST_LOST))
     before()
-    code = main()
+    code = body()
     if code not in (DONE, PREEMPTED):
         _end_alone(code)
     sys.exit(code)

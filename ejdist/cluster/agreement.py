@@ -40,6 +40,16 @@ def code_digest() -> str:
 
 def environment() -> dict[str, Any]:
     """Returns what a program is made with: packages, this project's code, devices and compiler flags."""
+    return software() | devices()
+
+
+def devices() -> dict[str, Any]:
+    """Returns what the devices of this host are, which are made if there are none yet."""
+    return {"device kind": jax.local_devices()[0].device_kind, "devices of a host": jax.local_device_count()}
+
+
+def software() -> dict[str, Any]:
+    """Returns what a program is made with, but for the devices."""
     facts: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -50,8 +60,6 @@ def environment() -> dict[str, Any]:
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_NO_PROGRAM)]
     facts["XLA_FLAGS"] = " ".join(sorted(flags))
     facts["LIBTPU_INIT_ARGS"] = os.environ.get("LIBTPU_INIT_ARGS", "")
-    facts["device kind"] = jax.local_devices()[0].device_kind
-    facts["devices of a host"] = jax.local_device_count()
     return facts
 
 

@@ -41,10 +41,12 @@ class Hosts:
       limit: seconds that one waits for the others.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, *, before_devices: bool = False) -> None:
+        """With `before_devices` the numbers are those that the processes joined with: to make the devices waits for all."""
         if not limit > 0:
             raise ValueError(f"run.host_timeout must be a positive number of seconds, got {limit}")
-        self.index, self.count, self.limit = jax.process_index(), jax.process_count(), limit
+        self.limit = limit
+        self.index, self.count = _joined() if before_devices else (jax.process_index(), jax.process_count())
 
     def compare(self, moment: str, facts: Mapping[str, Any]) -> None:
         """Returns when all hosts have come here with the same facts.
@@ -57,8 +59,8 @@ class Hosts:
           HostsDiffer: they have not; of the first difference, the host, the name and both values.
           HostLost: a host has not come within `limit` seconds.
         """
-        if text := self._round(moment, facts, _first_difference):
-            raise HostsDiffer(text)
+        if found := self.judged(moment, facts, differences):
+            raise HostsDiffer(found[0])
 
     def first(self, moment: str, what: str | None) -> str | None:
         """Returns what the first host says that says anything, on all hosts, with its name if there are several.
@@ -66,7 +68,7 @@ class Hosts:
         Raises:
           HostLost: a host has not come within `limit` seconds.
         """
-        return self._round(moment, what, _first_word)
+        return self.judged(moment, what, _first_word)
 
     def say(self, name: str, value: Any = None) -> Any:
         """Returns what host 0 says under this name, on all hosts. The others' value is ignored.
@@ -105,8 +107,12 @@ class Hosts:
             wrong = any(wrong for _, wrong, _ in _under(_FAILED).values())
             raise (HostsDiffer if wrong else HostLost)(said)
 
-    def _round(self, moment: str, mine: Any, judge: Callable[[dict[int, Any]], str | None]) -> str | None:
-        """Returns what `judge` makes of what all hosts say: host -> [its name, what it says]."""
+    def judged(self, moment: str, mine: Any, judge: Callable[[dict[int, Any]], Any]) -> Any:
+        """Returns, on all hosts, what `judge` makes on host 0 of what all say: host -> [its name, what it says].
+
+        Raises:
+          HostLost: a host has not come within `limit` seconds.
+        """
         said = {self.index: json.loads(json.dumps([socket.gethostname(), mine]))}
         if self.count == 1:
             return judge(said)
@@ -182,17 +188,18 @@ def lost(error: Exception) -> HostLost | None:
     )
 
 
-def _first_difference(said: dict[int, Any]) -> str | None:
-    first, theirs = said[0]
+def differences(said: dict[int, Any]) -> list[str]:
+    """Returns a sentence for each fact in which a host differs from host 0: host -> [its name, facts]."""
+    (first, theirs), found = said[0], []
     for i in sorted(said):
         host, mine = said[i]
         for name in {**theirs, **mine}:
             there, here = theirs.get(name, _NOTHING), mine.get(name, _NOTHING)
             if there != here:
-                return (
+                found.append(
                     f"host {i} ({host}) has {name} = {here}, and host 0 ({first}) has {there}: start all with the same"
                 )
-    return None
+    return found
 
 
 def _first_word(said: dict[int, Any]) -> str | None:
@@ -219,6 +226,14 @@ def _index() -> int | None:
     from jax._src import distributed
 
     return None if distributed.global_state.client is None else distributed.global_state.process_id
+
+
+def _joined() -> tuple[int, int]:
+    """Returns (the number of this process, how many have joined)."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    return (0, 1) if state.client is None else (state.process_id, state.num_processes)
 
 
 def _put(key: str, value: Any) -> None:

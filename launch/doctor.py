@@ -1,0 +1,213 @@
+"""`python -m launch.doctor [KEY=VALUE ...]`: is this cluster fit for this run?
+
+Started as the run is, on the same hosts with the same arguments (launchers take command=doctor), it trains nothing. It looks
+whether the processes find each other and have the same code, packages and recipe, clocks that agree, one folder that all may
+write to with room for the checkpoints, and the devices that the mesh asks for. Then it measures how fast each mesh axis
+communicates, and keeps that for planning in bandwidth=FILE (run.dir/bandwidth.json). Each failure is one sentence.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.errors import DONE, HOST_LOST, WRONG, tell
+from launch.options import help_of, option, read
+from launch.train import ACCELERATORS, command, start_jax
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the doctor has of its own; the rest of the command line is the recipe's."""
+
+    bandwidth: str = option("", "the file for what was measured; run.dir/bandwidth.json", free=True)
+
+
+class Doctor:
+    """One examination. `failures` are those of all hosts, the same on each."""
+
+    def __init__(self, recipe: Any, hosts: Any, say: Callable[[str], object]) -> None:
+        self._recipe, self._hosts, self.failures = recipe, hosts, []
+        self._say = say if hosts.index == 0 else lambda line: None
+        self._folder = Path(recipe.run.dir).expanduser()
+
+    def _found(self, failures: Sequence[str], otherwise: str) -> None:
+        """Says what is wrong, or that nothing is."""
+        self.failures += failures
+        for line in failures or [otherwise]:
+            self._say(f"{'FAILED' if failures else 'ok    '}  {line}")
+
+    def before_devices(self) -> None:
+        """What needs no device: JAX makes them only when all processes are there, and may hang where they differ."""
+        from ejdist.cluster import health
+        from ejdist.cluster.agreement import code_digest, software
+        from ejdist.cluster.hosts import differences
+        from ejdist.weights.match import flat
+
+        hosts = self._hosts
+        names = hosts.judged("the examination", health.machine(), lambda said: list(said.values()))
+        machines = len({name for _, name in names})
+        count = f"{hosts.count} process{'es' * (hosts.count > 1)} on {machines} machine{'s' * (machines > 1)}"
+        self._found([], f"{count}: {_listed(names)}")
+        recipe = {key: value for key, value in flat(self._recipe).items() if not key.startswith("cluster.")}
+        self._found(
+            hosts.judged("recipe and software", recipe | software(), differences),
+            f"the same recipe, packages and code ({code_digest()}) on all",
+        )
+        ahead = self._ahead()
+        worst = hosts.judged("the time", ahead, lambda said: max(abs(seconds) for _, seconds in said.values()))
+        self._found(hosts.judged("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
+        self._storage(health)
+
+    def _ahead(self) -> float:
+        """Returns by how many seconds this host's clock is ahead of host 0's, or a little more: what it took to hear of it."""
+        found = []
+        for _ in range(3):
+            self._hosts.judged("the time", None, lambda said: None)  # all are here
+            theirs = self._hosts.say("its time", time.time())
+            found.append(time.time() - theirs)
+        return 0.0 if self._hosts.index == 0 else min(found)
+
+    def _storage(self, health: Any) -> None:
+        hosts = self._hosts
+        shared = health.SharedFolder(self._folder, hosts.index, hosts.say("a token", uuid.uuid4().hex))
+        try:
+            hosts.judged("a file in run.dir", None, lambda said: None)  # now all have written
+            sees = shared.failure is None and shared.sees_first()
+            facts = {"writes": shared.failure, "sees": sees}
+            failures = hosts.judged("the look into run.dir", facts, health.folder_failures(self._folder))
+            free = hosts.judged("the disk", shared.free_bytes(), lambda said: min(mine for _, mine in said.values()))
+        finally:
+            shared.close()
+        self._free = free
+        self._found(failures, f"run.dir = {self._folder}: written and seen by all, {free / 1e9:,.1f} GB free")
+
+    def devices(self) -> Any:
+        """Returns the mesh, None where there is none: of the devices, and whether the run fits onto them and onto the disk."""
+        import jax
+
+        from ejdist.cluster import health
+        from ejdist.mesh import make_mesh
+        from ejdist.training.program import make_program
+
+        hosts, s = self._hosts, self._recipe
+        mine = jax.local_devices()
+        facts = {
+            "platform": mine[0].platform, "kind": mine[0].device_kind, "count": len(mine),
+            "accelerators": sorted(f for pattern in ACCELERATORS for f in glob.glob(pattern)),
+        }  # fmt: skip
+        self._found(
+            hosts.judged("the devices", facts, health.device_failures),
+            f"{jax.device_count()} x {facts['kind']}, {facts['count']} of each process",
+        )
+        try:
+            mesh = make_mesh(**vars(s.mesh))
+            program = make_program(s, mesh)
+        except ValueError as error:
+            self._found([str(error)], "")
+            return None
+        used = {axis: size for axis, size in mesh.shape.items() if size > 1}
+        working = {d.process_index for d in mesh.devices.flat}
+        failures = [
+            f"the mesh {used} has {mesh.size} of {jax.device_count()} devices, and host {i} has none of them: make an "
+            "axis larger, or -1 for all that are left"
+            for i in range(jax.process_count())
+            if i not in working
+        ][:1]
+        idle = f"; {jax.device_count() - mesh.size} devices are left idle" * (mesh.size < jax.device_count())
+        self._found(failures, f"mesh {used or 'of one device'}, {program.num_parameters:,} parameters{idle}")
+        leaves = jax.tree.leaves(program.state)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        there = [p for p in (self._folder / "checkpoints").glob("*") if p.name.isdigit()]
+        self._found(
+            health.disk_failures(self._free, size, s.checkpoint.keep, len(there)),
+            f"room for {s.checkpoint.keep} checkpoints of {size / 1e9:,.3f} GB, and the one that is being written",
+        )
+        return mesh
+
+    def bandwidth(self, mesh: Any, file: Path) -> None:
+        """Measures, and keeps it. Raises OSError."""
+        from ejdist.cluster.bandwidth import measure
+
+        found = measure(mesh) | {
+            "made_by": "python -m launch.doctor",
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        for axis, facts in found["axes"].items():
+            largest = max(row["message_bytes"] for row in facts["measured"])
+            rows = [row for row in facts["measured"] if row["message_bytes"] == largest]
+            each = ", ".join(f"{row['collective']} {row['bytes_per_second'] / 1e9:.3g}" for row in rows)
+            over = {"devices": "inside of a host", "hosts": "between hosts", "slices": "between slices"}[
+                facts["crosses"]
+            ]
+            self._say(f"ok      {axis} ({facts['size']}, {over}): GB/s a device, of {largest / 2**20:g} MiB: {each}")
+        if self._hosts.index == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+            self._say(f"ok      bandwidth is kept in {file}")
+
+
+def _listed(names: Sequence[Sequence[str]], most: int = 8) -> str:
+    hosts = list(dict.fromkeys(host for host, _ in names))
+    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+
+
+def _examine(recipe: Any, own: Options) -> int:
+    from ejdist.cluster.ending import within
+    from ejdist.cluster.hosts import Hosts
+
+    hosts = Hosts(recipe.run.host_timeout, before_devices=True)
+    doctor = Doctor(recipe, hosts, lambda line: print(line, flush=True))
+    with hosts.together():
+        doctor.before_devices()
+    if not doctor.failures:
+        late = (
+            f"error: the devices are not all there, or do not communicate, after {hosts.limit:g} s (run.host_timeout)"
+        )
+        with within(hosts.limit, lambda: f"{late}: look at the logs of the other hosts"), hosts.together():
+            mesh = doctor.devices()
+            if not doctor.failures:
+                file = own.bandwidth or Path(recipe.run.dir).expanduser() / "bandwidth.json"
+                doctor.bandwidth(mesh, Path(file).expanduser())
+    count = len(doctor.failures)
+    if hosts.index == 0:
+        print(
+            f"{count} failure{'s' * (count > 1)}: mend the first, and ask again" if count else "fit for the run",
+            flush=True,
+        )
+    return WRONG if count else DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(a in ("-h", "--help") for a in arguments):
+        print(f"{__doc__}\nbeside the keys of launch.train:\n{help_of(Options)}")
+        return DONE
+    from ejdist.cluster.health import why_unreachable
+    from recipes.schema import compose
+
+    try:
+        own, rest = read(Options, arguments)
+        recipe = compose(rest)
+        cluster = recipe.cluster
+        if cluster.kind == "manual" and cluster.coordinator and cluster.process_id:
+            if why := why_unreachable(cluster.coordinator, cluster.timeout):
+                print(f"FAILED  process {cluster.process_id} on {why}", file=sys.stderr)
+                return HOST_LOST
+        start_jax(recipe)
+        return _examine(recipe, own)
+    except Exception as error:
+        return tell(error)
+
+
+if __name__ == "__main__":
+    command(body=main)
