@@ -71,7 +71,7 @@ def machine() -> str:
 class SharedFolder:
     """Whether a folder is the same one for all hosts, and all may write to it. Leaves no trace.
 
-    Each host writes a file of its own; when all have, each looks for that of host 0.
+    Each host writes a file of its own, and looks for that of host 0, which has written first.
     """
 
     def __init__(self, folder: Path, index: int, token: str) -> None:

@@ -1,0 +1,58 @@
+"""The `cluster` section: what JAX is told of it."""
+
+import jax
+import pytest
+
+from launch.cluster import join
+from recipes.schema import compose
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Returns a function that joins with these arguments, and gives what JAX was given."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *facts, **more: calls.append((facts, more)))
+
+    def act(*arguments):
+        join(compose(arguments).cluster)
+        return calls.pop() if calls else None
+
+    return act
+
+
+MANUAL = ["cluster=manual", "cluster.coordinator=a:1", "cluster.num_processes=3", "cluster.process_id=2"]
+
+
+def test_manual_asks_nobody(joined):
+    """Else JAX would look for a cluster, to ask which of the GPUs are its own."""
+    facts, more = joined(*MANUAL)
+    assert facts == ("a:1", 3, 2, None) and more["cluster_detection_method"] == "deactivate"
+    facts, _ = joined(*MANUAL, "cluster.local_device_ids=[2,3]")
+    assert facts[3] == [2, 3]
+
+
+def test_what_is_given_goes_before_what_is_detected(joined):
+    facts, more = joined("cluster=auto", "cluster.coordinator=b:5")
+    assert facts == ("b:5", None, None, None) and "cluster_detection_method" not in more
+    assert joined("cluster=auto")[0] == (None,) * 4
+
+
+def test_a_run_of_one_process_joins_nobody(joined):
+    assert joined("cluster=local") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cluster.process_id=1"], "cluster.process_id = 1 is of several processes: give cluster=manual"),
+        (["cluster.local_device_ids=[0]"], "cluster.local_device_ids = [0] is of several processes"),
+        (MANUAL[:3], "cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id"),
+        (["cluster=auto", "cluster.coordinator=b"], "must be HOST:PORT"),
+        (["cluster.kind=slurm"], "cluster.kind = 'slurm' is unknown"),
+        (["cluster.timeout=0"], "cluster.timeout = 0 must be positive"),
+    ],
+)
+def test_called_wrongly(joined, arguments, message):
+    with pytest.raises(ValueError) as error:
+        joined(*arguments)
+    assert message in str(error.value)
