@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.errors import DONE, HOST_LOST, WRONG, tell
+from launch.errors import DONE, HOST_LOST, WRONG, run_command
 from launch.options import help_of, option, read
 from launch.train import ACCELERATORS, command, start_jax
 
@@ -193,25 +193,23 @@ def _examine(recipe: Any, own: Options) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        print(f"{__doc__}\nbeside the keys of launch.train:\n{help_of(Options)}")
-        return DONE
+    usage = f"{__doc__}\nbeside the keys of launch.train:\n{help_of(Options)}"
+    return run_command(argv, _main, lambda _: usage, needs_arguments=False)
+
+
+def _main(arguments: list[str]) -> int:
     from ejdist.cluster.health import why_unreachable
     from recipes.schema import compose
 
-    try:
-        own, rest = read(Options, arguments)
-        recipe = compose(rest)
-        cluster = recipe.cluster
-        if cluster.kind == "manual" and cluster.coordinator and cluster.process_id:
-            if why := why_unreachable(cluster.coordinator, cluster.timeout):
-                print(f"FAILED  process {cluster.process_id} on {why}", file=sys.stderr)
-                return HOST_LOST
-        start_jax(recipe)
-        return _examine(recipe, own)
-    except Exception as error:
-        return tell(error)
+    own, rest = read(Options, arguments)
+    recipe = compose(rest)
+    cluster = recipe.cluster
+    if cluster.kind == "manual" and cluster.coordinator and cluster.process_id:
+        if why := why_unreachable(cluster.coordinator, cluster.timeout):
+            print(f"FAILED  process {cluster.process_id} on {why}", file=sys.stderr)
+            return HOST_LOST
+    start_jax(recipe)
+    return _examine(recipe, own)
 
 
 if __name__ == "__main__":

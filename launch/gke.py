@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import posixpath
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-from launch.errors import AGAIN, DONE, WRONG
-from launch.options import VARIABLES, check_run, command_option, help_of, option, read
+from launch.errors import AGAIN, run_command
+from launch.options import VARIABLES, check_run, command_option, help_of, option, read, show_or_submit
 
 # Of each TPU generation: the label of its nodes, and dims of a topology.
 _TPUS = {
@@ -243,29 +242,13 @@ def text(o: Options, arguments: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(f"{__doc__}\nwhat Kubernetes is asked for, with what it is by default:\n{help_of(Options)}")
-        return DONE if arguments else WRONG
-    try:
-        options, rest = options_of(arguments)
-        made = text(options, rest)
-        if not options.submit:
-            print(made, end="")
-            return DONE
-        ran = subprocess.run(["kubectl", "apply", "-f", "-"], input=made, text=True, capture_output=True, check=False)
-    except FileNotFoundError:
-        print(
-            "error: submit=true: there is no kubectl here; print the YAML with submit=false, and apply it where there is",
-            file=sys.stderr,
-        )
-        return WRONG
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
-    print(ran.stdout, end="")
-    print(ran.stderr, end="", file=sys.stderr)
-    return DONE if ran.returncode == 0 else WRONG
+    usage = f"{__doc__}\nwhat Kubernetes is asked for, with what it is by default:\n{help_of(Options)}"
+    return run_command(argv, _main, lambda _: usage)
+
+
+def _main(arguments: list[str]) -> int:
+    options, rest = options_of(arguments)
+    return show_or_submit(text(options, rest), options.submit, ["kubectl", "apply", "-f", "-"])
 
 
 if __name__ == "__main__":

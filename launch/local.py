@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from launch.errors import DONE, WRONG
+from launch.errors import DONE, run_command
 from launch.options import command_option, help_of, option, read, refuse_cluster
 from launch.processes import Job
 
@@ -49,16 +49,11 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(__doc__)
-        print(help_of(Options))
-        return DONE if arguments else WRONG
-    try:
-        own, rest = options_of(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
+    return run_command(argv, _main, lambda _: f"{__doc__}\n{help_of(Options)}")
+
+
+def _main(arguments: list[str]) -> int:
+    own, rest = options_of(arguments)
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
     job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
     gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any
+
+from launch.errors import DONE, WRONG
 
 COMMANDS = ("train", "doctor")
 # Of the field of a launcher's environment: env.NAME=VALUE.
@@ -42,8 +46,10 @@ def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
     A field that is a dict takes FIELD.NAME=VALUE, any number of times.
 
     Raises:
-      ValueError: an option that cannot be read, or one without a default that was not given; names it.
+      ValueError: an option or flag that cannot be read, or an option without a default that was not given; names it.
     """
+    from recipes import arguments as flags
+
     kinds, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}  # pyrefly: ignore[bad-argument-type]
     own: dict[str, Any] = {}
     rest = []
@@ -63,7 +69,7 @@ def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
     for f in known.values():
         if f.default is MISSING and f.default_factory is MISSING and f.name not in own:
             raise ValueError(f"{f.name}= is missing: {f.metadata['words']}")
-    return kind(**own), rest
+    return kind(**own), flags.read(rest).words()
 
 
 def _is_dict(kind: Any) -> bool:
@@ -119,3 +125,23 @@ def check_run(arguments: Sequence[str], how: str) -> Any:
 
     refuse_cluster(arguments, how)
     return compose(arguments)
+
+
+def show_or_submit(text: str, submit: bool, command: Sequence[str]) -> int:
+    """Returns an exit code, after printing what a cluster is to be given, or giving it to a command that takes it.
+
+    Raises:
+      ValueError: the command is not here.
+    """
+    if not submit:
+        print(text, end="")
+        return DONE
+    try:
+        ran = subprocess.run([*command], input=text, text=True, capture_output=True, check=False)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"submit=true: there is no {command[0]} here; print with submit=false what it takes, and give it that where it is"
+        ) from error
+    print(ran.stdout, end="")
+    print(ran.stderr, end="", file=sys.stderr)
+    return DONE if ran.returncode == 0 else WRONG

@@ -7,13 +7,12 @@ again, as it is when it is preempted or loses a node; it then goes on. One that 
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.errors import AGAIN, DONE, WRONG
-from launch.options import check_run, command_option, help_of, option, read
+from launch.errors import AGAIN, run_command
+from launch.options import check_run, command_option, help_of, option, read, show_or_submit
 
 
 @dataclass(frozen=True)
@@ -104,28 +103,13 @@ def _queued_again(o: Options) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(f"{__doc__}\nwhat Slurm is asked for, with what it is by default:\n{help_of(Options)}")
-        return DONE if arguments else WRONG
-    try:
-        options, rest = options_of(arguments)
-        text = script(options, rest)
-        if not options.submit:
-            print(text, end="")
-            return DONE
-        made = subprocess.run(["sbatch"], input=text, text=True, capture_output=True, check=False)
-    except FileNotFoundError:
-        print(
-            "error: submit=true: there is no sbatch here; print the script with submit=false, and queue it where there is",
-            file=sys.stderr,
-        )
-        return WRONG
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
-    print(made.stdout + made.stderr, end="")
-    return DONE if made.returncode == 0 else WRONG
+    usage = f"{__doc__}\nwhat Slurm is asked for, with what it is by default:\n{help_of(Options)}"
+    return run_command(argv, _main, lambda _: usage)
+
+
+def _main(arguments: list[str]) -> int:
+    options, rest = options_of(arguments)
+    return show_or_submit(script(options, rest), options.submit, ["sbatch"])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.errors import DONE, HOST_LOST, WRONG
+from launch.errors import DONE, HOST_LOST, WRONG, run_command
 from launch.options import VARIABLES, check_run, command_option, help_of, option, read
 
 _PATIENCE = 150  # seconds that the others have to end once one has failed
@@ -232,23 +232,20 @@ class Connections:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(f"{__doc__}\nthe machines, with what holds by default:\n{help_of(Options)}")
-        return DONE if arguments else WRONG
+    usage = f"{__doc__}\nthe machines, with what holds by default:\n{help_of(Options)}"
+    return run_command(argv, _main, lambda _: usage)
+
+
+def _main(arguments: list[str]) -> int:
+    options, rest = options_of(arguments)
     try:
-        options, rest = options_of(arguments)
         if options.sync:
             copy_code(options)
         lines = lines_of(options, rest)
         names = options.machines or [f"worker {i} of {options.tpu}" for i in range(len(lines))]
         connections = Connections(lines, names)
     except FileNotFoundError as error:
-        print(f"error: there is no {error.filename} here; install it, or start this where there is", file=sys.stderr)
-        return WRONG
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
+        raise ValueError(f"there is no {error.filename} here; install it, or start this where there is") from error
     before = {number: signal.signal(number, connections.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return connections.wait()

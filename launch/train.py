@@ -137,7 +137,7 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     import signal
 
     if {"-m", "--multirun"} & set(sys.argv[1:]):  # its runs are processes of their own, each of which does what follows
-        sys.exit(main())
+        sys.exit(body())
     sys.unraisablehook = _without_late_reads
     # First of all: threads that start from here on leave it to the one that listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
