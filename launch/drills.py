@@ -266,17 +266,7 @@ def _disturb(spec: dict[str, Any]) -> None:
 
     steps, save = loop._steps, Checkpoints.save
 
-    def with_steps(
-        s: Any,
-        program: Any,
-        train_step: Any,
-        data: Any,
-        state: Any,
-        checkpoints: Any,
-        writer: Any,
-        start: int,
-        *rest: Any,
-    ):
+    def with_steps(run: Any, train_step: Any, state: Any, writer: Any, start: int, *rest: Any):
         made = start
 
         def step(state: Any, batch: Any) -> Any:
@@ -284,7 +274,7 @@ def _disturb(spec: dict[str, Any]) -> None:
             made += 1
             return train_step(_at_step(spec, made, state), batch)
 
-        return steps(s, program, step, data, state, checkpoints, writer, start, *rest)
+        return steps(run, step, state, writer, start, *rest)
 
     def with_save(self: Any, step: int, *rest: Any) -> None:
         if spec["do"] == "no_room" and step >= spec["step"]:

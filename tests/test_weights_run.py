@@ -12,10 +12,11 @@ from small_run import TINY, losses
 from test_weights import loaded, made, state_in
 
 from ejdist.mesh import make_mesh
-from ejdist.training import checkpoint, loop
+from ejdist.training import checkpoint
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from ejdist.training.loop import train
+from ejdist.training.opening import start_from
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.weights.families import read_config
@@ -96,7 +97,7 @@ def test_the_first_state_has_the_weights_and_nothing_else_of_another_run(tmp_pat
     sections.model = c
     program = make_program(sections, make_mesh(**vars(sections.mesh), devices=jax.devices()[:4]))
     said = []
-    state = loop._start(program, open_source(str(tmp_path), c), said.append)
+    state = start_from(program, open_source(str(tmp_path), c), said.append)
     assert f"{len(leaves)} parameters read from {tmp_path}" in said[-1]
     assert int(state.step) == 0 and not any(np.any(x) for x in jax.tree.leaves(state.opt_state))
     for name, x in state.params["layers"].items():
@@ -107,7 +108,7 @@ def test_the_first_state_has_the_weights_and_nothing_else_of_another_run(tmp_pat
     # Counts of the step before are of a run, and start as they do in any.
     sections.model.experts.balance = "global"
     program = make_program(sections, make_mesh(**vars(sections.mesh), devices=jax.devices()[:4]))
-    state = loop._start(program, open_source(str(tmp_path), sections.model), said.append)
+    state = start_from(program, open_source(str(tmp_path), sections.model), said.append)
     assert np.all(np.asarray(state.buffers["experts"]["load"]) == 1) and np.any(
         np.asarray(state.buffers["experts"]["bias"])
     )

@@ -3,7 +3,7 @@
 from faults import Fault
 
 HOSTS, AGREEMENT = "ejdist/cluster/hosts.py", "ejdist/cluster/agreement.py"
-LOOP, CHECKPOINT = "ejdist/training/loop.py", "ejdist/training/checkpoint.py"
+OPENING, CHECKPOINT = "ejdist/training/opening.py", "ejdist/training/checkpoint.py"
 TESTS, TRAIN, PROCESSES = "tests/test_hosts.py", "tests/test_train.py", "tests/test_many_processes.py"
 
 FAULTS = (
@@ -65,14 +65,14 @@ FAULTS = (
     ),
     Fault(
         "a damaged checkpoint ends the run",
-        LOOP,
+        OPENING,
         "            damaged.append((step, error))",
         "            raise",
         f"{TRAIN} -k set_aside",
     ),
     Fault(
         "a damaged checkpoint is set aside where none is whole",
-        LOOP,
+        OPENING,
         "            damaged.append((step, error))",
         "            damaged.append((step, error)); checkpoints.set_aside(step)",
         f"{TRAIN} -k nothing_is_touched",

@@ -276,8 +276,8 @@ FAULTS = (
     Fault(
         "a run that goes on begins with the weights again",
         "ejdist/training/loop.py",
-        "    if there is not None:\n            start",
-        "    if there is not None and given is None:\n            start",
+        "    if run.last is not None:\n            start",
+        "    if run.last is not None and given is None:\n            start",
         f"{RUNS} -k alike",
     ),
     Fault(

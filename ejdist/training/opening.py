@@ -1,0 +1,148 @@
+"""Opens a run for every command that needs one: its recipe checked and the same on all hosts, its program, data and
+checkpoints; and the state that it starts or goes on from.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejdist.cluster.agreement import environment
+from ejdist.cluster.hosts import Hosts
+from ejdist.mesh import make_mesh
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
+from ejdist.training.data import Data
+from ejdist.training.data import build as build_data
+from ejdist.training.leaves import name_of
+from ejdist.training.program import Program, RunSection, TrainSections, make_program
+from ejdist.training.resume import check_same_run, flat
+from ejdist.training.step import TrainState
+from ejdist.weights.start import Source, nested
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is open. Nothing of it has been compiled, written, or read but its data's index.
+
+    Attributes:
+      last: step of the newest checkpoint; None if there is none.
+    """
+
+    sections: TrainSections
+    hosts: Hosts
+    directory: Path
+    program: Program
+    checkpoints: Checkpoints
+    data: Data
+    last: int | None
+
+
+def open_run(sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None) -> Run:
+    """Returns the run of a recipe. To be called inside `hosts.together()`, by all hosts.
+
+    Args:
+      devices: default: all.
+
+    Raises:
+      ValueError: the recipe is wrong, or its files are. CheckpointError: what is in run.dir is none of ours. HostsDiffer: the
+        hosts were started with different things. HostLost: one of them does not come.
+    """
+    s = sections
+    directory = _check_run(s.run)
+    recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
+    hosts.compare("the start", recipe | environment())
+    program = make_program(s, make_mesh(**vars(s.mesh), devices=devices))
+    checkpoints = Checkpoints(directory, s.checkpoint, hosts.limit)
+    last = checkpoints.latest()
+    return Run(s, hosts, directory, program, checkpoints, _build_data(s), last)
+
+
+def resume(run: Run, say: Any) -> tuple[int, TrainState]:
+    """Returns (step, state) of the last checkpoint that is whole. One that is not is set aside, once an earlier one is read.
+
+    Raises:
+      ValueError: it is of another run than this recipe's. CheckpointError: none can be read, or it is of another model.
+    """
+    s, hosts, checkpoints = run.sections, run.hosts, run.checkpoints
+    damaged: list[tuple[int, DamagedCheckpoint]] = []
+    for step in checkpoints.steps():
+        try:
+            state, kept = checkpoints.restore(step, run.program.state, hosts.first)
+            break
+        except DamagedCheckpoint as error:
+            damaged.append((step, error))
+    else:
+        none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
+        raise CheckpointError(f"{damaged[0][1]}; {none}: mend the storage, or choose another run.dir") from damaged[0][
+            1
+        ]
+    check_same_run(kept["recipe"], s, step, run.directory)
+    run.data.check_cursor(kept["data"])
+    for lost, error in damaged:
+        aside = hosts.say(
+            "the place of a damaged checkpoint", str(checkpoints.set_aside(lost)) if hosts.index == 0 else ""
+        )
+        say(f"{error}: going on from the one before it; what is left of it is in {aside}")
+    if damaged:
+        checkpoints.reload()
+    say(f"going on from step {step} of {run.directory}")
+    before = kept["recipe"]["run.steps"]
+    if before != s.run.steps:
+        say(f"run.steps was {before} and is {s.run.steps}: optimizer.schedule ends there from here on")
+    return step, state
+
+
+def start_from(program: Program, source: Source, say: Any) -> TrainState:
+    """Returns the state before the first step, with the parameters of a source."""
+    wanted = {
+        f"params.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.params)
+    }
+    wanted |= {
+        f"buffers.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.buffers)
+    }
+    began = time.perf_counter()
+    found = source.load({name: like for name, like in wanted.items() if name in source.leaves})
+    for line in source.notes:
+        say(line)
+    say(f"{len(found)} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
+    tree = nested(found)
+    return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
+
+
+def _check_run(run: RunSection) -> Path:
+    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+    if run.steps < 1:
+        raise ValueError(f"run.steps must be at least 1, got {run.steps}")
+    if run.stop_after is not None and run.stop_after < 1:
+        raise ValueError(f"run.stop_after must be at least 1, or null to make all steps, got {run.stop_after}")
+    if run.cpu_devices < 1:
+        raise ValueError(f"run.cpu_devices must be at least 1, got {run.cpu_devices}")
+    if not 0 <= run.seed < 2**32:
+        raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
+    if not run.dir.strip():
+        raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
+    directory = Path(run.dir).expanduser()
+    there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"run.dir = {run.dir!r}: {there} is a file; name another folder, or remove it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"run.dir = {run.dir!r}: {there} cannot be written; choose another folder, or mend its permissions"
+        )
+    return directory
+
+
+def _build_data(s: TrainSections) -> Data:
+    """Returns the data of a recipe. Raises ValueError if the model's vocabulary does not hold its tokens."""
+    data = build_data(s.data, seed=s.run.seed)
+    if data.vocab_size > s.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "
+            f"{s.data.tokenizer!r}; make it at least that"
+        )
+    return data
