@@ -35,7 +35,13 @@ class Series:
     @classmethod
     def of(cls, label: str, x: Sequence[float], values: Sequence[Any], color: int = 0) -> Series:
         """Returns the curve of numbers, or of lists of numbers; what is none is a gap."""
-        parts = [_numbers(v) for v in values]
+        try:
+            whole = np.array(values, float).reshape(len(values), -1)  # None is nan
+            whole[~np.isfinite(whole).all(axis=1)] = math.nan
+            low, middle, high = whole.min(axis=1), whole.mean(axis=1), whole.max(axis=1)
+            return cls(label, np.asarray(x, float), middle, low, high, color)
+        except (ValueError, TypeError):  # a word, a list among numbers, or lists of several lengths
+            parts = [_numbers(v) for v in values]
         low, middle, high = (
             np.array([how(p) if p.size else math.nan for p in parts]) for how in (np.min, np.mean, np.max)
         )
@@ -105,14 +111,15 @@ class Scale:
         return [n * step for n in range(start, math.floor(self.last / step + 1e-9) + 1)]
 
 
-def _scale(values: np.ndarray, zero: bool) -> Scale:
-    low, high = float(values.min()), float(values.max())
-    if low > 0 and high / low > _WIDE_RANGE:
+def _scale(values: np.ndarray, zero: bool, of: tuple[float, float] = (0, 100)) -> Scale:
+    """Returns the scale of numbers between two of their percentiles."""
+    low, high = (float(v) for v in np.percentile(values, of))
+    if low > 0 and high / low > _WIDE_RANGE and not zero:
         return Scale(low / 1.05, high * 1.05, log=True)
     low = min(low, 0.0) if zero else low
-    if not high > low + 1e-12 * max(abs(high), abs(low)):
-        pad = max(abs(low) * 0.1, 1e-9)
-        return Scale(0.0 if zero and low >= 0 else low - pad, high + pad)
+    if not high > low + 1e-9 * max(abs(high), abs(low)):
+        pad = abs(low) * 0.1 or 1.0
+        return Scale(low if zero else low - pad, high + pad)
     pad = (high - low) * 0.05
     return Scale(low if zero else low - pad, high + pad)
 
@@ -135,6 +142,7 @@ def chart(
     *,
     zero: bool = False,
     smooth: bool = False,
+    closer: bool = False,
     wide: bool = False,
     note: str = "",
 ) -> Markup:
@@ -142,7 +150,8 @@ def chart(
 
     Args:
       unit: of the numbers, for the caption.
-      zero: the axis begins at 0.
+      zero: the axis begins at 0, and is not logarithmic.
+      closer: without the highest and the lowest of every hundred numbers, where they hide the others; else nothing is drawn.
       smooth: of few steps their numbers are thin, and a running mean is drawn over them.
     """
     drawn = [s for s in series if np.isfinite(s.middle).any()]
@@ -152,6 +161,10 @@ def chart(
     across = Scale(min(ends), max(ends) if max(ends) > min(ends) else min(ends) + 1)
     every = np.concatenate([v[np.isfinite(v)] for s in drawn for v in (s.low, s.high)])
     up = _scale(every, zero)
+    if closer:
+        whole, up = up, _scale(every, zero, (1, 99))
+        if whole.last - whole.first < 3 * (up.last - up.first):
+            return Markup()
     parts, most = [], 1
     for value in up.ticks(5):
         y = _y(up, value)
@@ -172,10 +185,16 @@ def chart(
     says = [unit] if unit else []
     says += ["logarithmic"] if up.log else []
     says += [note] if note else []
-    says += [f"a place is of up to {most:,} steps: their mean, from smallest to largest"] if most > 1 else []
+    says += [f"mean and range of up to {most:,} steps"] if most > 1 else []
     says += ["thin: each step, thick: running mean"] if smooth and most == 1 else []
     svg = tag(
-        "svg", parts, viewBox=f"0 0 {_SIDE:g} {_SIDE:g}", preserveAspectRatio="none", role="img", aria_label=title
+        "svg",
+        parts,
+        viewBox=f"0 0 {_SIDE:g} {_SIDE:g}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=title,
+        style="overflow:hidden" if closer else None,
     )
     keys = [
         tag("span", tag("i", style=f"background:var(--c{s.color})"), s.label, class_="key")
@@ -214,7 +233,7 @@ def _curves(s: Series, across: Scale, up: Scale, smooth: bool) -> list[Markup]:
             corners = [*zip(x[part], top, strict=True), *zip(x[part][::-1], low[::-1], strict=True)]
             if len(corners) > 2:
                 d = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in corners) + "Z"
-                found.append(tag("path", d=d, class_="band", style=f"fill:var(--c{s.color})"))
+                found.append(tag("path", d=d, class_="band", style=f"fill:var(--c{s.color});{color}"))
     y = _y(up, s.middle)
     width = max(1, len(s.x) // 25)
     if smooth and width > 1:

@@ -122,14 +122,14 @@ def _read_rows(run: RunFolder) -> None:
         rows[row["step"]] = row
     run.rows = [rows[step] for step in sorted(rows)]
     if bad:
-        lines = f"line {bad[0]:,}" if len(bad) == 1 else f"{len(bad):,} lines, the first of them {bad[0]:,},"
-        run.missing.append(f"metrics.jsonl: {lines} cannot be read and is left out")
+        more = f", nor can {len(bad) - 1:,} after it" if len(bad) > 1 else ""
+        run.missing.append(f"metrics.jsonl: line {bad[0]:,} cannot be read and is left out{more}")
     if twice:
-        run.missing.append(f"metrics.jsonl: {twice:,} steps have several rows; the last one of each is shown")
+        run.missing.append(f"metrics.jsonl has {twice:,} rows of steps that another row is of; the last one is shown")
     if rows:
         gaps = max(rows) - min(rows) + 1 - len(rows)
         if gaps:
-            run.missing.append(f"metrics.jsonl: {gaps:,} steps between {min(rows):,} and {max(rows):,} have no row")
+            run.missing.append(f"metrics.jsonl: of the steps {min(rows):,} to {max(rows):,}, {gaps:,} without a row")
         if min(rows) > 1:
             run.missing.append(f"metrics.jsonl: the rows before step {min(rows):,} are not there")
         _name(run, "is no number", lambda row: [k for k in _NEEDED if k in row and not math.isfinite(number(row[k]))])
@@ -210,7 +210,7 @@ def _read_goodput(run: RunFolder) -> None:
         run.missing.append(f"{goodput.NAME} cannot be read: {error.strerror}")
         return
     if lines > len(run.goodput):
-        run.missing.append(f"{goodput.NAME}: {lines - len(run.goodput):,} lines cannot be read and are left out")
+        run.missing.append(f"{goodput.NAME}: lines that cannot be read and are left out: {lines - len(run.goodput):,}")
 
 
 def _read_picture(run: RunFolder, name: str) -> None:

@@ -137,12 +137,18 @@ def _key(name: str) -> Callable[[dict[str, Any]], Any]:
 
 _LOSS: list[_Chart] = [
     ("Loss", "cross entropy, nats per token", _key("loss"), {"smooth": True, "wide": True}),
+    (
+        "Loss, closer",
+        "without the highest and the lowest of every hundred",
+        _key("loss"),
+        {"smooth": True, "wide": True, "closer": True},
+    ),
     ("Gradient norm", "before clipping", _key("grad_norm"), {}),
     ("Learning rate", "", _key("learning_rate"), {"zero": True}),
 ]
 _THROUGHPUT: list[_Chart] = [
     ("Throughput", "tokens/s", _key("tokens_per_second"), {"zero": True}),
-    ("Time of a step", "s", _key("step_time"), {"zero": True}),
+    ("Time of a step", "s", _key("step_time"), {}),
 ]
 
 
@@ -195,7 +201,9 @@ def _goodput(runs: Sequence[RunFolder]) -> Any:
             ]
             for name, s in spent.items()
         ]
-        rewinds = f", {made.rewinds} times back to an earlier step" if made.rewinds else ""
+        rewinds = (
+            f", {made.rewinds} time{'' if made.rewinds == 1 else 's'} back to an earlier step" if made.rewinds else ""
+        )
         starts = f"{made.starts} start{'' if made.starts == 1 else 's'}"
         said = f"{made.fraction:.1%} of {_seconds(made.wall)} were productive, in {starts}{rewinds}."
         return tag("p", said), tag("div", bar, class_="bar"), table(["", "", "time", "share"], rows), _hosts(run)
@@ -223,7 +231,7 @@ def _hosts(run: RunFolder) -> Any:
         needed = needed if isinstance(needed, dict) else {}
         times = [text_of(number(needed.get(name))) for name in ("host", "data_wait")]
         rows.append([f"host {host}", *times, f"{slow.count(str(host))} of {len(told)}"])
-    head = [f"at step {last.get('step')}", "s of its own a step", "of them waiting for data", "slow"]
+    head = [f"at step {last.get('step')}", "own time, s a step", "waiting for data, s a step", "times that it was slow"]
     return tag("h3", "Hosts"), table(head, rows)
 
 
