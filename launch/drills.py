@@ -30,6 +30,7 @@ class Scene:
     steps: int
     every: int  # steps between checkpoints
     folder: Path  # of this drill
+    calm: Path  # run.dir of the run that nothing happened to
     arguments: Sequence[str]  # of the run
     chance: random.Random
 
@@ -195,6 +196,22 @@ def _copies(s: Scene, odd: int, word: str) -> dict[str, Any]:
     }
 
 
+def _other_weights(s: Scene) -> Disturbance:
+    """Each host begins with the parameters of a copy of the run without a fault; the odd one's lacks the last checkpoint."""
+    odd = s.other()
+    for host in range(s.hosts):
+        copy = s.folder / "weights" / str(host) / "first" / "checkpoints"
+        shutil.copytree(s.calm / "checkpoints", copy)
+        if host == odd:
+            shutil.rmtree(max((p for p in copy.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)))
+    return _refused(
+        f"host {odd} has the weights of an earlier step to begin with",
+        (f"host {odd} (", "model.init_from"),
+        inside={host: {"folder": str(s.folder / "weights" / str(host))} for host in range(s.hosts)},
+        arguments=["model.init_from=first"],
+    )
+
+
 def _other_recipe(s: Scene) -> Disturbance:
     host = s.other()
     return _refused(
@@ -251,9 +268,10 @@ DRILLS: dict[str, Callable[[Scene], Disturbance]] = {
     "other_code": _other_code,
     "other_data": _other_data,
     "other_recipe": _other_recipe,
+    "other_weights": _other_weights,
 }
 # Where one host must differ from another one.
-NEED_TWO = ("missing_data", "no_coordinator", "other_code", "other_data", "other_recipe")
+NEED_TWO = ("missing_data", "no_coordinator", "other_code", "other_data", "other_recipe", "other_weights")
 
 
 # -- one host that does something to itself -----------------------------------------------------------------------------------

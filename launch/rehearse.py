@@ -143,7 +143,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
     folder = o.folder / (name if o.times == 1 else f"{name}-{number}")
     folder.mkdir(parents=True)
     chance = random.Random(f"{o.seed}/{name}/{number}")
-    scene = Scene(o.hosts, o.steps, o.every, folder, o.arguments, chance)
+    scene = Scene(o.hosts, o.steps, o.every, folder, o.folder / "calm" / "run", o.arguments, chance)
     d = DRILLS[name](scene)
     extra = [] if d.stop_after is None else [f"run.stop_after={d.stop_after}"]
     codes, said, seconds = run(o, folder, d, extra)

@@ -90,6 +90,17 @@ def test_where_parameters_came_from_does_not_stop_a_run(tmp_path):
         check_same_run(stored, compose([*TINY, "model.num_layers=3"]), 3, tmp_path)
 
 
+def test_a_digest_tells_weights_from_those_of_another_step_and_copies_from_none(trained, tmp_path):
+    for name in ("one", "same", "other"):
+        step = ["step=2"] if name == "other" else []
+        assert main([f"run.dir={trained}/run", f"to={tmp_path}/{name}", *step]) == DONE
+    c = Run(trained / "run").model
+    one, same, other = (open_source(str(tmp_path / name), c).digest() for name in ("one", "same", "other"))
+    assert one == same != other
+    (first, again), earlier = (Run(trained / "run").digest() for _ in range(2)), Run(trained / "run", 2).digest()
+    assert first == again != earlier == Run(trained / "run", 2).digest()
+
+
 def test_the_first_state_has_the_weights_and_nothing_else_of_another_run(tmp_path):
     made(tmp_path, "deepseek")
     c, leaves = loaded(tmp_path)

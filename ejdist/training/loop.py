@@ -66,8 +66,10 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         given = getattr(s.model, "init_from", None)
         source = open_source(given, s.model) if given is not None and run.last is None else None
         lowered = program.step.lower(program.state, program.batch)
+        weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         corpus = {name: run.data.cursor(0)[name] for name in ("tokenizer", "corpus")}
-        hosts.compare("the first step", corpus | {"checkpoint": run.last, "program (digest)": program_digest(lowered)})
+        facts = corpus | weights | {"checkpoint": run.last, "program (digest)": program_digest(lowered)}
+        hosts.compare("the first step", facts)
         # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
         step = lowered.compile()
         check_shared(hosts, directory)

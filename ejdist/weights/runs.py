@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,11 @@ class Run:
             return self.load(like)
         finally:
             self.close()
+
+    def digest(self) -> str:
+        """Returns a digest of all its arrays, as they were when they were saved."""
+        digests = self._checkpoints.digests_of(self.step)
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
 
     def close(self) -> None:
         self._checkpoints.close()

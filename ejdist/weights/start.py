@@ -10,7 +10,7 @@ import jax
 
 from ejdist.models.decoder import DecoderConfig
 from ejdist.weights.families import read_config
-from ejdist.weights.files import WeightsError, read_folder
+from ejdist.weights.files import WeightsError, digest_of, read_folder
 from ejdist.weights.match import differences, told_difference
 from ejdist.weights.reader import check, load, tensors_in
 from ejdist.weights.runs import Run, nested
@@ -24,13 +24,14 @@ class Source:
     """Weights that fit a model; nothing of them has been read.
 
     leaves: names of what there is. load: leaf -> `jax.ShapeDtypeStruct` with a sharding, to leaf -> array. notes: what is left
-    out, and why.
+    out, and why. digest: tells these weights from others, for hosts that each have a copy.
     """
 
     what: str
     leaves: frozenset[str]
     notes: list[str]
     load: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+    digest: Callable[[], str]
 
 
 def open_source(where: str, c: DecoderConfig) -> Source:
@@ -51,11 +52,11 @@ def open_source(where: str, c: DecoderConfig) -> Source:
         stored = read_folder(folder)
         tensors = tensors_in(family, c, stored)
         notes = check(tensors, stored, c, folder)
-        return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like))
+        return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
     if (folder / "checkpoints").is_dir():
         run = Run(folder)
         _check_model(c, run.model, f"the run in {folder}", "its parameters are of that model")
-        return Source(f"step {run.step} of the run in {folder}", leaves, [], run.load_and_close)
+        return Source(f"step {run.step} of the run in {folder}", leaves, [], run.load_and_close, run.digest)
     what = "has neither config.json nor checkpoints" if folder.is_dir() else "is no folder"
     raise WeightsError(
         f"model.init_from = {where!r} {what}; give a folder with config.json and safetensors, or the run.dir of another run"

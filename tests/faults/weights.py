@@ -281,6 +281,13 @@ FAULTS = (
         f"{RUNS} -k alike",
     ),
     Fault(
+        "numbers of files are not in their digest",
+        "ejdist/weights/files.py",
+        "            digest.update(file.read(min(size, _BYTES)))",
+        "            file.read(min(size, _BYTES))",
+        f"{RUNS} -k digest",
+    ),
+    Fault(
         "a folder that moved stops a run",
         "ejdist/training/resume.py",
         " and k != _INIT_FROM",
