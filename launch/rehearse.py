@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ejdist.training.metrics import write_whole
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, WRONG, run_command
 from launch.processes import Job
@@ -140,6 +139,8 @@ def left(folder: Path) -> tuple[dict[int, float], dict[str, int] | None]:
 
 def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
     """Makes one drill and tells of it; returns whether the run took it as it should."""
+    from ejdist.training.metrics import write_whole
+
     folder = o.folder / (name if o.times == 1 else f"{name}-{number}")
     folder.mkdir(parents=True)
     chance = random.Random(f"{o.seed}/{name}/{number}")

@@ -18,6 +18,7 @@ from launch.reporting.html import Markup, tag
 MOST = 400
 _HOVERS = 80  # columns that tell their numbers
 _SIDE = 1000.0  # of the drawing, whatever its size on the page
+_SMOOTHED = 25  # a running mean is over the 25th part of a curve
 _WIDE_RANGE = 30.0  # ratio of largest to smallest beyond which a scale is logarithmic
 
 
@@ -175,7 +176,7 @@ def chart(
         most = max(most, of)
         kept.append(small)
         parts += _curves(small, across, up, smooth and of == 1) + _holes(s, across)
-    parts += _hovers(kept, across)
+    parts += _hovers(drawn, across)
     labels = [tag("span", text_of(v), class_="tick y", style=f"top:{_y(up, v) / 10:.2f}%") for v in up.ticks(5)]
     labels += [
         tag("span", f"{v:,.0f}", class_="tick x", style=f"left:{float(across(v)) * 100:.2f}%")
@@ -186,7 +187,7 @@ def chart(
     says += ["logarithmic"] if up.log else []
     says += [note] if note else []
     says += [f"mean and range of up to {most:,} steps"] if most > 1 else []
-    says += ["thin: each step, thick: running mean"] if smooth and most == 1 else []
+    says += ["thin: each step, thick: running mean"] if smooth and max(len(s.x) for s in kept) >= 2 * _SMOOTHED else []
     svg = tag(
         "svg",
         parts,
@@ -235,7 +236,7 @@ def _curves(s: Series, across: Scale, up: Scale, smooth: bool) -> list[Markup]:
                 d = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in corners) + "Z"
                 found.append(tag("path", d=d, class_="band", style=f"fill:var(--c{s.color});{color}"))
     y = _y(up, s.middle)
-    width = max(1, len(s.x) // 25)
+    width = max(1, len(s.x) // _SMOOTHED)
     if smooth and width > 1:
         found.append(tag("path", d=_path(x, y), class_="curve thin", style=color))
         y = _y(up, running_mean(s.middle, width))
@@ -257,22 +258,23 @@ def _unbroken(good: np.ndarray) -> list[slice]:
 
 def _hovers(series: Sequence[Series], across: Scale) -> list[Markup]:
     """Returns columns that nobody sees, and that tell the numbers below a pointer."""
-    width = _SIDE / _HOVERS
+    edges = np.linspace(across.first, across.last, _HOVERS + 1)
+    edges[-1] = math.inf
+    bounds = [np.searchsorted(s.x, edges) for s in series]
     found = []
     for n in range(_HOVERS):
         lines = []
-        for s in series:
-            at = _SIDE * across(s.x)
-            inside = (at >= n * width) & ((at < (n + 1) * width) | (n == _HOVERS - 1))
-            good = inside & np.isfinite(s.middle)
+        for s, at in zip(series, bounds, strict=True):
+            part = slice(at[n], at[n + 1])
+            good = np.isfinite(s.middle[part])
             if not good.any():
                 continue
-            first, last, mean = s.x[good].min(), s.x[good].max(), s.middle[good].mean()
-            low, high = s.low[good].min(), s.high[good].max()
-            where = f"step {first:,.0f}" if first == last else f"steps {first:,.0f} to {last:,.0f}"
+            x, mean = s.x[part], s.middle[part][good].mean()
+            low, high = s.low[part][good].min(), s.high[part][good].max()
+            where = f"step {x[0]:,.0f}" if len(x) == 1 else f"steps {x[0]:,.0f} to {x[-1]:,.0f}"
             spread = f" ({text_of(low)} to {text_of(high)})" if high > low else ""
             lines.append(f"{s.label}, {where}: {text_of(mean)}{spread}")
         if lines:
-            box = {"x": f"{n * width:g}", "y": "0", "width": f"{width:g}", "height": f"{_SIDE:g}"}
+            box = {"x": f"{n * _SIDE / _HOVERS:g}", "y": "0", "width": f"{_SIDE / _HOVERS:g}", "height": f"{_SIDE:g}"}
             found.append(tag("rect", tag("title", "\n".join(lines)), **box, class_="hover"))
     return found
