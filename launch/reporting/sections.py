@@ -115,7 +115,7 @@ def _summary(runs: Sequence[RunFolder]) -> Any:
     ]
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
     return tag("div", cards, class_="cards") if cards else "", tag(
-        "details", tag("summary", "All of summary.json"), table(head, rows), open=None if len(runs) == 1 else ""
+        "details", tag("summary", "All of summary.json"), table(head, rows), open=""
     )
 
 
@@ -311,8 +311,10 @@ def _recipe(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Any:
         parts.append(tag("div", tag("h3", name or "other keys"), Markup(_body(runs, rows))))
     marked = "not as the schema has it by default" if len(runs) == 1 else "not the same in all of these runs"
     sources = [
-        tag("p", f"From {run.recipe_from}." if run.recipe_from else "No recipe was found.", class_="soft")
-        for run in runs
+        tag(
+            "p", _dot(n, runs), f"From {run.recipe_from}." if run.recipe_from else "No recipe was found.", class_="soft"
+        )
+        for n, run in enumerate(runs)
     ]
     return (
         sources,
@@ -330,7 +332,8 @@ def _body(runs: Sequence[RunFolder], rows: list[Markup]) -> Markup:
 def _line(key: str, runs: Sequence[RunFolder], known: dict[str, Any], cut: int) -> Markup:
     values = [run.recipe.get(key, _NOT_THERE) if run.recipe else _NOT_THERE for run in runs]
     usual = known.get(key, _NOT_THERE)
-    changed = values[0] != usual if len(runs) == 1 else any(v != values[0] for v in values)
+    there = [v for v in values if v is not _NOT_THERE]  # what is not known of a run is no difference
+    changed = values[0] != usual if len(runs) == 1 else any(v != there[0] for v in there)
     was = f"by default {_exact(usual)}" if usual is not _NOT_THERE else "no key of this version"
     cells = [tag("td", "–" if v is _NOT_THERE else _exact(v), data_key=key, title=was) for v in values]
     return tag("tr", tag("th", key[cut:], scope="row"), cells, class_="changed" if changed else None)

@@ -78,6 +78,13 @@ FAULTS = (
         f"{TESTS} -k 'how_a_sweep_ends or told_to_stop'",
     ),
     Fault(
+        "a Ctrl-C reaches a run twice",
+        "launch/processes.py",
+        ", process_group=0",
+        "",
+        f"{TESTS} -k launcher_alone",
+    ),
+    Fault(
         "Ctrl-C of a command that cannot go on says that it can",
         ERRORS,
         '= ("stopped by SIGINT", INTERRUPTED)',
