@@ -60,7 +60,7 @@ def _main(arguments: list[str]) -> int:
     told = threading.Event()
     try:
         job.start(rest, environment=gpus)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, frame: job.signal(number))
         reader = threading.Thread(target=_tell, args=(job, told), daemon=True)
         reader.start()

@@ -63,7 +63,10 @@ class Job:
             line += [f"cluster.process_id={i}"] if cluster else []
             variables = self._variables() | dict((environment or {}).get(i, {}))
             with self.log(i).open("ab") as log:
-                made = subprocess.Popen([*line, *(of_host or {}).get(i, ())], stdout=log, stderr=log, env=variables)
+                # In a group of its own a Ctrl-C comes to it only from here: of two it would take the second for impatience.
+                made = subprocess.Popen(
+                    [*line, *(of_host or {}).get(i, ())], stdout=log, stderr=log, env=variables, process_group=0
+                )
             self.processes.append(made)
         return self
 

@@ -27,7 +27,7 @@ USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fau
 faults: {", ".join(DRILLS)}
 times=N makes each of them so often, at other steps and on other hosts; seed=N is of the chance in that. All other keys are the
 recipe's. Writes to run.dir (default outputs/rehearsal) a folder for the run without a fault and one for each drill, with the
-log of every host.
+log of every host, and the verdicts as rehearsal.json.
 """
 _OWN = {"hosts": 2, "devices_per_host": 2, "fault": "kill", "seed": 0, "times": 1}
 _DEFAULTS = {"run.dir": "outputs/rehearsal", "run.steps": "24", "checkpoint.every": "6", "run.host_timeout": "120"}
@@ -139,6 +139,8 @@ def left(folder: Path) -> tuple[dict[int, float], dict[str, int] | None]:
 
 def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
     """Makes one drill and tells of it; returns whether the run took it as it should."""
+    from ejdist.training.metrics import write_whole
+
     folder = o.folder / (name if o.times == 1 else f"{name}-{number}")
     folder.mkdir(parents=True)
     chance = random.Random(f"{o.seed}/{name}/{number}")
@@ -174,6 +176,16 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
     for fault in faults:
         say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
     say(f"    {'ok' if ok else 'FAILED'}")
+    verdict = {
+        "fault": folder.name,
+        "what": d.told,
+        "ok": ok,
+        "told": "; ".join(told),
+        "not as it should be": "; ".join(faults),
+    }
+    path = o.folder / "rehearsal.json"
+    before = json.loads(path.read_text()) if path.exists() else []
+    write_whole(path, json.dumps([*before, verdict], indent=1) + "\n")
     return ok
 
 

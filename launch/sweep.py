@@ -81,7 +81,7 @@ class _Now:
 
 @contextlib.contextmanager
 def _passed_on() -> Iterator[_Now]:
-    """SIGTERM and SIGINT go to the run that is being made, which saves, and no other is started."""
+    """SIGTERM, SIGINT and SIGHUP go to the run that is being made, which saves, and no other is started."""
     now, before = _Now(), {}
 
     def note(number: int, frame: Any) -> None:
@@ -90,7 +90,7 @@ def _passed_on() -> Iterator[_Now]:
             now.process.send_signal(number)
 
     with contextlib.suppress(ValueError):  # not the main thread: whoever runs this handles signals
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             before[number] = signal.signal(number, note)
     try:
         yield now

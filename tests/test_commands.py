@@ -13,16 +13,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from small_run import TINY, losses
 
-from launch import export, local, plan, rehearse, slurm, sweep, tokenize, train
+from launch import export, local, plan, rehearse, report, slurm, sweep, tokenize, train
 from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PREEMPTED, WRONG, NotCompiled, run_command
+from launch.processes import Job
 from recipes import schema
 from recipes.arguments import jobs_of, quoted, read
 from recipes.schema import GROUPS, RecipeError, compose, options_of, text_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"train": train, "plan": plan, "rehearse": rehearse, "local": local, "slurm": slurm, "export": export,
-            "tokenize": tokenize}  # fmt: skip
-OF_A_RECIPE = {"plan": ["topology=v5p:2x2x1"], "rehearse": [], "local": ["processes=2"], "slurm": []}
+            "tokenize": tokenize, "report": report}  # fmt: skip
+OF_A_RECIPE = {"slurm": [], "plan": ["topology=v5p:2x2x1"], "rehearse": [], "local": ["processes=2"]}
 GLOBAL = "# @package _global_\n"
 
 
@@ -299,6 +300,17 @@ def test_a_sweep_trains(corpus, tmp_path, mine):
     assert len(losses(tmp_path / "runs" / "model=thin")) == 2
 
 
+def test_a_run_hears_a_signal_from_its_launcher_alone(tmp_path):
+    """From a terminal a Ctrl-C goes to a whole group of processes: with that of the launcher a run would hear two."""
+    job = Job(1, tmp_path / "logs", command=(sys.executable, "-c", "import time; time.sleep(60)")).start([])
+    try:
+        assert os.getpgid(job.processes[0].pid) != os.getpgid(0)
+        job.signal(signal.SIGHUP)
+        assert job.wait(20) == [-signal.SIGHUP]
+    finally:
+        job.kill()
+
+
 # -- how commands begin and end -------------------------------------------------------------------------------------------
 
 
@@ -310,7 +322,7 @@ def test_every_command_has_help(name, capsys):
         assert f"launch.{name}" in said.out and not said.err
 
 
-@pytest.mark.parametrize("name", ["rehearse", "local", "slurm"])
+@pytest.mark.parametrize("name", ["rehearse", "local", "slurm", "report"])
 def test_a_command_that_needs_arguments_says_how_it_is_used(name, capsys):
     assert COMMANDS[name].main([]) == WRONG
     assert f"launch.{name}" in capsys.readouterr().out

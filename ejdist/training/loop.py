@@ -28,6 +28,7 @@ from ejdist.training.opening import Run, open_run, resume, start_from
 from ejdist.training.program import Program, TrainSections, local_rows, place_batch
 from ejdist.training.resume import fingerprint, how_to_go_on
 from ejdist.training.stop import Stop, Watch, stop_on_signals
+from ejdist.weights.match import flat
 from ejdist.weights.start import open_source
 
 
@@ -95,7 +96,8 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
         summary = _finish(s, program, directory) if main and not _has_summary(directory, start) else None
         return Outcome(start, start >= s.run.steps, summary)
-    writer = MetricsWriter(directory, start, s.run.steps, tables_every=s.experts.load_every) if main else None
+    every = s.experts.load_every
+    writer = MetricsWriter(directory, start, s.run.steps, tables_every=every, recipe=flat(s)) if main else None
     try:
         with hosts.together(), stop_on_signals() as stop, stepping(hosts.failed, hosts.limit):
             last = _steps(run, step, state, writer, start, end, stop)

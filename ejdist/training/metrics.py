@@ -148,16 +148,26 @@ class MetricsWriter:
       directory: of the run; metrics.jsonl and tensorboard/ are written there.
       start: the step that the run goes on from; rows past it are removed.
       total: steps of the run.
+      recipe: key -> value, for recipe.json: what the run was last started with.
       tables_every: steps between rows that hold the metrics of two dims, such as the tokens of each expert in each layer; 0:
         none does. In TensorBoard each row of a table is a histogram.
     """
 
-    def __init__(self, directory: Path, start: int, total: int, tables_every: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        start: int,
+        total: int,
+        tables_every: int = 1,
+        recipe: dict[str, Any] | None = None,
+    ) -> None:
         self.directory, self.path = directory, directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             rows = [row for row in read_rows(self.path) if row["step"] <= start]
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            if recipe is not None:
+                write_whole(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
             self._file = self.path.open("a", buffering=1)
             self._events = Events(directory / "tensorboard", start + 1 if start else None)
         except OSError as error:

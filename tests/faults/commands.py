@@ -3,7 +3,8 @@
 from faults import Fault
 
 ARGUMENTS, SCHEMA, SWEEP, ERRORS = "recipes/arguments.py", "recipes/schema.py", "launch/sweep.py", "launch/errors.py"
-TESTS = "tests/test_commands.py"
+TESTS, PAGE = "tests/test_commands.py", "tests/test_report.py"
+CHART, FOLDER, HTML, SECTIONS = (f"launch/reporting/{name}.py" for name in ("chart", "folder", "html", "sections"))
 
 FAULTS = (
     Fault(
@@ -77,10 +78,73 @@ FAULTS = (
         f"{TESTS} -k 'how_a_sweep_ends or told_to_stop'",
     ),
     Fault(
+        "a Ctrl-C reaches a run twice",
+        "launch/processes.py",
+        ", process_group=0",
+        "",
+        f"{TESTS} -k launcher_alone",
+    ),
+    Fault(
         "Ctrl-C of a command that cannot go on says that it can",
         ERRORS,
         '= ("stopped by SIGINT", INTERRUPTED)',
         '= ("stopped by SIGINT", PREEMPTED)',
         f"{TESTS} -k frame_of_a_command",
+    ),
+    Fault(
+        "what a file says is taken for HTML",
+        HTML,
+        "        return html.escape(text)",
+        "        return text",
+        f"{PAGE} -k hostile",
+    ),
+    Fault(
+        "an attribute ends where a file wants it to",
+        HTML,
+        '="{html.escape(str(value))}"',
+        '="{value}"',
+        f"{PAGE} -k 'hostile or as_people_write'",
+    ),
+    Fault(
+        "a peak between two places of a curve is lost",
+        CHART,
+        "np.maximum.at(high, index[good], self.high[good])",
+        "np.maximum.at(high, index[good], self.middle[good] * 0 + self.middle[good].mean())",
+        f"{PAGE} -k no_peak_is_lost",
+    ),
+    Fault(
+        "a step without a number is drawn over",
+        CHART,
+        "        if not math.isfinite(py):\n            joined = False\n            continue\n",
+        "        if not math.isfinite(py):\n            continue\n",
+        f"{PAGE} -k where_their_numbers_are",
+    ),
+    Fault(
+        "damaged lines are left out silently",
+        FOLDER,
+        "            bad.append(at)\n",
+        "",
+        f"{PAGE} -k missing_or_damaged",
+    ),
+    Fault(
+        "a summary of an earlier stop passes for that of the run",
+        FOLDER,
+        'elif run.rows and found and found.get("steps") != run.rows[-1]["step"]:',
+        "elif False:",
+        f"{PAGE} -k missing_or_damaged",
+    ),
+    Fault(
+        "a run that is going on is called finished",
+        FOLDER,
+        'if self.summary.get("steps") == last:',
+        "if last:",
+        f"{PAGE} -k going_on",
+    ),
+    Fault(
+        "what differs from the defaults is not marked",
+        SECTIONS,
+        "changed = values[0] != usual if len(runs) == 1",
+        "changed = False if len(runs) == 1",
+        f"{PAGE} -k differs_from_the_defaults",
     ),
 )

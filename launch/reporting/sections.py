@@ -1,0 +1,394 @@
+"""The sections of the page about one run or several: each takes what is in their folders, and returns HTML."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ejdist.training import goodput
+from launch.reporting.chart import Series, chart, text_of
+from launch.reporting.folder import RunFolder, number
+from launch.reporting.html import Markup, page, table, tag
+
+MOST_RUNS = 8  # as many as there are colours
+
+_KIND_COLORS = {name: n for n, name in enumerate(goodput.CLASSES)}
+_WORDS = {
+    "productive": "steps that are part of the run",
+    "compile": "compiling the step",
+    "data_wait": "waiting for a batch",
+    "checkpoint": "waiting for a save",
+    "restart": "from the start of a process to its first step",
+    "lost": "steps that were made again after a start",
+    "rewound": "steps that a guard has given up",
+    "down": "no process was there",
+}
+
+
+def report(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> str:
+    """Returns the page about some runs.
+
+    Args:
+      defaults: key -> value of a recipe that says nothing.
+    """
+    title = "Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    sections = [
+        _section("What is missing", _missing(runs)),
+        _section("Summary", _summary(runs)),
+        _section("Loss", _charts(runs, _LOSS)),
+        _section("Throughput", _charts(runs, _THROUGHPUT + _mfu(runs))),
+        _section("Goodput", _goodput(runs)),
+        _section("Balance of experts", _balance(runs)),
+        _section("Recipe", _recipe(runs, defaults)),
+        _section("Plan, doctor and rehearsals", _documents(runs)),
+        _section("Checkpoints", _checkpoints(runs)),
+        _section("Pictures", _pictures(runs)),
+    ]
+    status = [tag("p", _dot(n, runs), tag("b", run.name), ": ", run.status()) for n, run in enumerate(runs)]
+    return page(title, tag("h1", title), status, tag("p", f"This page was made at {made}.", class_="soft"), sections)
+
+
+def _section(title: str, *content: Any) -> Markup:
+    return tag("section", tag("h2", title), *content, id=title.split(",")[0].lower().replace(" ", "-"))
+
+
+def _dot(n: int, runs: Sequence[RunFolder]) -> Markup:
+    """Returns the colour of a run, where there are several."""
+    return tag("span", tag("i", style=f"background:var(--c{n})"), class_="key") if len(runs) > 1 else Markup()
+
+
+def _headed(runs: Sequence[RunFolder], make: Callable[[RunFolder], Any]) -> list[Any]:
+    """Returns what is made of each run, under its name where there are several."""
+    return [[tag("h3", _dot(n, runs), run.name) if len(runs) > 1 else "", make(run)] for n, run in enumerate(runs)]
+
+
+def _missing(runs: Sequence[RunFolder]) -> Any:
+    def of(run: RunFolder) -> Markup:
+        if not run.missing:
+            return tag("p", "Nothing: every file was there and could be read.")
+        return tag("ul", [tag("li", what) for what in run.missing], class_="bad")
+
+    return _headed(runs, of)
+
+
+_CARDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("steps", "steps", "{:,.0f}".format),
+    ("loss_first", "loss of the first step", "{:.4f}".format),
+    ("loss_last", "loss, mean of the last ten", "{:.4f}".format),
+    ("tokens_per_second", "tokens/s", "{:,.0f}".format),
+    ("step_time", "s a step, median", text_of),
+    ("tflops_per_device", "TFLOP/s a device", text_of),
+    ("mfu_causal", "MFU, pairs of the mask", "{:.1%}".format),
+    ("mfu_full", "MFU, T × T", "{:.1%}".format),
+    ("parameters", "parameters", "{:,.0f}".format),
+    ("devices", "devices", "{:,.0f}".format),
+)
+
+
+def _exact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+
+
+def _summary(runs: Sequence[RunFolder]) -> Any:
+    if not any(run.summary for run in runs):
+        return tag("p", "There is no summary.json; the charts below are of the steps that have been made.")
+    cards = []
+    if len(runs) == 1:
+        s = runs[0].summary
+        for key, label, write in _CARDS:
+            if math.isfinite(number(s.get(key))):
+                cards.append(
+                    tag("div", tag("b", write(number(s[key]))), tag("span", label), class_="card", title=_exact(s[key]))
+                )
+        if runs[0].goodput:
+            share = goodput.account(runs[0].goodput).fraction
+            cards.append(tag("div", tag("b", f"{share:.1%}"), tag("span", "goodput"), class_="card"))
+    keys = list(dict.fromkeys(key for run in runs for key in run.summary))
+    rows = [
+        [key, *(tag("td", _exact(run.summary[key]) if key in run.summary else "–", data_key=key) for run in runs)]
+        for key in keys
+    ]
+    head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
+    return tag("div", cards, class_="cards") if cards else "", tag(
+        "details", tag("summary", "All of summary.json"), table(head, rows), open=""
+    )
+
+
+def _of_rows(runs: Sequence[RunFolder], value: Callable[[dict[str, Any]], Any]) -> list[Series]:
+    return [
+        Series.of(run.name, [row["step"] for row in run.rows], [value(row) for row in run.rows], n)
+        for n, run in enumerate(runs)
+        if run.rows
+    ]
+
+
+# Title, unit, value of a row, how it is drawn.
+_Chart = tuple[str, str, Callable[[dict[str, Any]], Any], dict[str, Any]]
+
+
+def _key(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda row: row.get(name)
+
+
+_LOSS: list[_Chart] = [
+    ("Loss", "cross entropy, nats per token", _key("loss"), {"smooth": True, "wide": True}),
+    (
+        "Loss, closer",
+        "without the highest and the lowest of every hundred",
+        _key("loss"),
+        {"smooth": True, "wide": True, "closer": True},
+    ),
+    ("Gradient norm", "before clipping", _key("grad_norm"), {}),
+    ("Learning rate", "", _key("learning_rate"), {"zero": True}),
+]
+_THROUGHPUT: list[_Chart] = [
+    ("Throughput", "tokens/s", _key("tokens_per_second"), {"zero": True}),
+    ("Time of a step", "s", _key("step_time"), {}),
+]
+
+
+def _mfu(runs: Sequence[RunFolder]) -> list[_Chart]:
+    """Returns the chart of the MFU of each step, where a summary says what the peak is."""
+    peaks = [number(run.summary.get("peak_tflops_per_device")) * number(run.summary.get("devices")) for run in runs]
+    if len(runs) > 1 or not peaks[0] > 0:
+        return []
+
+    def mfu(row: dict[str, Any]) -> float:
+        seconds = number(row.get("step_time"))
+        return number(row.get("flops_causal")) / seconds / (peaks[0] * 1e12) * 100 if seconds > 0 else math.nan
+
+    return [("MFU", "% of the peak, attention counted by the pairs of the mask", mfu, {"zero": True})]
+
+
+def _charts(runs: Sequence[RunFolder], charts: Sequence[_Chart]) -> Any:
+    if not any(run.rows for run in runs):
+        return tag("p", "No step has been made.")
+    return tag(
+        "div", [chart(title, unit, _of_rows(runs, of), **how) for title, unit, of, how in charts], class_="charts"
+    )
+
+
+# -- goodput --------------------------------------------------------------------------------------------------------------
+
+
+def _goodput(runs: Sequence[RunFolder]) -> Any:
+    def of(run: RunFolder) -> Any:
+        if not run.goodput:
+            return tag("p", f"There is no {goodput.NAME}.")
+        made = goodput.account(run.goodput)
+        spent = {name: getattr(made, name) for name in goodput.CLASSES if getattr(made, name) > 0}
+        whole = made.wall or 1.0
+        bar = [
+            tag(
+                "div",
+                title=f"{name.replace('_', ' ')}: {_seconds(s)}",
+                style=f"flex:{s / whole:.6f};background:var(--c{_KIND_COLORS[name]})",
+            )
+            for name, s in spent.items()
+        ]
+        dot = {name: tag("i", class_="dot", style=f"background:var(--c{_KIND_COLORS[name]})") for name in spent}
+        rows = [
+            [
+                name.replace("_", " "),
+                [dot[name], _WORDS.get(name, "")],
+                tag("td", _seconds(s), data_key=name),
+                f"{s / whole:.1%}",
+            ]
+            for name, s in spent.items()
+        ]
+        rewinds = (
+            f", {made.rewinds} time{'' if made.rewinds == 1 else 's'} back to an earlier step" if made.rewinds else ""
+        )
+        starts = f"{made.starts} start{'' if made.starts == 1 else 's'}"
+        said = f"{made.fraction:.1%} of {_seconds(made.wall)} were productive, in {starts}{rewinds}."
+        return tag("p", said), tag("div", bar, class_="bar"), table(["", "", "time", "share"], rows), _hosts(run)
+
+    return _headed(runs, of)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _hosts(run: RunFolder) -> Any:
+    """Returns what each host needed for itself, by the last row that says so, and how often it was slow."""
+    told = [row for row in run.goodput if isinstance(row.get("hosts"), dict)]
+    if not told:
+        return ""
+    last = told[-1]
+    slow = [str(host) for row in told for host in (row["slow"] if isinstance(row.get("slow"), list) else [])]
+    rows = []
+    for host, needed in last["hosts"].items():
+        needed = needed if isinstance(needed, dict) else {}
+        times = [text_of(number(needed.get(name))) for name in ("host", "data_wait")]
+        rows.append([f"host {host}", *times, f"{slow.count(str(host))} of {len(told)}"])
+    head = [f"at step {last.get('step')}", "own time, s a step", "waiting for data, s a step", "times that it was slow"]
+    return tag("h3", "Hosts"), table(head, rows)
+
+
+# -- experts --------------------------------------------------------------------------------------------------------------
+
+_EXPERTS = (
+    ("experts/max_violation", "Largest load", "over the mean load, less 1"),
+    ("experts/entropy", "Entropy of the router", "nats"),
+    ("experts/balance_loss", "Balance loss", "unweighted"),
+    ("experts/z_loss", "Router z loss", "unweighted"),
+    ("experts/dead_experts", "Dead experts", "experts of a layer without a token"),
+    ("experts/dropped_fraction", "Dropped", "share of choices"),
+    ("experts/extra_passes", "Extra passes", "a step"),
+    ("experts/buffer_high_water", "Fullest place", "rows over room"),
+)
+
+
+def _balance(runs: Sequence[RunFolder]) -> Any:
+    mixed = [run for run in runs if any("experts/" in key for row in run.rows[:1] for key in row)]
+    if not mixed:
+        return tag("p", "No metric of experts is in metrics.jsonl: the model has none.")
+    note = "mean over layers, from the smallest to the largest"
+    charts = []
+    for key, title, unit in _EXPERTS:
+        series = _of_rows(runs, _key(key))
+        if any(key in row for run in mixed for row in run.rows[:1]):
+            charts.append(chart(title, unit, series, zero=True, note=note))
+    return tag("div", charts, class_="charts"), _headed(mixed, _load)
+
+
+def _load(run: RunFolder) -> Any:
+    """Returns a map of the tokens of each expert in each layer, of the last row that has them."""
+    row = next((row for row in reversed(run.rows) if isinstance(row.get("experts/counts"), list)), None)
+    counts = (
+        [[number(c) for c in layer] for layer in row["experts/counts"] if isinstance(layer, list) and layer]
+        if row
+        else []
+    )
+    if row is None or not counts:
+        return tag("p", "No row has the tokens of each expert (experts.load_every).")
+    cells = sum(map(len, counts))
+    if cells > _MOST_CELLS:
+        return tag("p", f"The load of {cells:,} experts in all layers is too large to draw here; experts.png has it.")
+    body = []
+    for n, layer in enumerate(counts):
+        mean = sum(layer) / len(layer)
+        body.append(
+            tag("tr", tag("th", f"layer {n}", scope="row"), [_cell(n, e, c, mean) for e, c in enumerate(layer)])
+        )
+    said = f"Tokens of each expert at step {row['step']:,}: without colour none, full colour twice their mean, or more."
+    return tag("h3", "Load"), tag("p", said, class_="soft"), tag("table", tag("tbody", body), class_="heat")
+
+
+_MOST_CELLS = 4096
+
+
+def _cell(layer: int, expert: int, count: float, mean: float) -> Markup:
+    share = min(count / mean / 2, 1.0) if mean > 0 and math.isfinite(count) else 0.0
+    told = f"layer {layer}, expert {expert}: {count:,.0f} tokens, {count / mean if mean > 0 else 0:.2f} of the mean"
+    return tag("td", style=f"background:color-mix(in srgb, var(--c1) {share:.0%}, var(--back))", title=told)
+
+
+# -- what the run is made from ---------------------------------------------------------------------------------------------
+
+
+def _recipe(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Any:
+    if not any(run.recipe for run in runs):
+        return tag("p", "No recipe was found.")
+    known = json.loads(json.dumps(defaults, default=str))
+    keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
+    sections: dict[str, list[str]] = {}
+    for key in keys:
+        sections.setdefault(key.partition(".")[0] if "." in key else "", []).append(key)
+    parts = []
+    for name, inside in sections.items():
+        rows = [_line(key, runs, known, len(name) + 1 if name else 0) for key in inside]
+        parts.append(tag("div", tag("h3", name or "other keys"), Markup(_body(runs, rows))))
+    marked = "not as the schema has it by default" if len(runs) == 1 else "not the same in all of these runs"
+    sources = [
+        tag(
+            "p", _dot(n, runs), f"From {run.recipe_from}." if run.recipe_from else "No recipe was found.", class_="soft"
+        )
+        for n, run in enumerate(runs)
+    ]
+    return (
+        sources,
+        tag("p", tag("mark", "Marked"), f": {marked}."),
+        tag("div", parts, class_="columns" if len(runs) == 1 else None),
+    )
+
+
+def _body(runs: Sequence[RunFolder], rows: list[Markup]) -> Markup:
+    head = [tag("th", name, scope="col") for name in ("", *(run.name for run in runs))] if len(runs) > 1 else []
+    top = tag("thead", tag("tr", head)) if head else ""
+    return tag("div", tag("table", top, tag("tbody", rows), class_="recipe"), class_="scroll")
+
+
+def _line(key: str, runs: Sequence[RunFolder], known: dict[str, Any], cut: int) -> Markup:
+    values = [run.recipe.get(key, _NOT_THERE) if run.recipe else _NOT_THERE for run in runs]
+    usual = known.get(key, _NOT_THERE)
+    there = [v for v in values if v is not _NOT_THERE]  # what is not known of a run is no difference
+    changed = values[0] != usual if len(runs) == 1 else any(v != there[0] for v in there)
+    was = f"by default {_exact(usual)}" if usual is not _NOT_THERE else "no key of this version"
+    cells = [tag("td", "–" if v is _NOT_THERE else _exact(v), data_key=key, title=was) for v in values]
+    return tag("tr", tag("th", key[cut:], scope="row"), cells, class_="changed" if changed else None)
+
+
+_NOT_THERE = object()
+
+
+def _documents(runs: Sequence[RunFolder]) -> Any:
+    def of(run: RunFolder) -> Any:
+        if not run.documents:
+            return tag("p", "Neither plan.json nor doctor.json nor rehearsal.json is in the folder.")
+        return [[tag("h3", name), _value(content)] for name, content in run.documents.items()]
+
+    return _headed(runs, of)
+
+
+def _value(content: Any, depth: int = 0) -> Any:
+    """Returns a value of JSON: tables as far as they can be read, and below that its text."""
+    if isinstance(content, dict) and content and depth < _DEEP:
+        return table([], [[str(key), _value(value, depth + 1)] for key, value in content.items()])
+    if isinstance(content, list) and content and depth < _DEEP and all(isinstance(row, dict) for row in content):
+        keys = list(dict.fromkeys(str(key) for row in content for key in row))
+        rows = [
+            [str(n), *(_value(row[key], depth + 1) if key in row else "–" for key in keys)]
+            for n, row in enumerate(content, 1)
+        ]
+        return table(["", *keys], rows)
+    if isinstance(content, str):
+        return tag("pre", content) if "\n" in content else content
+    return json.dumps(content, ensure_ascii=False)
+
+
+_DEEP = 3
+
+
+def _checkpoints(runs: Sequence[RunFolder]) -> Any:
+    def of(run: RunFolder) -> Any:
+        kept = [
+            [f"step {step:,}", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))]
+            for step, at in run.checkpoints.items()
+        ]
+        aside = tag("p", f"Set aside, or cut off: {', '.join(run.set_aside)}.", class_="bad") if run.set_aside else ""
+        return (table([], kept) if kept else tag("p", "There is no checkpoint.")), aside
+
+    return _headed(runs, of)
+
+
+def _pictures(runs: Sequence[RunFolder]) -> Any:
+    def of(run: RunFolder) -> Any:
+        if not run.pictures:
+            return tag("p", "The run has drawn none.")
+        return [
+            tag("img", src=f"data:image/png;base64,{base64.b64encode(content).decode()}", alt=f"{name} of {run.name}")
+            for name, content in run.pictures.items()
+        ]
+
+    return _headed(runs, of)
