@@ -184,9 +184,7 @@ class Question:
         hosts = self._hosts
         if hosts.index > 0:
             otherwise = f"host 0 has not come to {self._moment}"
-            self._missing, self._verdict = hosts._get(
-                f"{self._at}/verdict", otherwise, hosts.limit + _FOR_THE_VERDICT
-            )
+            self._missing, self._verdict = hosts._get(f"{self._at}/verdict", otherwise, hosts.limit + _FOR_THE_VERDICT)
         if self._missing:
             raise HostLost(self._missing)
         return self._verdict
@@ -268,7 +266,9 @@ def _put(key: str, value: Any) -> None:
 
 def post(name: str, value: Any) -> None:
     """Puts up what this host says under a name, in the place of what it said before. For `posted`, and nobody waits for it."""
-    _store().key_value_set(f"{_POSTS}{name}/{_index()}", json.dumps([socket.gethostname(), value]), allow_overwrite=True)
+    _store().key_value_set(
+        f"{_POSTS}{name}/{_index()}", json.dumps([socket.gethostname(), value]), allow_overwrite=True
+    )
 
 
 def posted(name: str) -> dict[int, Any]:

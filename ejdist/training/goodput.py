@@ -167,7 +167,7 @@ class Ledger:
             return
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / NAME
-        torn = path.exists() and not path.read_bytes()[-1:] in (b"", b"\n")
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", buffering=1)
         if torn:
             self._file.write("\n")
@@ -177,7 +177,8 @@ class Ledger:
 
     def phase(self, name: str, **what: Any) -> None:
         """Says what is done from now on: a phase of this file's docstring."""
-        self._put({"at": round(self._zero + time.monotonic(), 3), "phase": name, **what})
+        self._last = time.monotonic()
+        self._put({"at": round(self._zero + self._last, 3), "phase": name, **what})
 
     def sign(self, step: int, waited: float) -> bool:
         """Says that this step was handed over, if the last row is some time ago, and returns whether it did.
@@ -196,7 +197,6 @@ class Ledger:
         self._put({"at": round(self._zero + time.monotonic(), 3), **what})
 
     def _put(self, row: dict[str, Any]) -> None:
-        self._last = time.monotonic()
         if not self._writes:
             return
         if self._file is None:

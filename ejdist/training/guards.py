@@ -144,8 +144,8 @@ class Watch:
 def stopped(what: str, directory: Path) -> str:
     """Returns the words for a run that goes no further by itself."""
     return (
-        f"{what}. Start again in {directory} to go on from the last checkpoint, where guards.nonfinite and guards.spike may skip "
-        "such a step or rewind past its data; or in another run.dir with a lower optimizer.learning_rate or more "
+        f"{what}. Start again in {directory} to go on from the last checkpoint, with guards.nonfinite or guards.spike to skip "
+        "such a step or to rewind past its data; or in another run.dir with a lower optimizer.learning_rate or more "
         "optimizer.warmup_steps"
     )
 

@@ -36,6 +36,22 @@ class Pace:
         self._waited = 0.0  # for data, since the last row of the ledger
         self._reported = (step, time.monotonic())
 
+    def begins(self, step: int) -> None:
+        """Says that steps are made from here on, this one having been the last."""
+        self.step, self.ended, self.made = step, time.monotonic(), 0
+        self._reported, self._waited = (step, self.ended), 0.0
+        self._seconds.clear()
+        self._ledger.phase("productive", step=step)
+
+    def goes_back(self, step: int) -> None:
+        """Says that the steps after this one are given up."""
+        self._ledger.phase("rewind", step=self.step, to=step, data_wait=self._taken())
+
+    def close(self) -> None:
+        """Says that nothing more is done."""
+        self._ledger.phase("end", step=self.step, data_wait=self._taken())
+        self._ledger.close()
+
     @contextlib.contextmanager
     def at(self, doing: str) -> Iterator[None]:
         """Says what is done in here, and counts its time."""

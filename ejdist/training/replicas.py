@@ -54,7 +54,9 @@ class Replicas:
         self._checks: collections.deque[_Check] = collections.deque()
         if self.every:
             mesh = found[0][1].sharding.mesh
-            self._hash = _hasher(mesh, {name: x.sharding.spec for name, x in found if name in self.groups})
+            held = {name: x for name, x in found if name in self.groups}
+            # Compiled now, and not in the step that is the first to be compared.
+            self._hash = _hasher(mesh, {name: x.sharding.spec for name, x in held.items()}).lower(held).compile()
 
     def look(self, step: int, state: Any, *, saves: bool) -> None:
         """To be called after every step, by all hosts, with its state. Before a save it waits for all that is on its way.
