@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ejdist.training.goodput import NAME, account, read
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, WRONG, tell
 from launch.processes import Job
@@ -170,6 +171,8 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
         faults += [] if same else [_unlike(calm, rows, digest)]
     ok = not faults
     say(f"{name}: {d.told}\n    {'; '.join(told)}")
+    if rows := read(folder / "run" / NAME):
+        say(f"    {account(rows)}")
     for fault in faults:
         say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
     say(f"    {'ok' if ok else 'FAILED'}")
@@ -201,7 +204,7 @@ def main(argv: Sequence[str] | None = None, say: Any = None) -> int:
             say(f"without a fault it ended with {codes}:\n{said[-2000:]}")
             return next((c for c in codes if c), WRONG)
         calm = Ended([codes], seconds, *left(o.folder / "calm"))
-        say(f"    without a fault: {seconds:.1f} s")
+        say(f"    without a fault: {seconds:.1f} s; {account(read(o.folder / 'calm' / 'run' / NAME))}")
         drills = [(name, n) for name in o.faults for n in range(o.times)]
         passed = [drill(o, name, n, calm, say) for name, n in drills]
         say(f"{sum(passed)} of {len(passed)} drills ended as they should")
