@@ -149,14 +149,18 @@ def _replica(s: Scene) -> Disturbance:
         (REPLICAS,),
         arguments=["guards.replicas_every=2"],
         inside={host: {"do": "flip_replica", "step": step}},
-        says=("has other bits on", f"of host {host} (", "nothing was saved since"),
+        says=("the same bits on", f"of host {host} (", "nothing was saved since"),
     )
 
 
 def _slow(s: Scene) -> Disturbance:
     host = s.host()
     return Disturbance(
-        f"host {host} sleeps 0.2 s before each step", (DONE,), inside={host: {"do": "sleep", "seconds": 0.2}}
+        f"host {host} sleeps 0.2 s before each step",
+        (DONE,),
+        arguments=["guards.stragglers_every=4"],
+        inside={host: {"do": "sleep", "seconds": 0.2}},
+        says=(f"host {host} needs 0.",) if s.hosts > 1 else (),
     )
 
 

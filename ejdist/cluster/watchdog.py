@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -52,41 +53,44 @@ def ending_hangs(where: Where, hosts: Hosts, seconds: float, saves: str) -> Iter
 def _watch(
     where: Where, hosts: Hosts, seconds: float, saves: str, every: float, code: int, ended: threading.Event
 ) -> None:
-    signs = 0
-    while not ended.wait(every):
+    signs = itertools.count()
+
+    def say_where() -> None:
+        if hosts.count > 1:
+            with contextlib.suppress(Exception):  # the coordinator may be what hangs
+                post(_WHERE, [where.step, where.doing, next(signs)])
+
+    def overdue() -> bool:
         more = hosts.limit if where.doing == saves or where.made == 0 else 0.0
-        silent = time.monotonic() - where.ended
-        with contextlib.suppress(Exception):  # the coordinator may be what hangs
-            if hosts.count > 1:
-                signs += 1
-                post(_WHERE, [where.step, where.doing, signs])
-        if silent <= seconds + more:
-            continue
-        faulthandler.dump_traceback(all_threads=True)
-        told = f"no step has ended for {silent:.0f} s (guards.hang_seconds = {seconds:g})"
-        tell_others(told)  # first of all: this host may be the only one that notices
-        who = f"step {where.step} was the last, and this host is {where.doing}"
-        with contextlib.suppress(Exception):
-            if hosts.count > 1:
-                who = behind(_look(), _look_later(every))
-        if hosts.index == 0:
-            ended.wait(2 * every)  # with it the coordinator goes, through which the others look
-        if not ended.is_set():
-            leave(
-                f"error: {told}: {who}. The stack of every thread of this host is above; the same command, started on all "
-                "hosts, goes on from the last checkpoint",
-                code,
-            )
+        return time.monotonic() - where.ended > seconds + more
+
+    while not ended.wait(every):
+        say_where()
+        if overdue():
+            break
+    else:
         return
-
-
-def _look() -> dict[int, Any]:
-    return posted(_WHERE)
-
-
-def _look_later(every: float) -> dict[int, Any]:
-    time.sleep(2.5 * every)
-    return _look()
+    faulthandler.dump_traceback(all_threads=True)
+    told = f"no step has ended for {time.monotonic() - where.ended:.0f} s (guards.hang_seconds = {seconds:g})"
+    tell_others(told)  # first of all: this host may be the only one that notices
+    looks = []
+    for _ in range(3):  # the others look too, and this host still lives
+        with contextlib.suppress(Exception):
+            looks.append(posted(_WHERE) if hosts.count > 1 else {})
+        ended.wait(every)
+        say_where()
+    if hosts.count > 1 and len(looks) > 1:
+        who = behind(looks[0], looks[-1])
+    else:
+        who = f"step {where.step} was the last, and this host is {where.doing}"
+    if hosts.index == 0:
+        ended.wait(2 * every)  # with it the coordinator goes, through which the others look
+    if not ended.is_set():
+        leave(
+            f"error: {told}: {who}. The stack of every thread of this host is above; the same command, started on all hosts, "
+            "goes on from the last checkpoint",
+            code,
+        )
 
 
 def behind(first: dict[int, Any], later: dict[int, Any]) -> str:

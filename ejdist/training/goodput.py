@@ -32,7 +32,7 @@ from typing import Any
 
 NAME = "goodput.jsonl"
 # Between two signs of life: at first often, so that a short run is told apart, and at last seldom: 3000 rows a day.
-_OFTEN, _SELDOM, _GROWTH = 1.0, 30.0, 1e-3
+_OFTEN, _SELDOM, _GROWTH = 0.2, 30.0, 1e-3
 
 
 @dataclass(frozen=True)

@@ -113,15 +113,15 @@ def different(said: dict[int, Any], groups: dict[str, list[list[int]]], step: in
                 alone = len(most) > max(map(len, fewer))
                 one = ", ".join(_named(device, owner) for side in fewer for device in side)
                 other = ", ".join(_named(device, owner) for device in most[:4])
-                unsure = "" if alone else " (which of them is wrong does not show: they are as many)"
-                odd.setdefault(f"{one} than {other}{unsure}", []).append(name)
+                unsure = f"not the same bits on {other} and on {one}, of which either may be wrong"
+                odd.setdefault(f"other bits on {one} than on {other}" if alone else unsure, []).append(name)
     if not odd:
         return None
     sides, names = next(iter(odd.items()))
     more = "" if len(names) == 1 else f" and {len(names) - 1} more arrays"
     others = "" if len(odd) == 1 else f"; {len(odd) - 1} more sets of devices differ too"
     return (
-        f"after step {step} {names[0]}{more} has other bits on {sides}{others}. They agreed {agreed}, and nothing was saved "
+        f"after step {step} {names[0]}{more} has {sides}{others}. They agreed {agreed}, and nothing was saved "
         "since they differ: such a device computes wrong or loses bits. Take its host out of service, and start again: the run "
         "goes on from the last checkpoint"
     )
