@@ -145,7 +145,7 @@ def _hang(s: Scene) -> Disturbance:
 def _replica(s: Scene) -> Disturbance:
     host, step = s.host(), s.step()
     return Disturbance(
-        f"a device of host {host} has another bit in its replica of a parameter at step {step}",
+        f"a device of host {host} has another bit in its replica of an array at step {step}",
         (REPLICAS,),
         arguments=["guards.replicas_every=2"],
         inside={host: {"do": "flip_replica", "step": step}},
@@ -306,7 +306,7 @@ def _disturb(spec: dict[str, Any]) -> None:
     from ejdist.training import loop
     from ejdist.training.checkpoint import Checkpoints
 
-    steps, save = loop._steps, Checkpoints.save
+    steps, save, place = loop._steps, Checkpoints.save, loop.place_batch
 
     def with_steps(run: Any, train_step: Any, state: Any, writer: Any, start: int, *rest: Any):
         made = start
@@ -318,6 +318,10 @@ def _disturb(spec: dict[str, Any]) -> None:
 
         return steps(run, step, state, writer, start, *rest)
 
+    def with_place(*arguments: Any) -> Any:
+        time.sleep(spec.get("seconds", 0))
+        return place(*arguments)
+
     def with_save(self: Any, step: int, *rest: Any) -> None:
         if spec["do"] == "no_room" and step >= spec["step"]:
             _take_room()
@@ -325,12 +329,12 @@ def _disturb(spec: dict[str, Any]) -> None:
         if spec["do"] == "kill_in_save" and step == spec["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for owner, name, function in ((loop, "_steps", with_steps), (Checkpoints, "save", with_save)):
+    functions = (loop, "_steps", with_steps), (loop, "place_batch", with_place), (Checkpoints, "save", with_save)
+    for owner, name, function in functions:
         setattr(owner, name, function)
 
 
 def _at_step(spec: dict[str, Any], step: int, state: Any) -> Any:
-    time.sleep(spec.get("seconds", 0))
     if spec["do"] == "signal" and step == spec["step"]:
         os.kill(os.getpid(), spec["number"])
     elif spec["do"] == "hang" and step == spec["step"]:
@@ -352,22 +356,22 @@ _FACTORS = {"nan": float("nan"), "scale": 30.0}
 
 
 def _with_another_bit(state: Any) -> Any:
-    """Returns the state with another bit in one replica: of the largest parameter that other hosts hold too, on a device of
-    this one."""
+    """Returns the state with another bit in one replica, on a device of this host: of the largest array that several devices
+    hold, which is a parameter where the mesh replicates any."""
     import jax
     import numpy as np
 
-    leaves, tree = jax.tree.flatten(state.params)
+    leaves, tree = jax.tree.flatten(state)
 
     def held_twice(x: Any) -> bool:
         return len({str(at) for at in x.sharding.devices_indices_map(x.shape).values()}) < len(x.sharding.device_set)
 
     n = max((i for i, x in enumerate(leaves) if held_twice(x)), key=lambda i: leaves[i].size)
     parts = [np.array(shard.data) for shard in leaves[n].addressable_shards]
-    parts[0].view(np.uint8).ravel()[0] ^= 1
+    parts[0].reshape(-1).view(np.uint8)[0] ^= 1
     placed = [jax.device_put(x, s.device) for x, s in zip(parts, leaves[n].addressable_shards, strict=True)]
     leaves[n] = jax.make_array_from_single_device_arrays(leaves[n].shape, leaves[n].sharding, placed)
-    return state._replace(params=jax.tree.unflatten(tree, leaves))
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _take_room() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
@@ -79,6 +80,7 @@ def _how_to_scale() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
+    began = time.time()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(a in ("-h", "--help") for a in arguments):
         print(_usage())
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = _how_to_scale()
         if hint:
             print(hint, flush=True)
-        outcome = train(recipe, say=lambda line: print(line, flush=True))
+        outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
     except Exception as error:
         return tell(error)
     except KeyboardInterrupt:  # before the first step, or the second of two: what is not on disk yet is given up

@@ -305,21 +305,23 @@ def test_a_rewind_goes_past_the_data_and_every_start_after_it_has_the_same_bits(
     spent = account(read(tmp_path / "whole" / NAME))
     assert spent.rewinds == 1 and spent.rewound > 0 == spent.lost and outcome.summary["goodput"]["rewinds"] == 1
 
-    # Stopped after it, and the last checkpoint lost: the run begins where the rewind went to.
-    run(tmp_path / "parts", corpus, rewinds, "run.stop_after=10")
-    for name in ("10", "8"):
-        shutil.rmtree(tmp_path / "parts" / "checkpoints" / name)
-        at = len(taken)
-        outcome, said = run(tmp_path / "parts", corpus, rewinds)
-        assert outcome.finished and losses(tmp_path / "parts") == calm and "going back" not in said
-        assert 9 not in taken[at:], "and a damaged checkpoint before it changes nothing in that"
-        for last in ("14", "12"):
-            shutil.rmtree(tmp_path / "parts" / "checkpoints" / last)
-    # Where nobody wrote it down, it is found again.
-    (tmp_path / "parts" / PASSED).unlink()
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "8", ignore_errors=True)
-    outcome, said = run(tmp_path / "parts", corpus, rewinds)
-    assert losses(tmp_path / "parts") == calm and "going back to step" in said
+    # The last checkpoint lost, and the one that the rewind went to: batches are those of the run as it was.
+    whole = tmp_path / "whole"
+    for name in ("14", "12", "8"):
+        shutil.rmtree(whole / "checkpoints" / name)
+    del taken[:]
+    _, said = run(whole, corpus, rewinds)
+    assert losses(whole) == calm and "going back" not in said and taken == [*range(4, 8), *range(10, 16)]
+    # Where nobody wrote the rewind down, it is found again; the checkpoints after it know of it themselves.
+    (whole / PASSED).unlink()
+    shutil.rmtree(whole / "checkpoints" / "14")
+    del taken[:]
+    run(whole, corpus, rewinds)
+    assert losses(whole) == calm and taken == [14, 15]
+    for name in ("14", "12"):
+        shutil.rmtree(whole / "checkpoints" / name)
+    _, said = run(whole, corpus, rewinds)
+    assert losses(whole) == calm and "going back to step 8" in said
 
 
 def test_a_run_that_rewinds_in_vain_stops(corpus, tmp_path, poison, capsys):
@@ -405,11 +407,11 @@ def test_who_differs_over_hosts():
     assert different(said(), groups, 5, "") is None
     text = different(said(_3="0000000c0000000b"), groups, 5, "after step 4")
     assert text.startswith(
-        "after step 5 a has other bits on device 3 of host 1 (node1) than device 0 of host 0 (node0)"
+        "after step 5 a has other bits on device 3 of host 1 (node1) than on device 0 of host 0 (node0)"
     )
     assert "They agreed after step 4" in text and "either may" not in text
     text = different(said(_0="0000000a0000000d"), groups, 5, "")
-    assert "b has not the same bits on device 2 of host 1 (node1) and on device 0 of host 0 (node0)" in text
+    assert "b has not the same bits on device 0 of host 0 (node0) and on device 2 of host 1 (node1)" in text
     assert "either may be wrong" in text
     text = different(said(_3="0000000c0000000c"), groups, 5, "")
     assert "a has other bits on device 3" in text and "1 more sets of devices differ" in text
@@ -419,39 +421,41 @@ def test_who_differs_over_hosts():
 
 
 def test_slow_hosts_are_named_with_what_they_need():
-    even = {h: {"host": 0.01, "data_wait": 0.001} for h in range(4)}
-    assert pace.stragglers(even, 1.0) == {} == pace.stragglers({0: even[0] | {"host": 9}}, 1.0)
-    slow = pace.stragglers(even | {2: {"host": 0.01, "data_wait": 0.4}}, 1.0)
+    even = {h: {"host": 0.01, "data_wait": 0.001, "waits": 0.9, "step_time": 1.0} for h in range(4)}
+    assert pace.stragglers(even) == {} == pace.stragglers({0: even[0] | {"host": 9}})
+    slow = pace.stragglers(even | {2: even[2] | {"data_wait": 0.4}})
     assert list(slow) == [2] and "host 2 needs 0.410 s of its own for a step of 1.000 s" in slow[2]
-    assert "0.400 s for its data and 0.010 s to hand the step over" in slow[2]
-    assert pace.stragglers(even | {2: {"host": 0.05, "data_wait": 0.0}}, 1.0) == {}, "too little to matter"
-    assert list(pace.stragglers({0: even[0], 1: {"host": 0.5, "data_wait": 0.0}}, 1.0)) == [1], "of two hosts too"
+    assert "0.400 s for its data and 0.010 s to make it ready" in slow[2]
+    assert pace.stragglers(even | {2: even[2] | {"host": 0.05}}) == {}, "too little to matter"
+    assert list(pace.stragglers({0: even[0], 1: even[1] | {"host": 0.5}})) == [1], "of two hosts too"
 
 
 def test_what_the_loop_does_is_counted_and_told(tmp_path, monkeypatch):
     now, lines = [100.0], []
     monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(pace, "posted", lambda name: {1: ["node1", {"host": 3.0, "data_wait": 0.0}]})
+    other = {"host": 3.0, "data_wait": 0.0, "waits": 0.9, "step_time": 4.0}
+    monkeypatch.setattr(pace, "posted", lambda name: {1: ["node1", other]})
     ledger = Ledger(True)
     ledger.open(tmp_path)
     watched = pace.Pace(0, Hosts(5), ledger, 4, lines.append)
     watched.begins(0)
-    for step in range(1, 5):
-        for doing, seconds in ((pace.DATA, 0.5), (pace.HOST, 0.25), (pace.WAITS, 3.25)):
+    for step in range(1, 8):
+        for doing, seconds in ((pace.DATA, 0.5), (pace.HOST, 0.25), (pace.CALLS, 3), (pace.WAITS, 0.25)):
             with watched.at(doing):
                 assert watched.doing == doing
                 now[0] += seconds
         watched.ends(step)
-    with watched.saving(4):
+    with watched.saving(7):
         now[0] += 2
     watched.close()
     assert len(lines) == 1 and "up to step 4: host 1 needs 3.000 s of its own for a step of 4.000 s" in lines[0]
     rows = read(tmp_path / NAME)
     told = next(row for row in rows if "hosts" in row)
-    assert told["hosts"]["0"] == {"host": 0.25, "data_wait": 0.5} and told["slow"] == [1] and told["steps"] == 4
+    assert told["hosts"]["0"] == {"host": 0.25, "data_wait": 0.5, "waits": 3.25, "step_time": 4}
+    assert (told["slow"], told["steps"], told["step"]) == ([1], 4, 4)
     spent = account(rows)
-    assert spent.data_wait == pytest.approx(2) and spent.checkpoint == 2 and spent.productive == pytest.approx(14)
+    assert spent.data_wait == pytest.approx(3.5) and spent.checkpoint == 2 and spent.productive == pytest.approx(24.5)
 
 
 def posts(*hosts):
@@ -464,7 +468,7 @@ def posts(*hosts):
         (
             [(20, pace.WAITS, 1), (12, pace.HOST, 1)],
             [(20, pace.WAITS, 2), (12, pace.HOST, 2)],
-            r"host 1 \(node1\) is behind: it has handed over step 12, others 20; it is handing over a step",
+            r"host 1 \(node1\) is behind: it has handed over step 12, others 20; it is making a step ready",
         ),
         (
             [(20, pace.WAITS, 1), (20, pace.WAITS, 1)],

@@ -13,10 +13,10 @@ at most one torn line, at the end; the next start begins a new one. A row says w
     {"at": ..., "phase": "rewind", "step": 75, "to": 60}             steps after `to` are given up, by a guard
     {"at": ..., "phase": "end", "step": 100}                         the process has nothing more to do
 
-and once in a while what each host needed for itself, which `account` passes over:
+and every `guards.stragglers_every` steps what each host needed for itself (`pace.py`), which `account` passes over:
 
-    {"at": ..., "hosts": {"0": {"host": 0.012, "data_wait": 0.001}}, "step": 50, "steps": 50, "slow": []}
-                                                                     seconds a step of the last `steps` steps
+    {"at": ..., "hosts": {"0": {"host": 0.01, "data_wait": 0.0, "waits": 0.9, "step_time": 0.91}, ...}, "step": 50, "steps": 50,
+     "slow": []}                                                     seconds a step of the `steps` steps up to `step`
 
 `at` is in seconds since 1970, and within a process that of a clock that is not set. `step` is the last step that the host has
 handed to the devices, which are up to 8 steps behind; after a save they are not.

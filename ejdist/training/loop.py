@@ -28,7 +28,7 @@ from ejdist.training.metrics import (
     write_whole,
 )
 from ejdist.training.opening import Run, open_run, resume, start_from
-from ejdist.training.pace import DATA, HOST, SAVES, WAITS, Pace
+from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, Pace
 from ejdist.training.program import Program, TrainSections, local_rows, place_batch
 from ejdist.training.replicas import Replicas
 from ejdist.training.resume import fingerprint, how_to_go_on
@@ -227,6 +227,7 @@ def _steps(run: Run, train_step: Any, state: Any, writer: Any, start: int, end: 
         with pace.at(HOST):
             flops = step_flops(program.model.flops, batch["segment_ids"])
             placed = place_batch(batch | {LIMITS: watch.limits(step)}, program, rows.start)
+        with pace.at(CALLS):
             state, metrics = train_step(state, placed)
         with pace.at(WAITS):
             if writer is not None:

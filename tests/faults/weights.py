@@ -276,8 +276,8 @@ FAULTS = (
     Fault(
         "a run that goes on begins with the weights again",
         "ejdist/training/loop.py",
-        "    if run.last is not None:\n            start",
-        "    if run.last is not None and given is None:\n            start",
+        "    if run.checkpoints.steps():\n",
+        "    if run.checkpoints.steps() and source is None:\n",
         f"{RUNS} -k alike",
     ),
     Fault(
