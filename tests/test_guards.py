@@ -31,7 +31,7 @@ from launch.errors import DIVERGED, REPLICAS, exit_code_of
 from launch.train import main
 from recipes.schema import compose
 
-ONE = [*TINY, "mesh.sp=1", "run.steps=14", "checkpoint.every=4"]
+ONE = [*TINY, "mesh.sp=1", "run.steps=14", "checkpoint.every=4", "checkpoint.keep=9"]
 
 
 def run(directory, corpus, *overrides):

@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "buffers that stay as they were",
         "ejdist/training/step.py",
-        "params, opt_state, buffers), metrics",
-        "params, opt_state, state.buffers), metrics",
+        "params, opt_state, buffers)\n        if skip",
+        "params, opt_state, state.buffers)\n        if skip",
         STEP_OF_LAYERS,
     ),
     Fault(
