@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ejdist.training import goodput
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, WRONG, run_command
 from launch.processes import Job
@@ -173,6 +174,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
         faults += [] if same else [_unlike(calm, rows, digest)]
     ok = not faults
     say(f"{name}: {d.told}\n    {'; '.join(told)}")
+    say(f"    {_goodput(folder)}")
     for fault in faults:
         say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
     say(f"    {'ok' if ok else 'FAILED'}")
@@ -187,6 +189,11 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
     before = json.loads(path.read_text()) if path.exists() else []
     write_whole(path, json.dumps([*before, verdict], indent=1) + "\n")
     return ok
+
+
+def _goodput(folder: Path) -> str:
+    rows = goodput.read(folder / "run" / goodput.NAME)
+    return str(goodput.account(rows)) if rows else "no step was made"
 
 
 def _unlike(calm: Ended, rows: dict[int, float], digest: dict[str, int] | None) -> str:
@@ -216,6 +223,7 @@ def rehearse(o: Options, say: Any) -> int:
         return next((c for c in codes if c), WRONG)
     calm = Ended([codes], seconds, *left(o.folder / "calm"))
     say(f"    without a fault: {seconds:.1f} s")
+    say(f"    {_goodput(o.folder / 'calm')}")
     drills = [(name, n) for name in o.faults for n in range(o.times)]
     passed = [drill(o, name, n, calm, say) for name, n in drills]
     say(f"{sum(passed)} of {len(passed)} drills ended as they should")

@@ -274,10 +274,10 @@ FAULTS = (
         f"{RUNS} -k first_state",
     ),
     Fault(
-        "a run that goes on begins with the weights again",
+        "a run with init_from begins again where it should go on",
         "ejdist/training/loop.py",
-        "    if run.last is not None:\n            start",
-        "    if run.last is not None and given is None:\n            start",
+        "    if run.checkpoints.steps():\n",
+        "    if run.checkpoints.steps() and run.sections.model.init_from is None:\n",
         f"{RUNS} -k alike",
     ),
     Fault(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,13 @@ class Data:
         made = [self.packing.row(i) for i in numbers]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
 
-    def iterator(self, start: int, stop: int, rows: slice = slice(None)) -> Iterator[dict[str, np.ndarray]]:
-        """Yields `batch(step, rows)` for step = start, ..., stop - 1, read ahead by threads."""
+    def iterator(
+        self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields `batch(number(step), rows)` for step = start, ..., stop - 1, read ahead by threads."""
         import grain
 
-        steps = grain.MapDataset.range(start, stop).map(lambda step: self.batch(int(step), rows))
+        steps = grain.MapDataset.range(start, stop).map(lambda step: self.batch(number(int(step)), rows))
         options = grain.ReadOptions(num_threads=min(2, self.prefetch), prefetch_buffer_size=self.prefetch)
         return iter(steps.to_iter_dataset(options))
 
