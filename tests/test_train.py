@@ -14,7 +14,8 @@ from shared import once
 from small_run import TINY, losses
 
 from ejdist.mesh import make_mesh
-from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
+from ejdist.training.integrity import digest
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import matmul_flops_per_token
 from ejdist.training.loop import train
