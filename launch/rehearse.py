@@ -199,7 +199,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
 
 def _series(o: Options, calm: Ended, say: Any) -> bool:
     def start(folder: Path, r: Round | None) -> tuple[list[int | None], str]:
-        return run(o, folder, r and r.disturbance, sigterm=r and r.signalled)[:2]
+        return run(o, folder, r.disturbance, sigterm=r.signalled)[:2] if r else run(o, folder, None)[:2]
 
     def same(folder: Path) -> str | None:
         rows, digest = left(folder)

@@ -68,6 +68,14 @@ class Hosts:
         """
         return self._round(moment, what, _first_word)
 
+    def all_say(self, moment: str, what: Any) -> list[Any]:
+        """Returns what each host says, by its number, on all hosts.
+
+        Raises:
+          HostLost: a host has not come within `limit` seconds.
+        """
+        return self._round(moment, what, lambda said: [said[i][1] for i in sorted(said)])
+
     def say(self, name: str, value: Any = None) -> Any:
         """Returns what host 0 says under this name, on all hosts. The others' value is ignored.
 
@@ -105,7 +113,7 @@ class Hosts:
             wrong = any(wrong for _, wrong, _ in _under(_FAILED).values())
             raise (HostsDiffer if wrong else HostLost)(said)
 
-    def _round(self, moment: str, mine: Any, judge: Callable[[dict[int, Any]], str | None]) -> str | None:
+    def _round(self, moment: str, mine: Any, judge: Callable[[dict[int, Any]], Any]) -> Any:
         """Returns what `judge` makes of what all hosts say: host -> [its name, what it says]."""
         said = {self.index: json.loads(json.dumps([socket.gethostname(), mine]))}
         if self.count == 1:

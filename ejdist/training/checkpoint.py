@@ -13,28 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from etils import epath
 
-from ejdist.training.integrity import (
-    RUN_FILE,
-    check_digests,
-    check_kinds,
-    check_run,
-    checksum,
-    digests_of,
-    item_of,
-    kinds_of,
-    leaves_of,
-    reason_of,
-)
-from ejdist.training.leaves import from_arrays, is_key, kind_of, like_arrays, to_arrays
+from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
+from ejdist.training.leaves import kind_of, like_arrays, to_arrays
 from ejdist.training.places import is_url, place
+from ejdist.training.stored import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Writing,
+    check_same_model,
+    described,
+    keys_of,
+    split,
+    whole,
+    without_empty,
+)
 
 _STATE, _RUN = "state", "run"
 _ASIDE = ".damaged"
-# What is added to the run: of each array its digest, dtype and shape, of each PRNG key its kind.
-_DIGEST, _KINDS, _KEYS = "digest", "kinds", "keys"
 
 
 @dataclass
@@ -69,14 +66,6 @@ class CheckpointSection:
             )
         if self.local is not None and (is_url(self.local) or not self.local.strip()):
             raise ValueError(f"checkpoint.local = {self.local!r} must be a folder on a disk of each host")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written; the message says which, why, and what to do."""
-
-
-class DamagedCheckpoint(CheckpointError):
-    """What was saved cannot be read back; the message names the array or the file. An earlier checkpoint may be whole."""
 
 
 class Checkpoints:
@@ -166,7 +155,7 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        arrays, keys = _without_empty(to_arrays(state)), _keys(state)
+        arrays, keys = without_empty(to_arrays(state)), keys_of(state)
         manager = self._manager()
         with self._writing(step):
             if manager.latest_step() != step:
@@ -212,12 +201,12 @@ class Checkpoints:
 
         stored = read(_RUN, ocp.args.JsonRestore())
         with self._reading(step):
-            run, written, saved, keys = _split(stored)
+            run, written, saved, keys = split(stored)
             kinds = self._kinds(step)
             check_kinds(kinds, saved or kinds)
-        self._check_kinds(step, like, kinds | keys)
+        check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds | keys)
         wanted = like_arrays(like)
-        arrays = read(_STATE, ocp.args.StandardRestore(_without_empty(wanted)))
+        arrays = read(_STATE, ocp.args.StandardRestore(without_empty(wanted)))
         with self._reading(step):  # of arrays that all hosts have read: the same on all of them
             check_digests(arrays, written)
         return whole(arrays, wanted, like), run
@@ -290,7 +279,7 @@ class Checkpoints:
     def _run(self, step: int) -> tuple[dict[str, Any], dict[str, int], dict[str, str], dict[str, str]]:
         import orbax.checkpoint as ocp
 
-        return _split(self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN])
+        return split(self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN])
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -310,22 +299,6 @@ class Checkpoints:
             raise FileNotFoundError(f"there is no {_STATE!r} in it")
         return {name: kind_of(leaf) for name, leaf in leaves_of(stored)}
 
-    def _check_kinds(self, step: int, like: Any, found: dict[str, str]) -> None:
-        """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
-        wanted = {name: kind_of(leaf) for name, leaf in leaves_of(like_arrays(like))} | _keys(like)
-        for name, kind in wanted.items():
-            if name in found and found[name] != kind:
-                raise CheckpointError(
-                    f"checkpoint {self.directory / str(step)} is of another model: {name} is {found[name]} there and {kind} "
-                    "in this recipe; restore the recipe, or choose another run.dir"
-                )
-        if set(found) != set(wanted):
-            odd = sorted(set(found) ^ set(wanted))[:3]
-            raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} is of another model or optimizer: {', '.join(odd)} is on one side "
-                "only; restore the recipe, or choose another run.dir"
-            )
-
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
@@ -341,58 +314,3 @@ def _preservation(section: CheckpointSection) -> Any:
     if section.keep_hours:
         stays.append(policies.EveryNSeconds(max(1, round(3600 * section.keep_hours))))
     return policies.AnyPreservationPolicy(stays)
-
-
-def described(arrays: Any, keys: dict[str, str], run: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is written beside the arrays: the run, and what the arrays are compared with when they are read."""
-    run = run | {_DIGEST: digests_of(arrays), _KINDS: kinds_of(arrays)} | ({_KEYS: keys} if keys else {})
-    return run | {_DIGEST: run[_DIGEST] | {RUN_FILE: checksum(run)}}
-
-
-def _split(stored: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int], dict[str, str], dict[str, str]]:
-    """Returns (run, digests, kinds, kinds of keys), checked. Checkpoints of before there was a checksum have no kinds."""
-    digests = dict(stored[_DIGEST])
-    written = digests.pop(RUN_FILE, None)
-    check_run(stored | {_DIGEST: digests}, written)
-    run = {k: v for k, v in stored.items() if k not in (_DIGEST, _KINDS, _KEYS)}
-    return run, digests, stored.get(_KINDS, {}), stored.get(_KEYS, {})
-
-
-def whole(arrays: Any, wanted: Any, like: Any) -> Any:
-    """Returns the state of the arrays that were read: with the empty fields that are not on disk."""
-    return from_arrays(wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays, like)
-
-
-def _without_empty(state: Any) -> Any:
-    """Returns a named tuple as a dict of its fields that hold something. What a model has no use for, such as buffers, is
-    then not in its checkpoints, and those written before there was such a field are read as before."""
-    if not hasattr(state, "_asdict"):
-        return state
-    return {name: value for name, value in state._asdict().items() if jax.tree.leaves(value)}
-
-
-def _keys(tree: Any) -> dict[str, str]:
-    """Returns the kind of each typed PRNG key, by name. On disk it is its data, of which several kinds have the same."""
-    return {name: kind_of(leaf) for name, leaf in leaves_of(tree) if is_key(leaf)}
-
-
-@dataclass
-class Writing:
-    """Turns whatever goes wrong while writing into one clear error."""
-
-    directory: str
-    step: int | None
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        what = "the last checkpoint" if self.step is None else f"checkpoint {self.step}, or the one before it,"
-        full = "no space" in str(error).lower() or "quota" in str(error).lower()
-        remedy = "free space on that disk" if full else "check that the disk is there and can be written"
-        raise CheckpointError(
-            f"{what} could not be written to {self.directory} ({reason_of(error)}); {remedy} and start again: "
-            "the run goes on from the last complete one"
-        ) from error

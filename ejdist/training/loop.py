@@ -60,10 +60,10 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
     say = say if main else (lambda line: None)
     hosts = Hosts(s.run.host_timeout)
     with hosts.together():
-        run = open_run(s, hosts, devices)
-        program, checkpoints, directory = run.program, run.checkpoints, run.directory
+        run = open_run(s, hosts, devices, say)
+        program, saves, directory = run.program, run.saves, run.directory
         given = getattr(s.model, "init_from", None)
-        source = open_source(given, s.model) if given is not None and run.last is None else None
+        source = open_source(given, s.model) if given is not None and not run.found else None
         lowered = program.step.lower(program.state, program.batch)
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         corpus = {name: run.data.cursor(0)[name] for name in ("tokenizer", "corpus")}
@@ -72,14 +72,13 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
         # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
         step = lowered.compile()
         check_shared(hosts, directory)
-        if run.last is not None:
+        if run.found:
             start, state = resume(run, say)
             if given is not None:
                 say(f"model.init_from = {given!r} is not read: the run goes on from its own checkpoint")
         else:
             start, state = 0, program.init() if source is None else start_from(program, source, say)
-    for name in checkpoints.interrupted():
-        say(f"ignoring {name}: a save that was cut off")
+        saves.begin(start, say)
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
     mesh = program.mesh
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
@@ -102,7 +101,7 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
     finally:
         if writer is not None:
             writer.close()
-        checkpoints.close()
+        saves.close()
     if stop.signals and last < end:
         say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
     summary = _finish(s, program, directory) if main else None
@@ -111,7 +110,7 @@ def train(sections: TrainSections, *, devices: list[Any] | None = None, say: Any
 
 def _steps(run: Run, train_step: Any, state: Any, writer: Any, start: int, end: int, stop: Stop) -> int:
     """Returns the last step made. The loop: nothing in it waits for the step just started but a save of its state."""
-    s, program, data, checkpoints = run.sections, run.program, run.data, run.checkpoints
+    s, program, data, saves = run.sections, run.program, run.data, run.saves
     rows = local_rows(program)
     batches = data.iterator(start, end, rows)
     watch = Watch(run.directory)
@@ -125,13 +124,13 @@ def _steps(run: Run, train_step: Any, state: Any, writer: Any, start: int, end: 
             host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
             writer.put(step, metrics, host)
         stopped = stop.after(step)
-        saves = checkpoints.due(step) or step == end or stopped
-        watch.add(step, metrics, all_of_them=saves)
-        if saves:
-            checkpoints.save(step, state, {"recipe": fingerprint(s), "data": data.cursor(step)})
+        where = saves.due(step, last=step == end or stopped)
+        watch.add(step, metrics, all_of_them=where is not None)
+        if where is not None:
+            where.save(step, state, {"recipe": fingerprint(s), "data": data.cursor(step)})
         if stopped:
             break
-    checkpoints.wait()
+    saves.wait()
     return step
 
 
