@@ -21,6 +21,8 @@ from launch.errors import DONE, HOST_LOST, PREEMPTED
 # Faults after which the same command goes on, so that they may come one after the other.
 IN_SERIES = ("kill", "kill_in_save", "sigterm")
 
+_STEP = 0.1  # seconds that each step takes at least
+
 
 @dataclass(frozen=True)
 class Left:
@@ -72,20 +74,22 @@ def round_of(
       seconds: that a start takes to the end where nothing happens.
     """
     host = chance.randrange(hosts)
-    after = saved - saved % every + every  # the next checkpoint
+    # Steps of some length, as in a real run: saves are under way while steps are made.
+    inside: dict[int, dict[str, Any]] = {i: {"do": "sleep", "seconds": _STEP} for i in range(hosts)}
+    after = saved - saved % every + every * chance.randint(1, 3)  # a checkpoint that is to come
     if fault == "kill_in_save" and after < steps:
-        inside = {host: {"do": "kill_in_save", "step": after}}
+        inside[host] |= {"do": "kill_in_save", "step": after}
         told = f"kill -9 of host {host} in the save of step {after}"
         return Round(fault, told, Disturbance(told, GONE, inside=inside))
     if fault == "sigterm":
-        # Steps that last: at whatever moment it comes, the run has not ended.
-        slow = {"do": "sleep", "seconds": max(0.2, 2 * seconds / max(1, steps - saved))}
+        # So slow that the run has not ended at whatever moment it comes.
+        pace = max(_STEP, 2 * seconds / max(1, steps - saved))
         moment = chance.uniform(0, seconds)
         told = f"SIGTERM to host {host} {moment:.1f} s after the start"
-        inside = dict.fromkeys(range(hosts), slow)
+        inside = {i: {"do": "sleep", "seconds": pace} for i in range(hosts)}
         return Round(fault, told, Disturbance(told, (PREEMPTED, HOST_LOST), inside=inside), (moment, host))
-    step = chance.randint(saved + 1, max(saved + 1, min(saved + 2 * every, steps - 1)))
-    inside = {host: {"do": "signal", "number": int(signal.SIGKILL), "step": step}}
+    step = chance.randint(saved + 1, max(saved + 1, min(saved + 3 * every, steps - 1)))
+    inside[host] |= {"do": "signal", "number": int(signal.SIGKILL), "step": step}
     told = f"kill -9 of host {host} at step {step}"
     return Round("kill", told, Disturbance(told, GONE, inside=inside))
 
