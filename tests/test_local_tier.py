@@ -79,7 +79,9 @@ def test_damage_is_refused_by_name_or_not_listed(tier, state, file, cut):
     if file == "index.json":
         assert tier.steps(described(state)) == []
     else:
-        with pytest.raises(DamagedCheckpoint, match=r"\w+\.\w+(\.\w+)*\[[0-9:,]*\] in pieces.bin is not what was saved"):
+        with pytest.raises(
+            DamagedCheckpoint, match=r"\w+\.\w+(\.\w+)*\[[0-9:,]*\] in pieces.bin is not what was saved"
+        ):
             tier.restore(1, described(state), nobody)
 
 
@@ -101,7 +103,7 @@ def test_pieces_of_another_time_are_noticed_though_each_is_whole(tier, state):
     stored["body"] = json.dumps(body)
     stored["crc32"] = zlib.crc32(stored["body"].encode())
     index.write_text(json.dumps(stored))
-    with pytest.raises(DamagedCheckpoint, match="params.norm is not what was saved"):
+    with pytest.raises(DamagedCheckpoint, match=r"params\.norm is not what was saved"):
         tier.restore(1, described(state), nobody)
 
 

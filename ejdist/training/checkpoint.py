@@ -245,7 +245,7 @@ class Checkpoints:
     def digests_of(self, step: int) -> dict[str, int]:
         """Returns the digest of each array that was saved, by name. Raises CheckpointError if it cannot be read."""
         with self._reading(step):
-            return self._run(step)[_DIGEST]
+            return self._run(step)[1]
 
     def restore_part(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Returns those arrays of a checkpoint that `like` names, and reads no others.

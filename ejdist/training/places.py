@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from etils import epath
+if TYPE_CHECKING:
+    from etils import epath
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _MOUNT = "mount the bucket and give the folder where it is mounted"
@@ -30,6 +31,8 @@ def place(key: str, value: str) -> epath.Path:
     Raises:
       ValueError: it is another URL, or the library that reads and writes it is not installed.
     """
+    from etils import epath
+
     found = _URL.match(value)
     if found is None:
         return epath.Path(value).expanduser().absolute()
