@@ -131,7 +131,7 @@ def item_of(checkpoint: Any, error: BaseException) -> str:
                 _ = [one["array_metadata"]["param_name"] for one in found["array_metadatas"]]
         except FileNotFoundError:
             return f"{name} is not there: "
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not JSON, or without a key
             return f"{name}: "
     # It is JSON, and not what its reader expects.
     readers = " ".join(frame.filename for frame in traceback.extract_tb(_first(error).__traceback__))

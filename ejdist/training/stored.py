@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ejdist.training.integrity import RUN_FILE, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
+from ejdist.training.integrity import RUN_FILE, Changed, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
 from ejdist.training.leaves import from_arrays, is_key, kind_of, like_arrays
 
 # What is added to the run: of each array its digest, dtype and shape, of each PRNG key its kind.
@@ -30,6 +30,8 @@ def described(arrays: Any, keys: dict[str, str], run: dict[str, Any]) -> dict[st
 
 def split(stored: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int], dict[str, str], dict[str, str]]:
     """Returns (run, digests, kinds, kinds of keys), checked. Checkpoints of before there was a checksum have no kinds."""
+    if not isinstance(stored.get(_DIGEST), dict):
+        raise Changed(f"{RUN_FILE} is not what was saved: it has no digests")
     digests = dict(stored[_DIGEST])
     written = digests.pop(RUN_FILE, None)
     check_run(stored | {_DIGEST: digests}, written)
