@@ -82,7 +82,7 @@ class Disturbance:
     writes: bool = True
 
 
-_GONE = (HOST_LOST, -6, -9)
+GONE = (HOST_LOST, -6, -9)
 
 
 def _sigterm(s: Scene) -> Disturbance:
@@ -101,13 +101,13 @@ def _sigterm(s: Scene) -> Disturbance:
 def _kill(s: Scene) -> Disturbance:
     host, step = s.host(), s.step()
     doing = {"do": "signal", "number": int(signal.SIGKILL), "step": step}
-    return Disturbance(f"kill -9 of host {host} at step {step}", _GONE, inside={host: doing})
+    return Disturbance(f"kill -9 of host {host} at step {step}", GONE, inside={host: doing})
 
 
 def _kill_in_save(s: Scene) -> Disturbance:
     host, step = s.host(), s.save()
     return Disturbance(
-        f"kill -9 of host {host} in the save of step {step}", _GONE, inside={host: {"do": "kill_in_save", "step": step}}
+        f"kill -9 of host {host} in the save of step {step}", GONE, inside={host: {"do": "kill_in_save", "step": step}}
     )
 
 
@@ -199,7 +199,7 @@ def _flip_bit(path: Path, chance: random.Random) -> None:
 def _disk_full(s: Scene) -> Disturbance:
     step = s.save()
     # Host 0 finds it out as its own failure; the others by its message, or by its end.
-    codes = (BAD_CHECKPOINT, WRONG, *_GONE)
+    codes = (BAD_CHECKPOINT, WRONG, *GONE)
     doing = {host: {"do": "no_room", "step": step} for host in range(s.hosts)}
     return Disturbance(
         f"no room for files from the save of step {step} on", codes, inside=doing, says=("could not be written",)

@@ -71,6 +71,14 @@ class Hosts:
         """
         return self.judged(moment, what, _first_word)
 
+    def all_say(self, moment: str, what: Any) -> list[Any]:
+        """Returns what each host says, by its number, on all hosts.
+
+        Raises:
+          HostLost: a host has not come within `limit` seconds.
+        """
+        return self.judged(moment, what, lambda said: [said[i][1] for i in sorted(said)])
+
     def say(self, name: str, value: Any = None) -> Any:
         """Returns what host 0 says under this name, on all hosts. The others' value is ignored.
 
@@ -162,13 +170,13 @@ class Question:
         self._hosts, self._moment = hosts, moment
         self._mine = json.loads(json.dumps([socket.gethostname(), mine]))
         self._missing: str | None = None
-        self._verdict: str | None = None
+        self._verdict: Any = None
         if hosts.count > 1:
             self._at = f"ejdist/{next(_numbers)}/{moment}"
             if hosts.index > 0:
                 _put(f"{self._at}/said/{hosts.index}", self._mine)
 
-    def judge(self, judge: Callable[[dict[int, Any]], str | None]) -> None:
+    def judge(self, judge: Callable[[dict[int, Any]], Any]) -> None:
         """On host 0 waits for all, and says the verdict: what `judge` makes of host -> [its name, what it says]."""
         hosts = self._hosts
         if hosts.index > 0:
@@ -181,7 +189,7 @@ class Question:
             self._verdict = judge({0: self._mine} | _under(f"{self._at}/said/"))
         _put(f"{self._at}/verdict", [self._missing, self._verdict])
 
-    def answer(self) -> str | None:
+    def answer(self) -> Any:
         """Returns the verdict, on all hosts.
 
         Raises:

@@ -32,6 +32,7 @@ from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, Pace
 from ejdist.training.program import Program, TrainSections, local_rows, place_batch
 from ejdist.training.replicas import Replicas
 from ejdist.training.resume import fingerprint, how_to_go_on
+from ejdist.training.saves import Tier
 from ejdist.training.step import LIMITS
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from ejdist.weights.match import flat
@@ -76,10 +77,10 @@ def train(
     ledger = Ledger(main, began)
     hosts = Hosts(s.run.host_timeout)
     with hosts.together():
-        run = open_run(s, hosts, devices)
-        program, checkpoints, directory = run.program, run.checkpoints, run.directory
+        run = open_run(s, hosts, devices, say)
+        program, saves, directory = run.program, run.saves, run.directory
         given = getattr(s.model, "init_from", None)
-        source = open_source(given, s.model) if given is not None and run.last is None else None
+        source = open_source(given, s.model) if given is not None and not run.found else None
         ledger.phase("compile")
         lowered = program.step.lower(program.state, program.batch)
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
@@ -91,12 +92,11 @@ def train(
         replicas = Replicas(hosts, program.state, s.guards.replicas_every)
         ledger.phase("restart")
         check_shared(hosts, directory)
-        if run.last is not None and given is not None:
+        if run.found and given is not None:
             say(f"model.init_from = {given!r} is not read: the run goes on from its own checkpoint")
-        begun = _begin(run, source, say)
+        begun = _begin(run, run.found, source, say)
+        saves.begin(begun.step, say)
     start = begun.step
-    for name in checkpoints.interrupted():
-        say(f"ignoring {name}: a save that was cut off")
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
     mesh = program.mesh
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
@@ -123,7 +123,7 @@ def train(
                 last = _steps_past_rewinds(run, step, begun, end, stop, pace, replicas, source, say)
     finally:
         pace.close()
-        checkpoints.close()
+        saves.close()
     if stop.signals and last < end:
         say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
     if main:
@@ -142,17 +142,17 @@ class _Begun:
     passed: Passed
 
 
-def _begin(run: Run, source: Any, say: Any) -> _Begun:
-    """Returns the state of the last checkpoint that is whole, or the first one. To be called by all hosts."""
-    if run.checkpoints.steps():
-        step, state = resume(run, say)
-        kept = run.checkpoints.run_of(step).get("guards", {})
+def _begin(run: Run, found: list[tuple[int, Tier]], source: Any, say: Any) -> _Begun:
+    """Returns the state of the last of these checkpoints that is whole, or the first one. To be called by all hosts."""
+    if found:
+        step, state, beside = resume(run, found, say)
+        kept = beside.get("guards", {})
     else:
         step, kept = 0, {}
         state = run.program.init() if source is None else start_from(run.program, source, say)
     hosts = run.hosts
-    found = Passed.read(run.directory, kept.get("passed", ()), step).rewinds if hosts.index == 0 else None
-    return _Begun(step, state, kept, Passed(hosts.say("the batches that rewinds went past", found)))
+    rewinds = Passed.read(run.directory, kept.get("passed", ()), step).rewinds if hosts.index == 0 else None
+    return _Begun(step, state, kept, Passed(hosts.say("the batches that rewinds went past", rewinds)))
 
 
 def _steps_past_rewinds(
@@ -188,10 +188,11 @@ def _steps_past_rewinds(
 
 def _rewind(run: Run, bad: int, words: str, passed: Passed, pace: Pace, source: Any, say: Any) -> _Begun:
     """Returns what the run goes on from after a bad step: the last checkpoint, and the batches after those since."""
-    s, checkpoints = run.sections, run.checkpoints
+    s = run.sections
     with pace.at(SAVES):
-        checkpoints.wait()
-        restored = max(checkpoints.steps(), default=0)
+        run.saves.wait()
+        found = run.saves.find(run.program.state, say)
+        restored = found[0][0] if found else 0
         times = passed.times(restored)
         if times >= s.guards.most_rewinds:
             many = f"the run has gone back to step {restored} {times} times (guards.most_rewinds)"
@@ -202,7 +203,7 @@ def _rewind(run: Run, bad: int, words: str, passed: Passed, pace: Pace, source: 
         say(f"{words}: going back to step {restored} and past {gone}")
         if run.hosts.index == 0:
             new.write(run.directory)
-        begun = _begin(run, source, say)
+        begun = _begin(run, found, source, say)
     pace.begins(begun.step)
     return begun
 
@@ -219,7 +220,7 @@ class Guards:
 
 def _steps(run: Run, train_step: Any, state: Any, writer: Any, start: int, end: int, stop: Stop, guards: Guards) -> int:
     """Returns the last step made. The loop: nothing in it waits for the step just started but a save of its state."""
-    s, program, data, checkpoints = run.sections, run.program, run.data, run.checkpoints
+    s, program, data, saves = run.sections, run.program, run.data, run.saves
     watch, passed, pace = guards.watch, guards.passed, guards.pace
     rows = local_rows(program)
     batches = data.iterator(start, end, rows, lambda made: passed.number(made + 1))
@@ -239,18 +240,18 @@ def _steps(run: Run, train_step: Any, state: Any, writer: Any, start: int, end: 
                 host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
                 writer.put(step, metrics, host)
             stopped_here = stop.after(step)
-            saves = checkpoints.due(step) or step == end or stopped_here
-            watch.add(step, metrics, all_of_them=saves)
-            guards.replicas.look(step, state, saves=saves)
-        if saves:
+            where = saves.due(step, last=step == end or stopped_here)
+            watch.add(step, metrics, all_of_them=where is not None)
+            guards.replicas.look(step, state, saves=where is not None)
+        if where is not None:
             with pace.saving(step):
                 kept = watch.keep() | {"passed": passed.until(step)}
-                checkpoints.save(step, state, {"recipe": fingerprint(s), "data": data.cursor(step), "guards": kept})
+                where.save(step, state, {"recipe": fingerprint(s), "data": data.cursor(step), "guards": kept})
         pace.ends(step)
         if stopped_here:
             break
     with pace.saving(step):
-        checkpoints.wait()
+        saves.wait()
     return step
 
 

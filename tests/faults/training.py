@@ -80,7 +80,7 @@ FAULTS = (
     ),
     Fault(
         "a digest without places",
-        "ejdist/training/checkpoint.py",
+        "ejdist/training/integrity.py",
         "hashed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)",
         "hashed = bits.astype(jnp.uint32)",
         f"{TRAIN} -k digest",

@@ -276,8 +276,8 @@ FAULTS = (
     Fault(
         "a run with init_from begins again where it should go on",
         "ejdist/training/loop.py",
-        "    if run.checkpoints.steps():\n",
-        "    if run.checkpoints.steps() and run.sections.model.init_from is None:\n",
+        "    if found:\n        step, state, beside",
+        "    if found and run.sections.model.init_from is None:\n        step, state, beside",
         f"{RUNS} -k alike",
     ),
     Fault(
@@ -297,7 +297,7 @@ FAULTS = (
     Fault(
         "parameters of a checkpoint are not checked",
         "ejdist/training/checkpoint.py",
-        "            _check_digests(arrays, digests)\n",
+        "            check_digests(arrays, {name: digests.get(name, -1) for name, _ in leaves_of(like)})\n",
         "",
         f"{RUNS} -k not_taken",
     ),
