@@ -44,6 +44,9 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
         unused |= {k for k in found if k.startswith("rope_") and k not in ("rope_base", "rope_scaling")}
     elif c.rope_scaling == "yarn" and c.rope_attention_factor is None:
         found["rope_attention_factor"] = 0.1 * math.log(c.rope_factor) + 1
+    scaling = c.scaling()
+    if scaling is not None and c.rope_scaling in ("yarn", "llama3"):
+        found["rope_low"], found["rope_high"] = scaling.band
     if c.rope_scaling in ("linear", "ntk"):
         unused.add("rope_original_length")
     widths = ([c.head_dim] if plain else []) + (
