@@ -220,7 +220,9 @@ _WARMUP_STEPS = 2
 _LAST = 10
 
 
-def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, **facts: Any) -> dict[str, Any]:
+def summarise(
+    rows: list[dict[str, Any]], *, devices: int, peak: float, since: int = 0, **facts: Any
+) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
     loss_first is the loss of the first step; loss_last the mean over the last 10. Speeds are of the median step after the
@@ -228,8 +230,10 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, **facts:
 
     Args:
       peak: FLOP/s of one device, for the two MFU.
+      since: speeds are of the steps after this one: a run's stages have their own.
     """
-    steady = rows[_WARMUP_STEPS:] or rows
+    own = [row for row in rows if row["step"] > since] or rows
+    steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
     last = [row["loss"] for row in rows[-_LAST:]]

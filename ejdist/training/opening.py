@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
+from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
-from ejdist.training.resume import check_same_run, flat
+from ejdist.training.resume import check_same_run, fingerprint, flat
 from ejdist.training.step import TrainState
 from ejdist.weights.start import Source, nested
 
@@ -30,7 +32,9 @@ class Run:
     """A run that is open. Nothing of it has been compiled, written, or read but its data's index.
 
     Attributes:
+      sections, program, data: of its stage; a run without a curriculum has one.
       last: step of the newest checkpoint; None if there is none.
+      stages: all of them, with the devices that their meshes are made of.
     """
 
     sections: TrainSections
@@ -40,6 +44,30 @@ class Run:
     checkpoints: Checkpoints
     data: Data
     last: int | None
+    stage: Stage
+    stages: Sequence[Stage]
+    devices: list[Any] | None
+
+    def after(self, step: int) -> Run:
+        """Returns the run in the stage that goes on after so many steps: itself, where that is its own."""
+        stage = stage_of(self.stages, step + 1)
+        if stage.number == self.stage.number:
+            return self
+        s = stage.sections
+        program = _stage_program(stage, self.devices)
+        data = self.data.resized(s.data.sequence_length, s.data.global_batch)
+        return replace(self, sections=s, program=program, data=data, stage=stage)
+
+    def labels(self) -> dict[str, float]:
+        """Returns what a row of metrics.jsonl has of the stage, where there are several."""
+        if len(self.stages) == 1:
+            return {}
+        return {"stage": self.stage.number, "sequence_length": self.sections.data.sequence_length}
+
+    def kept(self, step: int) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the state."""
+        found = {"recipe": fingerprint(self.sections), "data": self.data.cursor(step)}
+        return found | ({"stages": history(self.stages, step)} if len(self.stages) > 1 else {})
 
 
 def open_run(sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None) -> Run:
@@ -56,22 +84,38 @@ def open_run(sections: TrainSections, hosts: Hosts, devices: list[Any] | None = 
     directory = _check_run(s.run)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
-    program = make_program(s, make_mesh(**vars(s.mesh), devices=devices))
+    stages = stages_of(s)
+    # Those of all stages, so that what is wrong with a later one is said now; nothing is compiled or allocated.
+    programs = [_stage_program(stage, devices) for stage in stages]
     checkpoints = Checkpoints(directory, s.checkpoint, hosts.limit)
     last = checkpoints.latest()
-    return Run(s, hosts, directory, program, checkpoints, _build_data(s), last)
+    stage = stage_of(stages, (last or 0) + 1)
+    program, s = programs[stage.number - 1], stage.sections
+    return Run(s, hosts, directory, program, checkpoints, _build_data(s), last, stage, stages, devices)
 
 
-def resume(run: Run, say: Any) -> tuple[int, TrainState]:
-    """Returns (step, state) of the last checkpoint that is whole. One that is not is set aside, once an earlier one is read.
+def _stage_program(stage: Stage, devices: list[Any] | None) -> Program:
+    """Returns the program of a stage. Raises ValueError, which names the stage where there are several."""
+    try:
+        return make_program(stage.sections, make_mesh(**vars(stage.sections.mesh), devices=devices))
+    except ValueError as error:
+        if stage.count == 1:
+            raise
+        raise ValueError(f"curriculum[{stage.number - 1}]: {error}") from error
+
+
+def resume(run: Run, say: Any) -> tuple[Run, int, TrainState]:
+    """Returns (the run in the stage that goes on, step, state) of the last checkpoint that is whole. One that is not is set
+    aside, once an earlier one is read.
 
     Raises:
       ValueError: it is of another run than this recipe's. CheckpointError: none can be read, or it is of another model.
     """
-    s, hosts, checkpoints = run.sections, run.hosts, run.checkpoints
+    hosts, checkpoints = run.hosts, run.checkpoints
     damaged: list[tuple[int, DamagedCheckpoint]] = []
     for step in checkpoints.steps():
         try:
+            run = run.after(step)
             state, kept = checkpoints.restore(step, run.program.state, hosts.first)
             break
         except DamagedCheckpoint as error:
@@ -81,8 +125,10 @@ def resume(run: Run, say: Any) -> tuple[int, TrainState]:
         raise CheckpointError(f"{damaged[0][1]}; {none}: mend the storage, or choose another run.dir") from damaged[0][
             1
         ]
+    s = stage_of(run.stages, step).sections  # of the stage that made the step, which may end there
+    check_history(kept, run.stages, step, run.directory)
     check_same_run(kept["recipe"], s, step, run.directory)
-    run.data.check_cursor(kept["data"])
+    run.data.check_cursor(kept["data"], sequence_length=s.data.sequence_length, global_batch=s.data.global_batch)
     for lost, error in damaged:
         aside = hosts.say(
             "the place of a damaged checkpoint", str(checkpoints.set_aside(lost)) if hosts.index == 0 else ""
@@ -94,7 +140,7 @@ def resume(run: Run, say: Any) -> tuple[int, TrainState]:
     before = kept["recipe"]["run.steps"]
     if before != s.run.steps:
         say(f"run.steps was {before} and is {s.run.steps}: optimizer.schedule ends there from here on")
-    return step, state
+    return run, step, state
 
 
 def start_from(program: Program, source: Source, say: Any) -> TrainState:

@@ -16,10 +16,16 @@ _CLOSE = 1e-6  # of floats, relative: scales are computed, and written with few 
 
 
 def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the keys of a section, with dots, and their values."""
+    """Returns the keys of a section, with dots, and their values; those of a list of sections have its index."""
     found = {}
     for name, value in vars(section).items():
-        found |= flat(value, f"{prefix}{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
+        if is_dataclass(value):
+            found |= flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and all(map(is_dataclass, value)):
+            for i, one in enumerate(value):
+                found |= flat(one, f"{prefix}{name}[{i}].")
+        else:
+            found[f"{prefix}{name}"] = value
     return found
 
 
