@@ -43,7 +43,9 @@ def _virtual_cpus(recipe, only: bool) -> int:
       ValueError: there is `only` the CPU, and they are more than one machine can play. Elsewhere a large mesh is of chips.
     """
     meshes = [vars(mesh) for mesh in (recipe.mesh, *(stage.mesh for stage in recipe.curriculum if stage.mesh))]
-    count, sizes = max(((_devices_of(sizes, recipe.run.cpu_devices), sizes) for sizes in meshes), key=lambda pair: pair[0])
+    count, sizes = max(
+        ((_devices_of(sizes, recipe.run.cpu_devices), sizes) for sizes in meshes), key=lambda pair: pair[0]
+    )
     if count > _MOST_CPUS and only:
         written = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
         raise ValueError(

@@ -37,6 +37,8 @@ class StageSection:
 _ROPE = tuple(f.name for f in fields(StageSection) if f.name.startswith("rope_"))
 _MODEL = (*_ROPE, "remat")
 _DATA = ("sequence_length", "global_batch")
+
+
 @dataclass(frozen=True)
 class Stage:
     """A stage of a run.
@@ -106,7 +108,9 @@ def _applied(sections: Any, stage: StageSection, where: str) -> Any:
     model = {name: getattr(stage, name) for name in _MODEL if getattr(stage, name) is not None}
     strange = [name for name in model if not hasattr(sections.model, name)]
     if strange:
-        raise ValueError(f"{where}.{strange[0]} is a key of a decoder, and the model of this recipe has none of that name")
+        raise ValueError(
+            f"{where}.{strange[0]} is a key of a decoder, and the model of this recipe has none of that name"
+        )
     data = {name: getattr(stage, name) for name in _DATA if getattr(stage, name) is not None}
     return replace(
         sections,

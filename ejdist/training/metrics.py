@@ -220,9 +220,7 @@ _WARMUP_STEPS = 2
 _LAST = 10
 
 
-def summarise(
-    rows: list[dict[str, Any]], *, devices: int, peak: float, since: int = 0, **facts: Any
-) -> dict[str, Any]:
+def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: int = 0, **facts: Any) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
     loss_first is the loss of the first step; loss_last the mean over the last 10. Speeds are of the median step after the

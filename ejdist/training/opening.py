@@ -91,7 +91,7 @@ def open_run(sections: TrainSections, hosts: Hosts, devices: list[Any] | None = 
     last = checkpoints.latest()
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
-    return Run(s, hosts, directory, program, checkpoints, _build_data(s), last, stage, stages, devices)
+    return Run(s, hosts, directory, program, checkpoints, data_of(s), last, stage, stages, devices)
 
 
 def _stage_program(stage: Stage, devices: list[Any] | None) -> Program:
@@ -183,7 +183,7 @@ def _check_run(run: RunSection) -> Path:
     return directory
 
 
-def _build_data(s: TrainSections) -> Data:
+def data_of(s: TrainSections) -> Data:
     """Returns the data of a recipe. Raises ValueError if the model's vocabulary does not hold its tokens."""
     data = build_data(s.data, seed=s.run.seed)
     if data.vocab_size > s.model.vocab_size:
