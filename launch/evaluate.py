@@ -1,4 +1,4 @@
-"""`python -m launch.evaluate run.dir=outputs/run [KEY=VALUE ...]`: loss by position and recall of a trained model, at each length."""
+"""`python -m launch.evaluate run.dir=outputs/run [KEY=VALUE ...]`: loss by position and recall of a trained model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ USAGE = """usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
   python -m launch.evaluate run.dir=outputs/long_context recipe=long_context data=files data.source='held_out/*.txt'
   python -m launch.evaluate run.dir=outputs/run lengths=2048,8192,32768 examples=32 to=outputs/run/evaluation.json
 
-The model is that of the run's checkpoint, or of the folder's config.json. All other keys are those of launch.train: mesh, order of
-the sequence, ring and kernels are what they are in training. A model.rope_ key that is given here is tried out on the weights.
+The model is that of the run's checkpoint, or of the folder's config.json. All other keys are those of launch.train: mesh, order
+of the sequence, ring and kernels are what they are in training. A model.rope_ key given here is tried out on the weights.
 
 keys:
   step=N               of the checkpoint; default: the last

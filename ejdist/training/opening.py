@@ -126,7 +126,8 @@ def resume(run: Run, say: Any) -> tuple[Run, int, TrainState]:
             1
         ]
     s = stage_of(run.stages, step).sections  # of the stage that made the step, which may end there
-    check_history(kept, run.stages, step, run.directory)
+    if len(run.stages) > 1 or "stages" in kept:
+        check_history(kept, run.stages, step, run.directory)
     check_same_run(kept["recipe"], s, step, run.directory)
     run.data.check_cursor(kept["data"], sequence_length=s.data.sequence_length, global_batch=s.data.global_batch)
     for lost, error in damaged:
