@@ -1,6 +1,8 @@
 """A length curriculum: stages of one run, each with a length, batch, mesh and positions of its own, stopped anywhere."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,19 +14,23 @@ import pytest
 from shared import once
 from small_run import TINY, losses
 
+from ejdist.cluster.hosts import Hosts
+from ejdist.mesh import make_mesh
 from ejdist.operations import bind_ops
 from ejdist.training.curriculum import check_history, history, stage_of, stages_of
 from ejdist.training.data import build as build_data
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
+from ejdist.training.opening import open_run, resume
+from ejdist.training.optimizer import make_schedule
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.weights.runs import Run
 from ejdist.weights.runs import nested as tree_of
 from ejdist.weights.tensors import declared_leaves
 from launch import rehearse
-from launch.errors import DONE, WRONG
-from launch.train import _virtual_cpus, main
+from launch.errors import DONE
+from launch.train import _virtual_cpus
 from recipes.schema import compose
 
 # The second stage has other rows, another mesh, and positions that turn much more slowly.
@@ -38,9 +44,9 @@ def run(directory, corpus, *overrides):
     return outcome, "\n".join(said)
 
 
-def state_of(directory):
-    """Returns name -> array of the parameters of the last checkpoint, and its run."""
-    from_run = Run(directory)
+def state_of(directory, step=None):
+    """Returns (the run of a checkpoint, name -> array of its parameters); default: the last."""
+    from_run = Run(directory, step)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = {
         n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here) for n, p in declared_leaves(from_run.model).items()
@@ -61,50 +67,43 @@ def test_stages_are_one_run_with_one_schedule(corpus, whole):
         "32 x 4 and 64 x 2, less what ends a document in its last row"
     )
     recipe = compose(PLAN)
-    schedule = make_schedule_of(recipe)
+    schedule = make_schedule(recipe.optimizer, recipe.run.steps)
     assert [row["learning_rate"] for row in rows] == [float(schedule(i)) for i in range(6)]
     there, _ = state_of(whole)
     assert there.step == 6 and there.model.rope_base == recipe.model.rope_base == 10000.0
     assert there.data["sequence_length"] == 64 and there.data["step"] == 6
 
 
-def make_schedule_of(recipe):
-    from ejdist.training.optimizer import make_schedule
-
-    return make_schedule(recipe.optimizer, recipe.run.steps)
-
-
-def test_any_stop_goes_on_bit_for_bit_in_the_right_stage(corpus, whole, tmp_path):
-    """Inside the first stage, at its end, and inside the second."""
-    for stop in (2, 3, 4):
-        outcome, said = run(tmp_path, corpus, f"run.stop_after={stop}")
-        assert outcome.step == stop and not outcome.finished
-        assert f"stage {1 if stop < 4 else 2} of 2" in said, said
-        assert read_rows(tmp_path / "metrics.jsonl")[-1]["step"] == stop
-    assert state_of(tmp_path)[0].model.rope_base == 10000.0
-    outcome, said = run(tmp_path, corpus)
-    assert outcome.finished and "going on from step 4" in said and "stage 1 of 2" not in said
-    assert losses(tmp_path) == losses(whole), "every loss must be the same number"
-    (_, one), (_, other) = state_of(tmp_path), state_of(whole)
+def test_a_run_whose_first_stage_has_just_ended_goes_on_bit_for_bit_in_the_second(corpus, whole, tmp_path):
+    """As after a kill between two stages: their common checkpoint is there, and nothing of the second."""
+    parts = shutil.copytree(whole, tmp_path / "parts")
+    shutil.rmtree(parts / "checkpoints" / "6")
+    outcome, said = run(parts, corpus)
+    assert outcome.finished and "going on from step 3" in said and "stage 2 of 2" in said and "stage 1 of 2" not in said
+    assert losses(parts) == losses(whole), "every loss must be the same number"
+    (_, one), (_, other) = state_of(parts), state_of(whole)
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_the_first_step_of_a_stage_has_its_positions_and_its_rows(corpus, whole, tmp_path):
+@pytest.mark.slow
+def test_a_stop_after_any_step_goes_on_bit_for_bit(corpus, whole, tmp_path):
+    for stop in (1, 2, 3, 4, 5):
+        outcome, said = run(tmp_path, corpus, f"run.stop_after={stop}")
+        assert outcome.step == stop and not outcome.finished
+        assert f"stage {1 if stop <= 3 else 2} of 2" in said, said
+    outcome, said = run(tmp_path, corpus)
+    assert outcome.finished and losses(tmp_path) == losses(whole)
+
+
+def test_the_first_step_of_a_stage_has_its_positions_and_its_rows(corpus, whole):
     """Against the loss by hand: what the stage before has saved, in the model and on the rows of the next, on one device."""
-    run(tmp_path, corpus, "run.stop_after=3")
-    before, params = state_of(tmp_path)
+    before, params = state_of(whole, 3)
     assert before.model.rope_base == 100.0 and before.data["sequence_length"] == 32 and before.data["step"] == 3
     recipe = compose([*PLAN, *corpus])
     batch = build_data(recipe.data, seed=recipe.run.seed).batch(3)
     tree = tree_of(params)["params"]
-
-    def by_hand(section):
-        total, metrics = section.build().loss(tree, batch, ops=bind_ops(None))
-        return float(metrics["loss"].value / metrics["tokens"].value)
-
-    wanted, old = by_hand(recipe.model), by_hand(before.model)
-    assert losses(whole)[3] == pytest.approx(wanted, rel=1e-5)
-    assert abs(old - wanted) > 1e-4 * wanted, "the positions of the stage before would have given the same"
+    found = recipe.model.build().loss(tree, batch, ops=bind_ops(None))[1]
+    assert losses(whole)[3] == pytest.approx(float(found["loss"].value / found["tokens"].value), rel=1e-5)
 
 
 def test_the_plan_ahead_may_change_and_what_was_made_may_not(tmp_path):
@@ -134,15 +133,25 @@ def test_the_plan_ahead_may_change_and_what_was_made_may_not(tmp_path):
         check_history(single, stages_of(later), 5, tmp_path)
 
 
-def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, whole, capsys):
+def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, whole):
     """At the end of a stage what is stored is of the stage that ends, and not of the one that goes on."""
     stages = stages_of(compose(PLAN))
     check_same_run(fingerprint(stages[0].sections), stage_of(stages, 3).sections, 3, whole)
     with pytest.raises(ValueError, match=r"model.rope_base: was 100.0, is 10000.0"):
         check_same_run(fingerprint(stages[0].sections), stage_of(stages, 4).sections, 4, whole)
-    arguments = [*PLAN, *corpus, f"run.dir={whole}", "model.rope_base=20000.0"]
-    assert main(arguments) == WRONG
-    assert "step 6 with model.rope_base = 10000.0" in capsys.readouterr().err
+    hosts = Hosts(60)
+    for keys, words in (
+        (
+            ["model.rope_base=20000.0"],
+            "step 6 with model.rope_base = 10000.0, and with this curriculum that would be 20000.0",
+        ),
+        (["curriculum=[]"], "step 3 with data.sequence_length = 32, and with this curriculum that would be 64"),
+        (["optimizer.b1=0.5"], "optimizer.b1: was 0.9, is 0.5"),
+        (["run.seed=1"], "run.seed: was 0, is 1"),
+    ):
+        opened = open_run(compose([*PLAN, *corpus, f"run.dir={whole}", *keys]), hosts)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            resume(opened, str)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +195,6 @@ def test_the_recipe_is_a_plan_and_one_program_says_that_it_is_none_of_its_stages
     assert _virtual_cpus(recipe, only=True) == 4
     assert _virtual_cpus(compose([*PLAN, f"curriculum=[{FIRST}, {{mesh: {{sp: 6}}}}]"]), only=True) == 6
     sections = compose([*PLAN, "mesh.sp=1"])
-    from ejdist.mesh import make_mesh
-
     mesh = make_mesh(devices=jax.devices()[:1])
     assert any("stages this is none" in note for note in make_program(sections, mesh).notes)
     assert not any("stages" in note for note in make_program(stages_of(sections)[1].sections, mesh).notes)

@@ -11,6 +11,7 @@ import pytest
 from shared import once
 from small_run import TINY
 
+from ejdist.cluster.hosts import Hosts
 from ejdist.evaluation import Cell, Evaluator, Octaves, Prompts, loss_by_octave, measure_recall
 from ejdist.evaluation.positions import octave_of
 from ejdist.evaluation.weights import Weights, open_weights
@@ -20,9 +21,9 @@ from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
-from ejdist.training.loop import train
+from ejdist.training.opening import open_run
 from launch.errors import DONE, WRONG
-from launch.evaluate import _held_out, _recipe_of, asked_of, main
+from launch.evaluate import _held_out, _recipe_of, asked_of, evaluate, main
 from recipes.schema import compose
 
 TEXT = np.random.default_rng(0).integers(1, 90, 500)
@@ -90,12 +91,12 @@ def test_a_prompt_holds_its_pair_at_its_depth_and_ends_in_question_and_answer(ta
     assert marks[0].tolist() == [-1] * (length - 2) + [0, 1]
 
 
-def test_keys_are_all_different_and_none_is_in_the_text():
+def test_keys_are_all_different_and_the_one_that_is_asked_for_stands_nowhere_else():
     prompts = Prompts("recall", 900, TEXT, key_tokens=2, value_tokens=1)
     row, _ = prompts.make(0.3, 0)
-    body = row[: prompts.pairs * 3 + len(row) - 3 - prompts.pairs * 3][-prompts.pairs * 3 :].reshape(-1, 3)
+    body = row[-3 - prompts.pairs * 3 : -3].reshape(-1, 3)
     assert prompts.pairs == 299 and len({tuple(key) for key in body[:, :2].tolist()}) == 299
-    few = np.random.default_rng(1).integers(0, 3, 400)  # 27 keys, most of which the text has
+    few = np.random.default_rng(1).integers(0, 3, 400)  # 27 keys, of which 12 tokens have a third by chance
     for i in range(20):
         row, _ = Prompts("needle", 12, few, key_tokens=3, value_tokens=1).make(0.5, i)
         key = row[-4:-1].tolist()
@@ -174,6 +175,21 @@ def test_a_model_that_copies_recalls_all_and_one_that_sees_less_recalls_what_it_
             assert cell.tokens_correct == cell.accuracy
 
 
+def test_an_answer_that_is_half_right_is_wrong():
+    """Of a model that knows the first token of every answer, and of none the second; the last batch has a row too many."""
+
+    class Half:
+        rows = 2
+
+        def answers(self, batch, marks, given):
+            best = given * (np.arange(given.shape[1]) == 0)
+            return best, np.log(np.array([[0.5, 0.25]] * len(given)))
+
+    cells = measure_recall(Half(), Prompts("needle", 64, TEXT, key_tokens=3, value_tokens=2), [0, 1], 3)
+    assert [(c.count, c.correct, c.tokens_correct) for c in cells] == [(3, 0, 0.5)] * 2
+    assert cells[0].log_probability == pytest.approx(np.log(0.125))
+
+
 # -- a run ----------------------------------------------------------------------------------------------------------------
 
 
@@ -183,22 +199,23 @@ TASKS = ["lengths=64", "batches=2", "examples=3", "depths=0,1"]
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
-    """The run.dir of a small run, with an evaluation of it on four devices beside its checkpoints."""
+    """The run.dir of a run with a checkpoint, and beside it an evaluation on four devices."""
 
     def make(folder):
-        train(compose([*TINY, *corpus, "run.steps=2", "optimizer.learning_rate=0.03", f"run.dir={folder}"]), say=str)
+        run = open_run(compose([*TINY, *corpus, "model.init_std=0.2", f"run.dir={folder}"]), Hosts(60))
+        run.checkpoints.save(2, run.program.init(), run.kept(2))
+        run.checkpoints.close()
         arguments = [f"run.dir={folder}", *corpus, *SMALL, *TASKS, "mesh.sp=4", f"to={folder}/evaluation.json"]
         assert main(arguments) == DONE
 
     return once(tmp_path_factory, "evaluated", make)
 
 
-def test_four_devices_find_what_one_does(trained, corpus, tmp_path, capsys):
-    to = tmp_path / "one.json"
-    arguments = [f"run.dir={trained}", *corpus, *SMALL, *TASKS, "mesh=single", f"to={to}"]
-    assert main(arguments) == DONE
-    said = capsys.readouterr().out
-    four, one = (json.loads(path.read_text()) for path in (trained / "evaluation.json", to))
+def test_four_devices_find_what_one_does(trained, corpus):
+    asked, where, keys = asked_of([f"run.dir={trained}", *corpus, *SMALL, *TASKS, "mesh=single"])
+    said = []
+    four, one = json.loads((trained / "evaluation.json").read_text()), evaluate(asked, where, keys, said.append)
+    told = "\n".join(said)
     assert four["mesh"]["sp"] == 4 and one["mesh"]["sp"] == 1
     for place in ("document", "row"):
         for a, b in zip(four["loss"]["64"][place], one["loss"]["64"][place], strict=True):
@@ -206,13 +223,10 @@ def test_four_devices_find_what_one_does(trained, corpus, tmp_path, capsys):
             assert a["sum"] == pytest.approx(b["sum"], rel=1e-5)
     assert len(four["recall"]) == 4
     for a, b in zip(four["recall"], one["recall"], strict=True):
-        assert {k: a[k] for k in ("task", "depth", "correct", "count")} == {
-            k: b[k] for k in ("task", "depth", "correct", "count")
-        }
+        assert all(a[key] == b[key] for key in ("task", "length", "depth", "correct", "count", "tokens_correct"))
         assert a["log_probability"] == pytest.approx(b["log_probability"], rel=1e-5)
-    assert (
-        "NOT held out" in said and "step 2 of the run" in said and to.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    )
+    assert all(words in told for words in ("NOT held out", "step 2 of the run", "needle at 64 tokens, depth 1: ")), told
+    assert (trained / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_octaves_add_up_to_the_models_own_loss_and_answers_are_those_of_all_logits(trained, corpus):

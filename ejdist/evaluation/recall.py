@@ -10,6 +10,7 @@ A prompt is a pure function of (seed, task, length, depth, number).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from ejdist.evaluation.forward import Evaluator
 
 TASKS = ("needle", "recall")
-_ATTEMPTS = 100  # at a key that the text does not have
+_ATTEMPTS = 100  # at a key that stands nowhere else
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Prompts:
         """Tokens before the question."""
         return self.length + 1 - self._pair
 
-    @property
+    @functools.cached_property
     def _ids(self) -> np.ndarray:
         return np.unique(self.text)
 
@@ -87,19 +88,31 @@ class Prompts:
           number: which of the prompts.
         """
         rng = np.random.default_rng([self.seed, TASKS.index(self.task), self.length, round(depth * 10**6), number])
-        before = self._text_before(rng) if self.task == "needle" else None
-        keys, values = self._keys(rng, before), rng.choice(self._ids, (self.pairs, self.value_tokens))
+        for _ in range(_ATTEMPTS):
+            row = self._drawn(rng, depth)
+            asked = row[-self._pair : -self.value_tokens]
+            windows = np.lib.stride_tricks.sliding_window_view(row[: -self.value_tokens], self.key_tokens)
+            if (windows == asked).all(axis=1).sum() == 2:  # in its pair and in the question, and nowhere else by chance
+                return row, row[-self.value_tokens :]
+        raise ValueError(
+            f"key_tokens = {self.key_tokens}: every key that was drawn stands elsewhere in {self.length} tokens too; use more"
+        )
+
+    def _drawn(self, rng: np.random.Generator, depth: float) -> np.ndarray:
+        keys, values = self._keys(rng), rng.choice(self._ids, (self.pairs, self.value_tokens))
         pairs = np.concatenate([keys, values], axis=1)
-        if before is not None:
-            asked, at = 0, round(depth * len(before))
-            body = np.concatenate([before[:at], pairs[0], before[at:]])
+        if self.task == "needle":
+            start, size = int(rng.integers(len(self.text))), self._body - self._pair
+            around, asked = self.text.take(np.arange(start, start + size), mode="wrap"), 0
+            at = round(depth * size)
+            body = np.concatenate([around[:at], pairs[0], around[at:]])
         else:
             asked = round(depth * (self.pairs - 1))
             rest = rng.choice(self._ids, self._body - pairs.size)
             body = np.concatenate([rest, pairs.reshape(-1)])
         row = np.concatenate([body, keys[asked], values[asked]]).astype(np.int32)
         assert row.shape == (self.length + 1,), (row.shape, self)
-        return row, values[asked].astype(np.int32)
+        return row
 
     def batch(self, rows: Sequence[np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Returns (the batch of these prompts, marks: where their answers are predicted)."""
@@ -116,26 +129,14 @@ class Prompts:
         marks[:, self.length - self.value_tokens :] = np.arange(self.value_tokens)
         return batch, marks
 
-    def _text_before(self, rng: np.random.Generator) -> np.ndarray:
-        size = self._body - self._pair
-        start = int(rng.integers(len(self.text)))
-        return self.text.take(np.arange(start, start + size), mode="wrap")
-
-    def _keys(self, rng: np.random.Generator, text: np.ndarray | None) -> np.ndarray:
-        """Returns [pairs, key_tokens], all different, and none of them in the text."""
+    def _keys(self, rng: np.random.Generator) -> np.ndarray:
+        """Returns [pairs, key_tokens], all different."""
         found = np.zeros((0, self.key_tokens), self._ids.dtype)
-        for _ in range(_ATTEMPTS):
+        while len(found) < self.pairs:  # at least three quarters of all possible keys are free
             more = rng.choice(self._ids, (self.pairs - len(found), self.key_tokens))
-            if text is not None and len(text) >= self.key_tokens:
-                seen = np.lib.stride_tricks.sliding_window_view(text, self.key_tokens)
-                more = more[[not (seen == key).all(axis=1).any() for key in more]]
             both = np.concatenate([found, more])
             found = both[np.sort(np.unique(both, axis=0, return_index=True)[1])]
-            if len(found) == self.pairs:
-                return found
-        raise ValueError(
-            f"key_tokens = {self.key_tokens}: every key that was drawn stands in the text already; use more of them"
-        )
+        return found
 
 
 @dataclass(frozen=True)
