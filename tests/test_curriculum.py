@@ -191,7 +191,7 @@ def test_the_recipe_is_a_plan_and_one_program_says_that_it_is_none_of_its_stages
     lengths = [stage.sections.data.sequence_length for stage in stages]
     assert lengths == sorted(lengths) and len(set(lengths)) == 3
     assert len({s.sections.data.sequence_length * s.sections.data.global_batch for s in stages}) == 1
-    assert len({s.sections.model.rope_base for s in stages}) == 3 and stages[-1].until == recipe.run.steps
+    assert [s.sections.model.rope_factor for s in stages] == [1.0, 2.0, 4.0] and stages[-1].until == recipe.run.steps
     assert _virtual_cpus(recipe, only=True) == 4
     assert _virtual_cpus(compose([*PLAN, f"curriculum=[{FIRST}, {{mesh: {{sp: 6}}}}]"]), only=True) == 6
     sections = compose([*PLAN, "mesh.sp=1"])
