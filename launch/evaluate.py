@@ -6,14 +6,13 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.errors import DONE, tell
-from launch.train import start_jax
+from launch.errors import DONE, run_command
+from launch.train import command, start_jax
 
 USAGE = """usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
        python -m launch.evaluate model.init_from=DIR [KEY=VALUE ...]
@@ -187,7 +186,8 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
         lengths = asked.lengths or [weights.data.get("sequence_length", recipe.data.sequence_length)]
         own = {k: str(v) for k, v in vars(asked).items()} | {"weights": weights.what}
         facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}
-        hosts.compare("the start", facts | own | environment())
+        digest = {} if hosts.count == 1 else {"weights (digest)": weights.digest()}
+        hosts.compare("the start", facts | own | digest | environment())
         mesh = make_mesh(**vars(recipe.mesh))
         sections = {
             n: dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sequence_length=n)) for n in lengths
@@ -259,31 +259,28 @@ def _tell_cells(say: Callable[[str], Any], cells: Sequence[Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(USAGE)
-        return DONE
+    return run_command(argv, _main, lambda arguments: USAGE)
+
+
+def _main(arguments: list[str]) -> int:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from recipes.schema import compose
 
-    try:
-        asked, where, given = asked_of(arguments)
-        start_jax(compose(given))
-        import jax
+    asked, where, given = asked_of(arguments)
+    start_jax(compose(given))
+    import jax
 
-        from ejdist.evaluation.picture import draw_evaluation
-        from ejdist.training.metrics import write_whole
+    from ejdist.evaluation.picture import draw_evaluation
+    from ejdist.training.metrics import write_whole
 
-        first = jax.process_index() == 0
-        found = evaluate(asked, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
-        if asked.to is not None and first:
-            write_whole(asked.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
-            draw_evaluation(found, asked.to.with_suffix(".png"), found["weights"])
-            print(f"written to {asked.to} and {asked.to.with_suffix('.png').name} beside it")
-    except Exception as error:
-        return tell(error)
+    first = jax.process_index() == 0
+    found = evaluate(asked, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
+    if asked.to is not None and first:
+        write_whole(asked.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        draw_evaluation(found, asked.to.with_suffix(".png"), found["weights"])
+        print(f"written to {asked.to} and {asked.to.with_suffix('.png').name} beside it")
     return DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(run=main)

@@ -140,8 +140,8 @@ def _without_late_reads(unraisable) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def command(before: Callable[[], object] = lambda: None) -> None:
-    """Runs `main` as a process of its own, after `before`, and ends it."""
+def command(before: Callable[[], object] = lambda: None, run: Callable[[], int] | None = None) -> None:
+    """Runs a `main`, this one's or another's, as a process of its own, after `before`, and ends it."""
     import signal
 
     if {"-m", "--multirun"} & set(sys.argv[1:]):  # its runs are processes of their own, each of which does what follows
@@ -153,7 +153,7 @@ def command(before: Callable[[], object] = lambda: None) -> None:
 
     listen(Codes(PREEMPTED, HOST_LOST))
     before()
-    code = main()
+    code = (run or main)()
     if code not in (DONE, PREEMPTED):
         _end_alone(code)
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -24,6 +25,7 @@ from ejdist.training.data import build as build_data
 from ejdist.training.opening import open_run
 from launch.errors import DONE, WRONG
 from launch.evaluate import _held_out, _recipe_of, asked_of, evaluate, main
+from launch.processes import Job
 from recipes.schema import compose
 
 TEXT = np.random.default_rng(0).integers(1, 90, 500)
@@ -270,7 +272,7 @@ def test_the_model_is_the_runs_and_only_what_keeps_its_parameters_may_change(tra
 def test_what_the_model_was_trained_on_is_said(corpus):
     data = build_data(compose([*TINY, *corpus]).data, seed=0)
     known = {"corpus": data.corpus.fingerprint, "tokenizer": data.corpus.tokenizer.fingerprint}
-    weights = Weights("these", compose([]).model, dict, known)
+    weights = Weights("these", compose([]).model, dict, str, known)
     assert _held_out(weights, data).startswith("NOT held out")
     assert _held_out(dataclasses.replace(weights, data=known | {"corpus": "other"}), data).startswith(
         "not the run's corpus"
@@ -309,3 +311,21 @@ def test_what_is_no_key_no_run_and_no_step_is_refused(trained, tmp_path, capsys)
     ):
         assert main(arguments) == WRONG
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_hosts_find_what_one_does_and_refuse_to_differ(trained, corpus, tmp_path):
+    """As real processes with two devices each, which share the sequence."""
+    command = (sys.executable, "-m", "launch.evaluate")
+    arguments = [f"run.dir={trained}", *corpus, *SMALL, *TASKS, "run.host_timeout=120"]
+    job = Job(2, tmp_path / "logs", 2, command).start([*arguments, "mesh.sp=4", f"to={tmp_path}/two.json"])
+    assert job.wait(300) == [DONE, DONE], job.log(0).read_text() + job.log(1).read_text()
+    two, one = (json.loads(path.read_text()) for path in (tmp_path / "two.json", trained / "evaluation.json"))
+    assert two["recall"] == one["recall"]
+    for a, b in zip(two["loss"]["64"]["row"], one["loss"]["64"]["row"], strict=True):
+        assert a["tokens"] == b["tokens"] and a["sum"] == pytest.approx(b["sum"], rel=1e-6)
+    assert job.log(1).read_text().count("loss at") == 0, "one of them speaks"
+    job = Job(2, tmp_path / "other", 2, command)
+    job.start([*arguments, "mesh.sp=4"], of_host={1: ["model.rope_base=5e4"]})
+    assert job.wait(300, after_first=60) == [WRONG, WRONG]
+    assert "host 1" in job.log(0).read_text() and "model.rope_base = 50000.0" in job.log(0).read_text()

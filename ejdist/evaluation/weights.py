@@ -28,12 +28,14 @@ class Weights:
       what: what they are, in words.
       model: the section that they were trained with, or that of their config.json.
       data: what their run's data were, as a checkpoint keeps it; empty where that is not known.
+      digest: tells these from others, for hosts that each have a copy.
       recipe: what else decided that run's losses.
     """
 
     what: str
     model: DecoderConfig
     read: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+    digest: Callable[[], str]
     data: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
 
@@ -76,11 +78,14 @@ def open_weights(where: str, step: int | None = None) -> Weights:
                 f"step = {step} is of a run's checkpoints, and {where!r} is a folder of weights: leave it out"
             )
         section = read_config(folder)[1]
-        return Weights(str(folder), section, open_source(where, section).load)
+        source = open_source(where, section)
+        return Weights(str(folder), section, source.load, source.digest)
     if not (folder / "checkpoints").is_dir():
         what = "has neither checkpoints nor config.json" if folder.is_dir() else "is no folder"
         raise ValueError(
             f"{where!r} {what}; give the run.dir of a run, or model.init_from=DIR with config.json and safetensors"
         )
     run = Run(folder, step)
-    return Weights(f"step {run.step} of the run in {folder}", run.model, run.load_and_close, run.data, run.recipe)
+    return Weights(
+        f"step {run.step} of the run in {folder}", run.model, run.load_and_close, run.digest, run.data, run.recipe
+    )
