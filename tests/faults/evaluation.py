@@ -57,10 +57,10 @@ FAULTS = (
         f"{EVALUATE} -k half_right",
     ),
     Fault(
-        "rows that only fill the last batch are prompts too",
+        "the probability of an answer is that of its first token",
         RECALL,
-        "scores += list(score[: len(part)]",
-        "scores += list(score[:]",
+        ".astype(np.float64).sum(axis=1))",
+        ".astype(np.float64)[:, 0])",
         f"{EVALUATE} -k copies",
     ),
     Fault(
