@@ -126,7 +126,7 @@ def run(
     began = [job.log(i).stat().st_size if job.log(i).exists() else 0 for i in range(o.hosts)]
     start = time.monotonic()
     commands = {
-        i: (sys.executable, "-P", "-m", "launch.drills", json.dumps(spec))
+        i: (sys.executable, "-P", "-m", "launch.disturbed", json.dumps(spec))
         for i, spec in (d.inside if d else {}).items()
     }
     arguments = [*o.arguments, f"run.dir={folder / 'run'}", *extra, *(d.arguments if d else ())]

@@ -151,7 +151,7 @@ def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, w
     ):
         opened = open_run(compose([*PLAN, *corpus, f"run.dir={whole}", *keys]), hosts)
         with pytest.raises(ValueError, match=re.escape(words)):
-            resume(opened, str)
+            resume(opened, opened.found, str)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-CURRICULUM, OPENING, LOOP = "ejdist/training/curriculum.py", "ejdist/training/opening.py", "ejdist/training/loop.py"
+CURRICULUM, OPENING = "ejdist/training/curriculum.py", "ejdist/training/opening.py"
 FORWARD, RECALL, POSITIONS = (f"ejdist/evaluation/{name}.py" for name in ("forward", "recall", "positions"))
 STAGES, EVALUATE = "tests/test_curriculum.py", "tests/test_evaluate.py"
 
