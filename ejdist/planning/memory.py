@@ -1,0 +1,177 @@
+"""Bytes on a device at the height of a training step, by class, from shapes and shardings alone: nothing is compiled.
+
+State and batch are exact. What comes and goes is counted at three moments, of which the largest is the height: the loss, whose
+logits are there a block at a time; the backward of a layer; and the gradient of the embedding. Each holds what is kept for
+the backward, copies of the weights in the compute dtype, and gradients that wait for the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ejdist.layout import axes_in
+from ejdist.mesh import SP, TP
+from ejdist.models.model import Model
+from ejdist.models.parameters import Param
+from ejdist.models.stack import layers_of
+from ejdist.planning.activations import OF_PART, PartBytes, Share
+from ejdist.planning.candidates import rows_over
+from ejdist.training.program import check_sizes, stored_places
+from kernels._core.vocabulary import rows_of_block
+from kernels.ops.cross_entropy.blocks import BLOCK_ELEMENTS
+
+# A heap has gaps: what it takes over what is alive at its height. 0 to 12% in programs for TPUs, none in those for GPUs.
+GAPS = {"tpu": 1.04, "gpu": 1.0}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device at the height of a step. classes: of what. moment: when the height is. arguments: state and batch,
+    which are there all the time."""
+
+    classes: dict[str, int]
+    moment: str
+    arguments: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.classes.values())
+
+    @property
+    def temporaries(self) -> int:
+        return self.total - self.arguments
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter: its numbers in all, on a device, and on one where it is used, after what splits its D is gathered.
+    over: the axes that it is gathered over."""
+
+    path: str
+    param: Param
+    whole: int
+    local: int
+    used: int
+    over: tuple[str, ...]
+
+
+def stored(sections: Any, declared: Any, mesh: Any, kind: str = "parameter") -> list[Stored]:
+    """Returns every parameter as a mesh holds it. Raises ValueError where a dim does not divide."""
+    places = jax.tree.leaves(stored_places(sections, declared, mesh, kind))
+    parameters = jax.tree_util.tree_leaves_with_path(declared, is_leaf=lambda x: isinstance(x, Param))
+    found = []
+    for (path, param), place in zip(parameters, places, strict=True):
+        axes = [a for a in axes_in(place.spec) if mesh.shape[a] > 1]
+        stays = (TP, *sections.experts.axes) if "E" in param.dims.split() else (TP,)
+        local = param.size // math.prod(mesh.shape[a] for a in axes)
+        over = tuple(a for a in axes if a not in stays)
+        used = local * math.prod(mesh.shape[a] for a in over)
+        found.append(Stored(".".join(str(k.key) for k in path), param, param.size, local, used, over))
+    return found
+
+
+def share_of(sections: Any, mesh: Any) -> Share:
+    """Returns what a device has of a microbatch."""
+    s = sections
+    rows = s.data.global_batch // s.accumulation // rows_over(mesh.shape)
+    return Share(
+        tokens=rows * s.data.sequence_length // mesh.shape[SP],
+        itemsize=2 if s.model.compute_dtype == "bfloat16" else 4,
+        features=mesh.shape[TP],
+        sequence=mesh.shape[SP],
+        gathers=s.sequence.scheme == "all_gather",
+        experts=math.prod(mesh.shape[a] for a in s.experts.axes),
+        buffer=s.experts.buffer,
+    )
+
+
+def part_bytes(sections: Any, share: Share) -> Iterator[list[PartBytes]]:
+    """Yields the bytes of the parts of each layer."""
+    made: dict[str, PartBytes] = {}
+    for parts in layers_of(sections.model):
+        for part in parts:
+            made.setdefault(part.name, OF_PART[part.name](sections.model, share))
+        yield [made[part.name] for part in parts]
+
+
+def memory(sections: Any, model: Model, mesh: Any, platform: str) -> Memory:
+    """Returns the bytes of a recipe's step on a mesh, which may be abstract.
+
+    Args:
+      model: `sections.model.build()`.
+      platform: tpu or gpu.
+
+    Raises:
+      ValueError: a size does not fit the mesh.
+    """
+    s, c = sections, sections.model
+    check_sizes(s, model, mesh)
+    parameters = stored(s, model.declared, mesh)
+    share = share_of(s, mesh)
+    b, x = share.itemsize, share.tokens * c.model_dim * share.itemsize
+    vocabulary = c.vocab_size // share.features
+    head = c.model_dim * vocabulary  # numbers of the output projection where it is used
+    split = bool(axes_of_head := [p for p in parameters if p.path == ("embedding" if c.tie_embeddings else "lm_head")][0].over)
+
+    always = {
+        "parameters": 4 * sum(p.local for p in parameters),
+        "optimizer moments": 8 * sum(p.local for p in parameters),
+        "buffers": 4 * sum(p.local for p in stored(s, model.buffers, mesh, "buffer")),
+        "batch": 4 * 4 * share.tokens * s.accumulation,
+    }
+    arguments = sum(always.values())
+    layers = list(part_bytes(s, share))
+    kept = sum(x + sum(p.kept[c.remat] for p in parts) for parts in layers)
+    work = max(p.work for parts in layers for p in parts)
+    stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
+    copies = b * sum(p.local for p in stacks) if b < 4 else 0
+    gradients = b * sum(p.local for p in stacks)
+    sums = 4 * sum(p.local for p in parameters) if s.accumulation > 1 else 0
+    # The weights of the part that needs most, whole, and their gradients before they are scattered.
+    whole = max(_gathered(c, stacks, b).values())
+    gathered_head = b * head if split or b < 4 else 0
+    rows = rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
+
+    moments = {
+        "the loss": {
+            "activations kept": kept,
+            "weights in the compute dtype": copies,
+            "gathered weights": gathered_head,
+            "gradients": 4 * head + sums,
+            "logits": (4 + b) * rows * vocabulary,
+            "activations at work": 3 * x,
+        },
+        "the backward of a layer": {
+            "activations kept": kept,
+            "weights in the compute dtype": copies,
+            "gathered weights": 2 * whole,
+            "gradients": 4 * head + gradients + sums,
+            "activations at work": work,
+        },
+        "the gradient of the embedding": {
+            "gathered weights": 0,
+            "gradients": 4 * head + gradients + sums + 4 * (head if split else 0),
+            "activations at work": 2 * x,
+        },
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    classes = moments[moment]
+    if (gaps := GAPS[platform] - 1) > 0:
+        classes["gaps of the heap"] = int(gaps * sum(classes.values()))
+    return Memory({**always, **{name: n for name, n in classes.items() if n}}, moment, arguments)
+
+
+def _gathered(c: Any, stacks: list[Stored], itemsize: int) -> dict[str, int]:
+    """Returns part -> bytes of its weights in one layer where they are used, of those that are gathered."""
+    found = {"": 0}
+    for parts in layers_of(c):
+        for part in parts:
+            names = part.declare(c)
+            mine = [p for p in stacks if p.path.removeprefix("layers.") in names and p.over]
+            found[part.name] = itemsize * sum(p.used // p.param.shape[0] for p in mine)
+    return found
