@@ -6,10 +6,14 @@ at the height of its backward, from its code. b is the bytes of a number in the 
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ejdist.models.config import DecoderShape
+from ejdist.models.part import Part
+from ejdist.models.stack import layers_of
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,7 @@ def latent_attention(c: DecoderShape, s: Share) -> PartBytes:
     m, per = c.latent, s.tokens * s.itemsize
     heads = c.num_heads // s.features
     query, value = per * heads * (m.nope_dim + m.rope_dim), per * heads * m.value_dim
-    found = _attention(c, s, query, query, value, c.num_heads, per * (m.query_rank + m.kv_rank + m.rope_dim))
-    return found
+    return _attention(c, s, query, query, value, c.num_heads, per * (m.query_rank + m.kv_rank + m.rope_dim))
 
 
 def mlp(c: DecoderShape, s: Share) -> PartBytes:
@@ -99,3 +102,14 @@ OF_PART: dict[str, Callable[[DecoderShape, Share], PartBytes]] = {
     "mlp": mlp,
     "experts": experts,
 }
+
+
+@functools.lru_cache(maxsize=64)
+def counted_parts(c: DecoderShape) -> Counter[Part]:
+    """Returns part -> how many layers have it."""
+    return Counter(part for parts in layers_of(c) for part in parts)
+
+
+def bytes_of(c: DecoderShape, s: Share) -> dict[Part, PartBytes]:
+    """Returns part -> its bytes in one layer."""
+    return {part: OF_PART[part.name](c, s) for part in counted_parts(c)}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,12 +36,13 @@ class Candidate:
 
     def applied(self, sections: Any) -> Any:
         """Returns a copy of a recipe's sections with this choice."""
-        made = copy.deepcopy(sections)
-        for axis, size in self.sizes.items():
-            setattr(made.mesh, axis, size)
-        made.model.remat, made.accumulation = self.remat, self.accumulation
-        made.data.global_batch = self.global_batch
-        return made
+        return replace(
+            sections,
+            mesh=replace(sections.mesh, **self.sizes),
+            model=replace(sections.model, remat=self.remat),
+            data=replace(sections.data, global_batch=self.global_batch),
+            accumulation=self.accumulation,
+        )
 
     def overrides(self) -> dict[str, str]:
         """Returns key -> value, as a command line has them."""

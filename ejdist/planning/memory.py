@@ -8,7 +8,6 @@ the backward, copies of the weights in the compute dtype, and gradients that wai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,7 @@ from ejdist.layout import axes_in
 from ejdist.mesh import SP, TP
 from ejdist.models.model import Model
 from ejdist.models.parameters import Param
-from ejdist.models.stack import layers_of
-from ejdist.planning.activations import OF_PART, PartBytes, Share
+from ejdist.planning.activations import Share, bytes_of, counted_parts
 from ejdist.planning.candidates import rows_over
 from ejdist.training.program import check_sizes, stored_places
 from kernels._core.vocabulary import rows_of_block
@@ -90,44 +88,48 @@ def share_of(sections: Any, mesh: Any) -> Share:
     )
 
 
-def part_bytes(sections: Any, share: Share) -> Iterator[list[PartBytes]]:
-    """Yields the bytes of the parts of each layer."""
-    made: dict[str, PartBytes] = {}
-    for parts in layers_of(sections.model):
-        for part in parts:
-            made.setdefault(part.name, OF_PART[part.name](sections.model, share))
-        yield [made[part.name] for part in parts]
+@dataclass(frozen=True)
+class Held:
+    """What a mesh holds of a recipe's model, whatever the batch and remat: parameters, and buffers."""
+
+    parameters: list[Stored]
+    buffers: list[Stored]
 
 
-def memory(sections: Any, model: Model, mesh: Any, platform: str) -> Memory:
+def held(sections: Any, model: Model, mesh: Any) -> Held:
+    """Returns what a mesh, which may be abstract, holds of `model`, which is `sections.model.build()`.
+
+    Raises:
+      ValueError: a size of the recipe or the model does not fit the mesh.
+    """
+    check_sizes(sections, model, mesh)
+    return Held(stored(sections, model.declared, mesh), stored(sections, model.buffers, mesh, "buffer"))
+
+
+def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     """Returns the bytes of a recipe's step on a mesh, which may be abstract.
 
     Args:
-      model: `sections.model.build()`.
+      of: `held(sections, model, mesh)`, also of another batch and remat.
       platform: tpu or gpu.
-
-    Raises:
-      ValueError: a size does not fit the mesh.
     """
-    s, c = sections, sections.model
-    check_sizes(s, model, mesh)
-    parameters = stored(s, model.declared, mesh)
+    s, c, parameters = sections, sections.model, of.parameters
     share = share_of(s, mesh)
     b, x = share.itemsize, share.tokens * c.model_dim * share.itemsize
     vocabulary = c.vocab_size // share.features
     head = c.model_dim * vocabulary  # numbers of the output projection where it is used
-    split = bool(axes_of_head := [p for p in parameters if p.path == ("embedding" if c.tie_embeddings else "lm_head")][0].over)
+    split = any(p.over for p in parameters if p.path == ("embedding" if c.tie_embeddings else "lm_head"))
 
     always = {
         "parameters": 4 * sum(p.local for p in parameters),
         "optimizer moments": 8 * sum(p.local for p in parameters),
-        "buffers": 4 * sum(p.local for p in stored(s, model.buffers, mesh, "buffer")),
+        "buffers": 4 * sum(p.local for p in of.buffers),
         "batch": 4 * 4 * share.tokens * s.accumulation,
     }
     arguments = sum(always.values())
-    layers = list(part_bytes(s, share))
-    kept = sum(x + sum(p.kept[c.remat] for p in parts) for parts in layers)
-    work = max(p.work for parts in layers for p in parts)
+    parts, each = counted_parts(c), bytes_of(c, share)
+    kept = c.num_layers * x + sum(n * each[part].kept[c.remat] for part, n in parts.items())
+    work = max(p.work for p in each.values())
     stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
     copies = b * sum(p.local for p in stacks) if b < 4 else 0
     gradients = b * sum(p.local for p in stacks)
@@ -169,9 +171,8 @@ def memory(sections: Any, model: Model, mesh: Any, platform: str) -> Memory:
 def _gathered(c: Any, stacks: list[Stored], itemsize: int) -> dict[str, int]:
     """Returns part -> bytes of its weights in one layer where they are used, of those that are gathered."""
     found = {"": 0}
-    for parts in layers_of(c):
-        for part in parts:
-            names = part.declare(c)
-            mine = [p for p in stacks if p.path.removeprefix("layers.") in names and p.over]
-            found[part.name] = itemsize * sum(p.used // p.param.shape[0] for p in mine)
+    for part in counted_parts(c):
+        names = part.declare(c)
+        mine = [p for p in stacks if p.path.removeprefix("layers.") in names and p.over]
+        found[part.name] = itemsize * sum(p.used // p.param.shape[0] for p in mine)
     return found
