@@ -91,7 +91,12 @@ def experts(c: DecoderShape, s: Share) -> PartBytes:
     wide, narrow = int(rows * c.model_dim * s.itemsize), int(rows * e.ffn_dim // s.features * s.itemsize)
     shared = s.tokens * e.shared_dim // s.features * s.itemsize
     choices = 4 * s.tokens * e.top_k
-    kept = {"full": choices, "attention": choices, "dots": choices, "none": choices + 2 * wide + 3 * narrow + 3 * shared}
+    kept = {
+        "full": choices,
+        "attention": choices,
+        "dots": choices,
+        "none": choices + 2 * wide + 3 * narrow + 3 * shared,
+    }
     # Rows that were sent, that arrived, in the order of experts, what was made of them, and their gradients; gate, up and product.
     return PartBytes(kept, 5 * wide + 5 * narrow + 5 * shared + 3 * x + 4 * x // s.itemsize)
 

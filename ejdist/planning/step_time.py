@@ -6,6 +6,7 @@ is an assumption, and so is that half of the time of collectives is hidden under
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -49,9 +50,7 @@ class StepTime:
         return self.flops / self.total / self.devices / self.peak
 
 
-def step_time(
-    sections: Any, of: Held, mesh: Any, chip: Chip, *, per_host: int, pairs: float | None = None
-) -> StepTime:
+def step_time(sections: Any, of: Held, mesh: Any, chip: Chip, *, per_host: int, pairs: float | None = None) -> StepTime:
     """Returns the time of a recipe's step on a mesh, which may be abstract.
 
     Args:
@@ -62,7 +61,9 @@ def step_time(
     share, length, rows = share_of(s, mesh), s.data.sequence_length, s.data.global_batch
     devices, tokens = math.prod(mesh.shape.values()), rows * length
     again = c.remat in ("attention", "full", "offload")
-    matmuls = computed = attention = visible = 0.0  # FLOPs a token; a token, as if at the rate of plain products; all; all
+    matmuls = computed = attention = visible = (
+        0.0  # FLOPs a token; a token, as if at the rate of plain products; all; all
+    )
     for part, layers in counted_parts(c).items():
         flops = part.flops(c)
         token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.window, pairs)
@@ -123,7 +124,9 @@ def _weights(sent: Counter[str], s: Any, p: Stored, share: Share, sizes: Mapping
     """Adds the gathers of a parameter, forward and backward, and the sum of its gradient."""
     b = share.itemsize if p.param.cast and p.path != "embedding" else 4
     layers = p.path.startswith("layers.")
-    times = 1 + (2 if layers else 1)  # a layer's weights are gathered again in its backward; its gradient goes back once
+    times = 1 + (
+        2 if layers else 1
+    )  # a layer's weights are gathered again in its backward; its gradient goes back once
     held = p.used
     for axis in p.over:  # the first axis has the least of it left to bring
         held //= sizes[axis]
@@ -170,13 +173,17 @@ def _experts(s: Any, share: Share, chip: Chip, ranks: int) -> float:
     e, row = s.model.experts, s.model.model_dim * share.itemsize
     times = 4 + (s.model.remat != "none")
     scheme = s.experts.dispatch
-    if scheme == "auto":
-        scheme = choose(
-            axis_sizes=(ranks,), tokens=share.tokens, top_k=e.top_k, width=s.model.model_dim, itemsize=share.itemsize,
-            buffer=share.buffer, hosts=1, device_kind=chip.kind,
-        ).scheme  # fmt: skip
+    scheme = _chosen(ranks, share, e.top_k, s.model.model_dim, chip.kind) if scheme == "auto" else scheme
     if scheme == "all_gather":
         return times * share.tokens * row * (ranks - 1)
     rows = share.tokens * e.top_k * (share.buffer if scheme != "ragged_all_to_all" else 1)
     crowded = max(ranks, 4) / 4 if chip.network is None else 1  # on a ring of devices most rows pass several links
     return times * rows * row * (ranks - 1) / ranks * crowded
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(ranks: int, share: Share, top_k: int, width: int, kind: str) -> str:
+    return choose(
+        axis_sizes=(ranks,), tokens=share.tokens, top_k=top_k, width=width, itemsize=share.itemsize, buffer=share.buffer,
+        hosts=1, device_kind=kind,
+    ).scheme  # fmt: skip

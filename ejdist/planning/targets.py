@@ -65,12 +65,16 @@ def target_of(topology: str | None, devices: int | None, device: str | None, per
       ValueError: both or neither, a kind that is not known, or numbers that do not fit.
     """
     if topology and (devices or device or per_host):
-        raise ValueError("give either topology=GENERATION:SHAPE, of TPUs, or devices=N device=NAME, of GPUs, and not both")
+        raise ValueError(
+            "give either topology=GENERATION:SHAPE, of TPUs, or devices=N device=NAME, of GPUs, and not both"
+        )
     if topology:
         name, _, shape = topology.partition(":")
         if name not in CHIPS or CHIPS[name].platform != "tpu":
             known = ", ".join(n for n, chip in CHIPS.items() if chip.platform == "tpu")
-            raise ValueError(f"topology = {topology!r}: there is no TPU {name!r}; use one of {known}, for example v5p:4x4x4")
+            raise ValueError(
+                f"topology = {topology!r}: there is no TPU {name!r}; use one of {known}, for example v5p:4x4x4"
+            )
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
             raise ValueError(f"topology = {topology!r} must be GENERATION:SHAPE, for example topology=v5p:4x4x4")
         count = functools.reduce(lambda a, b: a * b, map(int, shape.split("x")))
