@@ -1,10 +1,10 @@
 """`python -m benchmarks.plan [case=NAME] [out=benchmarks/results/plans/plans.json] [write=false] [commit=]`: predictions of
 `launch.plan` beside what compilers and measurements say.
 
-Each case is a recipe on devices that need not be there: its memory is predicted, and its step is compiled for them; both are of a
-device. A case's row is written as soon as it is done, in place of the one before; case=all makes all of them. Then step times are
-predicted for every training step in results/steps, with the (query, key) pairs that were there, and put beside the measured ones.
-write=true puts the tables into README.md beside this file; case=none compiles nothing.
+Each case is a recipe on devices that need not be there: its memory is predicted, and its step is compiled for them; both are
+of a device. A case's row is written as soon as it is done, in place of the one before; case=all makes all of them. Then step
+times are predicted for every training step in results/steps, with the (query, key) pairs that were there, and put beside the
+measured ones. write=true puts the tables into README.md beside this file; case=none compiles nothing.
 """
 
 from __future__ import annotations

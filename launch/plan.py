@@ -1,9 +1,9 @@
-"""`python -m launch.plan topology=v5p:8x8x8 | devices=64 device=h200 [GROUP=VARIANT ...] [KEY=VALUE ...]`: how to train a recipe on
-devices that need not be there.
+"""`python -m launch.plan topology=v5p:8x8x8 | devices=64 device=h200 [GROUP=VARIANT ...] [KEY=VALUE ...]`: how to train a
+recipe on devices that need not be there.
 
-Searches mesh, remat, accumulation and batch by predicted memory and time; keys that are given stay. The best plan is compiled with
-the real compiler of the devices, and printed as overrides, with bytes on a device by class, bytes along each axis, step time and MFU.
-A recipe whose mesh sizes are given and use all devices is compiled as it is; so is any with search=false.
+Searches mesh, remat, accumulation and batch by predicted memory and time; keys that are given stay. The best plan is compiled
+with the real compiler of the devices, and printed as overrides, with bytes on a device by class, bytes along each axis, step
+time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is; so is any with search=false.
 
 topology=GENERATION:SHAPE   a TPU slice
 devices=N device=NAME       GPUs: h100, h200, b200; devices_per_host=8
@@ -95,7 +95,7 @@ def plan(asked: Asked) -> dict[str, Any]:
       ValueError: an option, a key, or a size that fits no mesh; names it, and the remedy.
       jax.errors.JaxRuntimeError: the compiler refuses the given recipe for another reason than memory.
     """
-    from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
+    from ejdist.planning.search import SEARCHED, Predictor, as_given, nearest, overrides_text, search
     from ejdist.planning.targets import target_of
     from recipes.schema import compose
 
@@ -103,8 +103,12 @@ def plan(asked: Asked) -> dict[str, Any]:
     target = target_of(asked.topology, asked.devices, asked.device, asked.per_host)
     sections, given = compose(asked.recipe), given_keys(asked.recipe)
     wide = searches(asked, sections, given, target.count)
-    compiler, notes = Compiler(target), []
-    report: dict[str, Any] = {"target": target.name, "devices": target.count, "memory_of_a_device": target.chip.memory}
+    compiler = Compiler(target)
+    report: dict[str, Any] = {
+        "topology": target.name,
+        "devices": target.count,
+        "memory_of_a_device": target.chip.memory,
+    }
     report |= {"recipe": list(asked.recipe), "searched": wide}
     if wide:
         found = search(
@@ -121,18 +125,17 @@ def plan(asked: Asked) -> dict[str, Any]:
         expected = shown.memory.total if made is None else made.peak
         best = shown if not refused and expected <= target.chip.memory else None
         report["refused"] = [{"overrides": "", "why": refused}] if refused else []
-    notes += compiler.notes
     assert shown is not None
     report |= {"fits": best is not None, "plan": summary(shown, given if wide else set())}
     report["overrides"] = overrides_text(shown.candidate, given) if wide else ""
-    report["compiled"] = asdict(made) if made else None
-    report["notes"] = [*notes, *(made.notes if made else ())]
+    report |= {"compiled": made is not None, **(asdict(made) if made else {})}
+    report["notes"] = [*compiler.notes, *(made.notes if made else ())]
     if best is None:
-        tries = nearest(sections, target, given)
+        keys, start_from = (given, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
         report["nearest"] = [
-            {"changed": what, "overrides": " ".join([*(f"{k}={v}" for k, v in extra.items()), overrides_text(p.candidate, given)]),
-             **summary(p, given)} for what, p, extra in tries
-        ]  # fmt: skip
+            summary(p, given) | {"changed": what, "overrides": " ".join(f"{key}={value}" for key, value in new.items())}
+            for what, p, new in nearest(start_from, target, keys)
+        ]
     return report | {"seconds": time.perf_counter() - start}
 
 
@@ -196,31 +199,33 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
 
 def text_of(r: dict[str, Any]) -> str:
     """Returns a report as it is printed."""
-    shown, made = r["plan"], r["compiled"]
+    shown = r["plan"]
     said = shown["predicted"]
     room = r["memory_of_a_device"]
     head = (
-        f"{r['target']}: looked at {r['looked_at']:,} plans" if r["searched"] else f"{r['target']}: the recipe as it is"
+        f"{r['topology']}: looked at {r['looked_at']:,} plans"
+        if r["searched"]
+        else f"{r['topology']}: the recipe as it is"
     )
     lines = [head + (f"; given: {', '.join(r['given'])}" if r.get("given") else "")]
     for refusal in r["refused"]:
         lines.append(f"refused: {refusal['overrides']}: {refusal['why']}".replace(": :", ":"))
     lines.append(
         f"mesh {shown['mesh'] or 'of one'}, remat {shown['remat']}, accumulation {shown['accumulation']}, global batch "
-        f"{shown['global_batch']}" + (f", {made['parameters']:,} parameters" if made else "")
+        f"{shown['global_batch']}" + (f", {r['parameters']:,} parameters" if r["compiled"] else "")
     )
     verdict = "fits" if r["fits"] else "DOES NOT FIT"
-    if made:
-        error = said["bytes"] / made["peak"] - 1
+    if r["compiled"]:
+        error = said["bytes"] / r['peak'] - 1
         lines += [
-            f"memory per device, compiled: {made['peak'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}",
-            f"  state and batch {made['arguments'] / GIB:.2f} GiB, temporaries {made['temporaries'] / GIB:.2f} GiB",
+            f"memory per device, compiled: {r['peak'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}",
+            f"  state and batch {r['arguments'] / GIB:.2f} GiB, temporaries {r['temporaries'] / GIB:.2f} GiB",
             f"  predicted: {said['bytes'] / GIB:.2f} GiB ({error:+.1%}), at its height in {said['height']}:",
         ]
     else:
         lines.append(
-            f"memory per device, predicted and not compiled: {said['bytes'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}; at its "
-            f"height in {said['height']}:"
+            f"memory per device, predicted and not compiled: {said['bytes'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}; "
+            f"at its height in {said['height']}:"
         )
     lines += [f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_of"].items() if n]
     lines.append(
@@ -229,9 +234,9 @@ def text_of(r: dict[str, Any]) -> str:
     lines += [f"    {s:9.3f} s    {name}" for name, s in said["seconds_of"].items()]
     sent = ", ".join(f"{axis} {n / 1e9:.1f} GB" for axis, n in said["bytes_sent_along"].items()) or "nothing"
     lines.append(f"sent by a device along each axis in a step, predicted: {sent}")
-    if made:
-        calls = ", ".join(f"{n} {kind}" for kind, n in made["collectives"].items()) or "none"
-        lines.append(f"collectives in the program: {calls}; compiled in {made['compile_seconds']:.0f} s")
+    if r["compiled"]:
+        calls = ", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) or "none"
+        lines.append(f"collectives in the program: {calls}; compiled in {r['compile_seconds']:.0f} s")
     lines += r["notes"]
     for other in r.get("others", ()):
         p = other["predicted"]

@@ -52,6 +52,7 @@ def _attention(c: DecoderShape, s: Share, query: int, key: int, value: int, head
     travelling = 0 if s.sequence == 1 else (hops + wide) * (key + value) + wide * query
     kept = {
         "full": 0,
+        "offload": lse,
         "attention": lean,
         "dots": lean + query + key + value + extra + x,
         "none": lean + query + key + value + extra + 2 * x,
@@ -79,7 +80,7 @@ def latent_attention(c: DecoderShape, s: Share) -> PartBytes:
 def mlp(c: DecoderShape, s: Share) -> PartBytes:
     """The gated MLP: gate, up and their product are of width F, and so are the three gradients."""
     x, f = s.tokens * c.model_dim * s.itemsize, s.tokens * c.ffn_dim // s.features * s.itemsize
-    kept = {"full": 0, "attention": 0, "dots": 2 * f, "none": 3 * f + x}
+    kept = {"full": 0, "offload": 0, "attention": 0, "dots": 2 * f, "none": 3 * f + x}
     return PartBytes(kept, 5 * f + 3 * x + 4 * x // s.itemsize)
 
 
@@ -91,13 +92,9 @@ def experts(c: DecoderShape, s: Share) -> PartBytes:
     wide, narrow = int(rows * c.model_dim * s.itemsize), int(rows * e.ffn_dim // s.features * s.itemsize)
     shared = s.tokens * e.shared_dim // s.features * s.itemsize
     choices = 4 * s.tokens * e.top_k
-    kept = {
-        "full": choices,
-        "attention": choices,
-        "dots": choices,
-        "none": choices + 2 * wide + 3 * narrow + 3 * shared,
-    }
-    # Rows that were sent, that arrived, in the order of experts, what was made of them, and their gradients; gate, up and product.
+    every = choices + 2 * wide + 3 * narrow + 3 * shared
+    kept = {"full": 0, "offload": choices, "attention": choices, "dots": choices, "none": every}
+    # Rows that were sent, that arrived, in the order of experts, what was made of them and their gradients; gate, up, product.
     return PartBytes(kept, 5 * wide + 5 * narrow + 5 * shared + 3 * x + 4 * x // s.itemsize)
 
 

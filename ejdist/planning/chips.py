@@ -52,9 +52,9 @@ CHIPS = {
         _tpu("v5e", "TPU v5 lite", 16, 819e9, 100e9, "1600 Gbit/s a chip over 4 links"),
         _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, "4800 Gbit/s a chip over 6 links"),
         _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, "3584 Gbit/s a chip over 4 links"),
-        _tpu("tpu7x", "TPU7x", 192, 7380e9, 300e9, "9600 Gbit/s a chip; that one axis has a quarter of it is an assumption"),
+        _tpu("tpu7x", "TPU7x", 192, 7380e9, 300e9, "9600 Gbit/s a chip; that an axis has a quarter is an assumption"),
         _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "taken for that of an H200 (an assumption); 400 Gbit/s a GPU"),
-        _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured on four; 400 Gbit/s a GPU"),
+        _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured; 400 Gbit/s a GPU"),
         _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice an H200's (an assumption); 400 Gbit/s a GPU"),
     )
 }  # fmt: skip

@@ -128,7 +128,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     }
     arguments = sum(always.values())
     parts, each = counted_parts(c), bytes_of(c, share)
-    kept = c.num_layers * x + sum(n * each[part].kept[c.remat] for part, n in parts.items())
+    inputs = 0 if c.remat == "offload" else c.num_layers * x  # under which they wait in the host's memory
+    kept = inputs + sum(n * each[part].kept[c.remat] for part, n in parts.items())
     work = max(p.work for p in each.values())
     stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
     copies = b * sum(p.local for p in stacks) if b < 4 else 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ejdist.mesh import AXES, EP
+from ejdist.mesh import AXES, EP, mesh_shape
 from ejdist.models.config import KINDS
 from ejdist.planning.candidates import Candidate, candidate_of, rows_over
 from ejdist.planning.compiled import Compiled
@@ -44,8 +44,12 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. best: None where nothing fits. compiled: of the best; None where no compiler could be asked.
-    refused: what did not compile or fit, and why. others: the next best, predicted. smallest: where nothing is expected to fit, what needs least."""
+    """What a search found.
+
+    best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best,
+    predicted. refused: what did not compile or fit, and why. looked_at: legal candidates. smallest: what needs least, where
+    nothing is expected to fit.
+    """
 
     best: Predicted | None
     compiled: Compiled | None
@@ -53,7 +57,6 @@ class Found:
     refused: Sequence[tuple[Predicted, str]] = ()
     looked_at: int = 0
     smallest: Predicted | None = None
-    notes: Sequence[str] = field(default=())
 
 
 class Predictor:
@@ -233,8 +236,8 @@ def _explain(sections: Any, target: Target, given: Collection[str], predictor: P
     """Raises ValueError that says why there is no legal plan: what is wrong with the first one that there might be."""
     if BATCH in given and not any(True for _ in candidates(sections, target.count, given)):
         raise ValueError(
-            f"data.global_batch = {sections.data.global_batch} cannot be split over any mesh of {target.count} devices with the "
-            f"keys that are given; give a multiple, or leave {BATCH} open"
+            f"data.global_batch = {sections.data.global_batch} cannot be split over any mesh of {target.count} devices with "
+            f"the keys that are given; give a multiple, or leave {BATCH} open"
         )
     for candidate in candidates(sections, target.count, given):
         predictor.checked(candidate)
@@ -242,8 +245,7 @@ def _explain(sections: Any, target: Target, given: Collection[str], predictor: P
 
 
 def overrides_text(candidate: Candidate, given: Collection[str]) -> str:
-    """Returns the overrides of a candidate that were not given, as a command line has them; axes of one device are left out
-    where that is what a mesh has by default."""
+    """Returns the overrides of a candidate that were not given, as a command line has them."""
     return " ".join(f"{name}={value}" for name, value in candidate.overrides().items() if name not in given)
 
 
@@ -251,8 +253,8 @@ def overrides_text(candidate: Candidate, given: Collection[str]) -> str:
 
 
 def nearest(sections: Any, target: Target, given: Collection[str]) -> list[tuple[str, Predicted, dict[str, str]]]:
-    """Returns plans that fit, each with one thing changed: (what was changed, the plan, overrides beside the plan's own). All are
-    predicted, and none is compiled."""
+    """Returns plans that fit, each with one thing changed: (what was changed, the plan, what to give in place of
+    what was given). All are predicted, and none is compiled."""
     found = []
 
     def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
@@ -261,7 +263,7 @@ def nearest(sections: Any, target: Target, given: Collection[str]) -> list[tuple
         except ValueError:
             return False
         if best is not None:
-            found.append((what, best, extra))
+            found.append((what, best, extra | {k: v for k, v in best.candidate.overrides().items() if k not in keys}))
         return best is not None
 
     kept = set(given)
@@ -289,6 +291,4 @@ def nearest(sections: Any, target: Target, given: Collection[str]) -> list[tuple
 
 def as_given(sections: Any, target: Target) -> Candidate:
     """Returns what the recipe says as it stands, on the devices of a target."""
-    from ejdist.mesh import mesh_shape
-
     return candidate_of(sections, mesh_shape(vars(sections.mesh), target.count))

@@ -1,7 +1,7 @@
 """Seconds of a training step, predicted: a roofline whose terms are matmuls, attention, passes over memory, and collectives.
 
-Shares of the peaks are what steps of this project reached on H200s (benchmarks/results/steps). That other devices reach them too
-is an assumption, and so is that half of the time of collectives is hidden under work.
+Shares of the peaks are what steps of this project reached on H200s (benchmarks/results/steps). That other devices reach them
+too is an assumption, and so is that half of the time of collectives is hidden under work.
 """
 
 from __future__ import annotations

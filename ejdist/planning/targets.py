@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -13,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from ejdist.planning.chips import CHIPS, Chip, chip_of
 from kernels._core.ahead_of_time import tpu_topology
@@ -144,8 +143,8 @@ def _gpus(name: str, count: int, per_host: int) -> Any:
 
 
 def _prefer_own_tools() -> None:
-    """XLA assembles with the ptxas of the machine's CUDA, which may be older than the code it writes. Triton brings one, which is
-    given to it where the user has given none."""
+    """Gives XLA the ptxas that Triton brings, where the user has given none: that of the machine's CUDA may be older than the
+    code that XLA writes."""
     flag = "--xla_gpu_cuda_data_dir"
     if flag in os.environ.get("XLA_FLAGS", ""):
         return
@@ -164,8 +163,9 @@ def _prefer_own_tools() -> None:
     for library in (own / "lib").glob("libdevice*.bc"):
         (folder / "nvvm" / "libdevice" / library.name).symlink_to(library)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={folder}".strip()
-    import atexit
-
+    os.environ["PATH"] = (
+        f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"  # where Triton kernels are assembled
+    )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
