@@ -19,8 +19,8 @@ SMALL += ["model.head_dim=128", "model.ffn_dim=512", "data.sequence_length=2048"
 
 
 def test_a_step_on_four_chips(capsys):
-    """Parameters are stored over fsdp and sp: gathered where they are used, their gradients scattered; keys travel over sp. A mesh
-    that uses all chips leaves nothing to search."""
+    """Parameters are stored over fsdp and sp: gathered where they are used, their gradients scattered; keys travel over sp.
+    A mesh that uses all chips leaves nothing to search."""
     assert main(["topology=v5p:2x2x1", *SMALL, "mesh.fsdp=2", "mesh.sp=2", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["mesh"]["fsdp"] == made["mesh"]["sp"] == 2 and made["parameters"] > 1e6
