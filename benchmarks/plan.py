@@ -21,7 +21,7 @@ from benchmarks.measure import provenance
 from benchmarks.options import read
 from ejdist.mesh import mesh_shape
 from ejdist.planning.candidates import candidate_of
-from ejdist.planning.chips import chip_of
+from ejdist.planning.chips import chip_of_kind
 from ejdist.planning.compiled import compiled_step
 from ejdist.planning.memory import held
 from ejdist.planning.search import Predictor
@@ -105,26 +105,37 @@ def measured_rows() -> list[dict[str, Any]]:
     rows = []
     for path in sorted(STEPS.glob("*.json")):
         found = json.loads(path.read_text())
-        sections, tokens = compose(found["recipe"]), None
-        candidate = candidate_of(sections, mesh_shape(vars(sections.mesh), found["devices"]))
-        sections, mesh = candidate.applied(sections), candidate.abstract_mesh()
-        tokens = sections.data.global_batch * sections.data.sequence_length
-        model = sections.model.build()
-        # The pairs that were there, from the FLOPs that were counted; padding and documents are in them.
         flops = found["tflops_causal"] * 1e12 * found["step_ms"] / 1e3 * found["devices"]
-        pairs = (flops / 3 - matmul_flops_per_token(model.flops) * tokens) / sum(p.pair for p in model.flops)
-        chip = chip_of(found["device"].split()[-1].lower())
-        expected = step_time(sections, held(sections, model, mesh), mesh, chip, per_host=chip.host, pairs=pairs)
+        expected = predicted_ms(compose(found["recipe"]), found["device"], found["devices"], flops)
+        if expected is None:
+            continue
         rows.append(
             {
                 "name": path.stem,
                 "measured_ms": found["step_ms"],
-                "predicted_ms": 1e3 * expected.total,
-                "error": 1e3 * expected.total / found["step_ms"] - 1,
+                "predicted_ms": expected,
+                "error": expected / found["step_ms"] - 1,
                 "commit": found["commit"],
             }
         )
     return rows
+
+
+def predicted_ms(sections: Any, kind: str, devices: int, flops: float) -> float | None:
+    """Returns the time that is expected of a recipe's step, None on a device that is not known.
+
+    Args:
+      kind: as `jax.Device.device_kind` says it.
+      flops: of the step on all devices, by the convention `causal`: the (query, key) pairs that were there follow from it.
+    """
+    chip = chip_of_kind(kind)
+    if chip is None:
+        return None
+    candidate = candidate_of(sections, mesh_shape(vars(sections.mesh), devices))
+    sections, mesh, model = candidate.applied(sections), candidate.abstract_mesh(), sections.model.build()
+    tokens = sections.data.global_batch * sections.data.sequence_length
+    pairs = (flops / 3 - matmul_flops_per_token(model.flops) * tokens) / sum(p.pair for p in model.flops)
+    return 1e3 * step_time(sections, held(sections, model, mesh), mesh, chip, per_host=chip.host, pairs=pairs).total
 
 
 def tables(compiled: dict[str, Any]) -> str:
@@ -135,9 +146,10 @@ def tables(compiled: dict[str, Any]) -> str:
     ]
     for name, r in compiled.items():
         mesh = " ".join(f"{a}={n}" for a, n in r["mesh"].items()) or "one"
+        cpu = "" if r["compile_cpu_seconds"] is None else f"{r['compile_cpu_seconds']:.0f}"
         sizes = f"{r['predicted']['bytes'] / GIB:.2f} | {r['compiled']['bytes'] / GIB:.2f}"
         lines.append(
-            f"| {name} | {r['target']} | {mesh} | {r['remat']} | {sizes} | {r['error']:+.1%} | {r['compile_cpu_seconds']:.0f} |"
+            f"| {name} | {r['target']} | {mesh} | {r['remat']} | {sizes} | {r['error']:+.1%} | {cpu} |"
         )
     lines += ["", "| step time | predicted ms | measured ms | error | measured at |", "|---|---|---|---|---|"]
     for r in measured_rows():

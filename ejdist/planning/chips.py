@@ -44,20 +44,26 @@ def _gpu(name: str, kind: str, memory: float, bandwidth: float, link: float, net
 
 
 # A TPU's axis is a ring of links in both directions: twice the rate of one link in one direction.
-# A GPU's memory is what the driver leaves, less than the data sheet's: 141 GB of an H200 are 131 GiB, of which 94% are taken.
+# A GPU's memory is 94% of what its driver shows, which JAX takes with XLA_PYTHON_CLIENT_MEM_FRACTION=0.94.
 CHIPS = {
     chip.name: chip
     for chip in (
-        _tpu("v4", "TPU v4", 32, 1228e9, 90e9, "2 x 45 GB/s a link, 6 links"),
+        _tpu("v4", "TPU v4", 32, 1228e9, 100e9, "2400 Gbit/s a chip over 6 links"),
         _tpu("v5e", "TPU v5 lite", 16, 819e9, 100e9, "1600 Gbit/s a chip over 4 links"),
         _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, "4800 Gbit/s a chip over 6 links"),
         _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, "3584 Gbit/s a chip over 4 links"),
-        _tpu("tpu7x", "TPU7x", 192, 7380e9, 300e9, "9600 Gbit/s a chip; that an axis has a quarter is an assumption"),
+        _tpu("tpu7x", "TPU7x", 192, 7380e9, 400e9, "9600 Gbit/s a chip over 6 links"),
         _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "taken for that of an H200 (an assumption); 400 Gbit/s a GPU"),
         _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured; 400 Gbit/s a GPU"),
         _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice an H200's (an assumption); 400 Gbit/s a GPU"),
     )
 }  # fmt: skip
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """Returns the device of a `jax.Device.device_kind`, None where it is not known (a CPU)."""
+    found = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
+    return max(found, key=lambda chip: len(chip.kind), default=None)
 
 
 def chip_of(name: str) -> Chip:

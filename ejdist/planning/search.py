@@ -107,6 +107,8 @@ def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tup
         written = " x ".join(f"mesh.{a}={n}" for a, n in given.items())
         raise ValueError(f"{written}: {count} devices cannot be divided by {fixed}; change one of the sizes")
     free = [a for a in AXES if a not in given and (a != EP or has_experts)]
+    if not free and fixed != count:
+        raise ValueError(f"the mesh {given} has {fixed} devices, and there are {count}; leave the size of an axis open")
     for sizes in _factors(count // fixed, len(free)):
         of = {**given, **dict(zip(free, sizes, strict=True))}
         yield tuple(of.get(a, 1) for a in AXES)
