@@ -77,7 +77,7 @@ def compiled_row(name: str) -> dict[str, Any]:
     where, words = CASES[name]
     target = target_of(where, None, None, None) if isinstance(where, str) else target_of(None, *where, None)
     sections = compose(words.split())
-    candidate = candidate_of(sections, mesh_shape(vars(sections.mesh), target.count))
+    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
     expected = Predictor(sections, target).checked(candidate)
     start = time.process_time()
     made = compiled_step(candidate.applied(sections), target)
@@ -131,7 +131,7 @@ def predicted_ms(sections: Any, kind: str, devices: int, flops: float) -> float 
     chip = chip_of_kind(kind)
     if chip is None:
         return None
-    candidate = candidate_of(sections, mesh_shape(vars(sections.mesh), devices))
+    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, devices))
     sections, mesh, model = candidate.applied(sections), candidate.abstract_mesh(), sections.model.build()
     tokens = sections.data.global_batch * sections.data.sequence_length
     pairs = (flops / 3 - matmul_flops_per_token(model.flops) * tokens) / sum(p.pair for p in model.flops)
@@ -148,9 +148,7 @@ def tables(compiled: dict[str, Any]) -> str:
         mesh = " ".join(f"{a}={n}" for a, n in r["mesh"].items()) or "one"
         cpu = "" if r["compile_cpu_seconds"] is None else f"{r['compile_cpu_seconds']:.0f}"
         sizes = f"{r['predicted']['bytes'] / GIB:.2f} | {r['compiled']['bytes'] / GIB:.2f}"
-        lines.append(
-            f"| {name} | {r['target']} | {mesh} | {r['remat']} | {sizes} | {r['error']:+.1%} | {cpu} |"
-        )
+        lines.append(f"| {name} | {r['target']} | {mesh} | {r['remat']} | {sizes} | {r['error']:+.1%} | {cpu} |")
     lines += ["", "| step time | predicted ms | measured ms | error | measured at |", "|---|---|---|---|---|"]
     for r in measured_rows():
         lines.append(

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.errors import DONE, NOT_COMPILED, WRONG, tell
+from launch.errors import DONE, NOT_COMPILED, run_command
 
 GIB = 2**30
 OWN = ("topology", "devices", "device", "devices_per_host", "search", "finalists")
@@ -216,7 +216,7 @@ def text_of(r: dict[str, Any]) -> str:
     )
     verdict = "fits" if r["fits"] else "DOES NOT FIT"
     if r["compiled"]:
-        error = said["bytes"] / r['peak'] - 1
+        error = said["bytes"] / r["peak"] - 1
         lines += [
             f"memory per device, compiled: {r['peak'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}",
             f"  state and batch {r['arguments'] / GIB:.2f} GiB, temporaries {r['temporaries'] / GIB:.2f} GiB",
@@ -256,20 +256,15 @@ def _say(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command: 1 where nothing fits."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        print(__doc__.strip() if __doc__ else "", file=sys.stdout if arguments else sys.stderr)
-        if not arguments:
-            print("error: give topology=GENERATION:SHAPE, or devices=N device=NAME", file=sys.stderr)
-        return DONE if arguments else WRONG
+    return run_command(argv, _main, lambda _: (__doc__ or "").strip())
+
+
+def _main(arguments: list[str]) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # the devices are described, not opened
-    try:
-        asked = asked_of(arguments)
-        report = plan(asked)
-    except Exception as error:
-        return tell(error)
+    asked = asked_of(arguments)
+    report = plan(asked)
     print(json.dumps(report, indent=1) if asked.as_json else text_of(report))
     return DONE if report["fits"] else NOT_COMPILED
 

@@ -42,7 +42,7 @@ GPU = target_of(None, 64, "h200", None)
 
 def predicted(words, target=TPU):
     sections = compose(words.split())
-    return Predictor(sections, target).checked(candidate_of(sections, mesh_shape(vars(sections.mesh), target.count)))
+    return Predictor(sections, target).checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count)))
 
 
 EIGHT = "recipe=long_context model=8b data.sequence_length=8192 data.global_batch=64 mesh.fsdp=64 mesh.sp=1"

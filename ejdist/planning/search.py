@@ -293,4 +293,4 @@ def nearest(sections: Any, target: Target, given: Collection[str]) -> list[tuple
 
 def as_given(sections: Any, target: Target) -> Candidate:
     """Returns what the recipe says as it stands, on the devices of a target."""
-    return candidate_of(sections, mesh_shape(vars(sections.mesh), target.count))
+    return candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))

@@ -124,9 +124,7 @@ def _weights(sent: Counter[str], s: Any, p: Stored, share: Share, sizes: Mapping
     """Adds the gathers of a parameter, forward and backward, and the sum of its gradient."""
     b = share.itemsize if p.param.cast and p.path != "embedding" else 4
     layers = p.path.startswith("layers.")
-    times = 1 + (
-        2 if layers else 1
-    )  # a layer's weights are gathered again in its backward; its gradient goes back once
+    times = 3 if layers else 2  # a layer's weights are gathered again in its backward; its gradient goes back once
     held = p.used
     for axis in p.over:  # the first axis has the least of it left to bring
         held //= sizes[axis]

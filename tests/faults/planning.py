@@ -53,7 +53,7 @@ FAULTS = (
     Fault(
         "weights are gathered once a step",
         TIME,
-        "times = 1 + (2 if layers else 1)",
+        "times = 3 if layers else 2",
         "times = 1",
         f"{TESTS} -k travels_along",
     ),
