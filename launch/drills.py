@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, HOST_LOST, PREEMPTED, WRONG
+from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, HOST_LOST, PREEMPTED, REPLICAS, WRONG
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Disturbance:
     writes: bool = True
 
 
-_GONE = (HOST_LOST, -6, -9)
+GONE = (HOST_LOST, -6, -9)
 
 
 def _sigterm(s: Scene) -> Disturbance:
@@ -101,13 +101,13 @@ def _sigterm(s: Scene) -> Disturbance:
 def _kill(s: Scene) -> Disturbance:
     host, step = s.host(), s.step()
     doing = {"do": "signal", "number": int(signal.SIGKILL), "step": step}
-    return Disturbance(f"kill -9 of host {host} at step {step}", _GONE, inside={host: doing})
+    return Disturbance(f"kill -9 of host {host} at step {step}", GONE, inside={host: doing})
 
 
 def _kill_in_save(s: Scene) -> Disturbance:
     host, step = s.host(), s.save()
     return Disturbance(
-        f"kill -9 of host {host} in the save of step {step}", _GONE, inside={host: {"do": "kill_in_save", "step": step}}
+        f"kill -9 of host {host} in the save of step {step}", GONE, inside={host: {"do": "kill_in_save", "step": step}}
     )
 
 
@@ -119,10 +119,49 @@ def _nan(s: Scene) -> Disturbance:
     )
 
 
+def _spike(s: Scene) -> Disturbance:
+    # A spike is known as one once there are some steps to compare it with.
+    step = s.chance.randrange(min(max(s.every + 1, 12), s.steps - 1), s.steps)
+    return Disturbance(
+        f"parameters become thirty times as large at step {step}, and guards.spike=rewind",
+        (DONE,),
+        arguments=["guards.spike=rewind", "guards.nonfinite=rewind", "guards.spike_window=4"],
+        inside={host: {"do": "scale", "step": step} for host in range(s.hosts)},
+        says=(f"step {step} has loss", "going back to step"),
+        goes_on=False,  # it has made all steps, some of them with other batches
+    )
+
+
+def _hang(s: Scene) -> Disturbance:
+    host, step = s.host(), s.step()
+    return Disturbance(
+        f"host {host} sleeps for ever at step {step}, and guards.hang_seconds=20",
+        (HOST_LOST, -6),
+        arguments=["guards.hang_seconds=20"],
+        inside={host: {"do": "hang", "step": step}},
+        says=("no step has ended for", f"host {host} (", "is behind", "most recent call first"),
+    )
+
+
+def _replica(s: Scene) -> Disturbance:
+    host, step = s.host(), s.step()
+    return Disturbance(
+        f"a device of host {host} has another bit in its replica of an array at step {step}",
+        (REPLICAS,),
+        arguments=["guards.replicas_every=2"],
+        inside={host: {"do": "flip_replica", "step": step}},
+        says=("the same bits on", f"of host {host} (", "nothing was saved since"),
+    )
+
+
 def _slow(s: Scene) -> Disturbance:
     host = s.host()
     return Disturbance(
-        f"host {host} sleeps 0.2 s before each step", (DONE,), inside={host: {"do": "sleep", "seconds": 0.2}}
+        f"host {host} sleeps 0.2 s before each step",
+        (DONE,),
+        arguments=["guards.stragglers_every=4"],
+        inside={host: {"do": "sleep", "seconds": 0.2}},
+        says=(f"host {host} needs 0.",) if s.hosts > 1 else (),
     )
 
 
@@ -160,7 +199,7 @@ def _flip_bit(path: Path, chance: random.Random) -> None:
 def _disk_full(s: Scene) -> Disturbance:
     step = s.save()
     # Host 0 finds it out as its own failure; the others by its message, or by its end.
-    codes = (BAD_CHECKPOINT, WRONG, *_GONE)
+    codes = (BAD_CHECKPOINT, WRONG, *GONE)
     doing = {host: {"do": "no_room", "step": step} for host in range(s.hosts)}
     return Disturbance(
         f"no room for files from the save of step {step} on", codes, inside=doing, says=("could not be written",)
@@ -259,6 +298,9 @@ DRILLS: dict[str, Callable[[Scene], Disturbance]] = {
     "kill": _kill,
     "kill_in_save": _kill_in_save,
     "nan": _nan,
+    "spike": _spike,
+    "hang": _hang,
+    "replica": _replica,
     "slow": _slow,
     "truncate": _truncate,
     "flip": _flip,
@@ -271,7 +313,16 @@ DRILLS: dict[str, Callable[[Scene], Disturbance]] = {
     "other_weights": _other_weights,
 }
 # Where one host must differ from another one.
-NEED_TWO = ("missing_data", "no_coordinator", "other_code", "other_data", "other_recipe", "other_weights")
+NEED_TWO = (
+    "hang",
+    "replica",
+    "missing_data",
+    "no_coordinator",
+    "other_code",
+    "other_data",
+    "other_recipe",
+    "other_weights",
+)
 
 
 # -- one host that does something to itself -----------------------------------------------------------------------------------
@@ -282,7 +333,7 @@ def _disturb(spec: dict[str, Any]) -> None:
     from ejdist.training import loop
     from ejdist.training.checkpoint import Checkpoints
 
-    steps, save = loop._steps, Checkpoints.save
+    steps, save, place = loop._steps, Checkpoints.save, loop.place_batch
 
     def with_steps(run: Any, train_step: Any, state: Any, writer: Any, start: int, *rest: Any):
         made = start
@@ -294,6 +345,10 @@ def _disturb(spec: dict[str, Any]) -> None:
 
         return steps(run, step, state, writer, start, *rest)
 
+    def with_place(*arguments: Any) -> Any:
+        time.sleep(spec.get("seconds", 0))
+        return place(*arguments)
+
     def with_save(self: Any, step: int, *rest: Any) -> None:
         if spec["do"] == "no_room" and step >= spec["step"]:
             _take_room()
@@ -301,20 +356,49 @@ def _disturb(spec: dict[str, Any]) -> None:
         if spec["do"] == "kill_in_save" and step == spec["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for owner, name, function in ((loop, "_steps", with_steps), (Checkpoints, "save", with_save)):
+    functions = (loop, "_steps", with_steps), (loop, "place_batch", with_place), (Checkpoints, "save", with_save)
+    for owner, name, function in functions:
         setattr(owner, name, function)
 
 
 def _at_step(spec: dict[str, Any], step: int, state: Any) -> Any:
-    time.sleep(spec.get("seconds", 0))
     if spec["do"] == "signal" and step == spec["step"]:
         os.kill(os.getpid(), spec["number"])
-    elif spec["do"] == "nan" and step == spec["step"]:
+    elif spec["do"] == "hang" and step == spec["step"]:
+        while True:
+            time.sleep(3600)
+    elif spec["do"] in _FACTORS and step == spec["step"]:
         import jax
 
-        poison = jax.jit(lambda tree: jax.tree.map(lambda x: x * float("nan"), tree), donate_argnums=0)
-        return state._replace(params=poison(state.params))
+        factor = _FACTORS[spec.pop("do")]  # once: the step may be made again
+        spec["do"] = "nothing more"
+        scale = jax.jit(lambda tree: jax.tree.map(lambda x: x * factor, tree), donate_argnums=0)
+        return state._replace(params=scale(state.params))
+    elif spec["do"] == "flip_replica" and step == spec["step"]:
+        return _with_another_bit(state)
     return state
+
+
+_FACTORS = {"nan": float("nan"), "scale": 30.0}
+
+
+def _with_another_bit(state: Any) -> Any:
+    """Returns the state with another bit in one replica, on a device of this host: of the largest array that several devices
+    hold, which is a parameter where the mesh replicates any."""
+    import jax
+    import numpy as np
+
+    leaves, tree = jax.tree.flatten(state)
+
+    def held_twice(x: Any) -> bool:
+        return len({str(at) for at in x.sharding.devices_indices_map(x.shape).values()}) < len(x.sharding.device_set)
+
+    n = max((i for i, x in enumerate(leaves) if held_twice(x)), key=lambda i: leaves[i].size)
+    parts = [np.array(shard.data) for shard in leaves[n].addressable_shards]
+    parts[0].reshape(-1).view(np.uint8)[0] ^= 1
+    placed = [jax.device_put(x, s.device) for x, s in zip(parts, leaves[n].addressable_shards, strict=True)]
+    leaves[n] = jax.make_array_from_single_device_arrays(leaves[n].shape, leaves[n].sharding, placed)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _take_room() -> None:

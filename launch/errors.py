@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 # Finished or told to stop (0), the compiler refuses (1), the user's recipe or files (2), a checkpoint (3), a loss that is no
-# number (4), a host that is gone (69: start all again), a signal (75: try again). FAILED_DRILL is of a rehearsal.
+# number (4), a device with other bits than its replicas (6), a host that is gone (69: start all again), a signal (75: try
+# again). FAILED_DRILL is of a rehearsal.
 DONE, NOT_COMPILED, WRONG, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED = 0, 1, 2, 3, 4, 69, 75
-FAILED_DRILL = 5
+FAILED_DRILL, REPLICAS = 5, 6
 # Of Ctrl-C, as of any program, where the same command does not go on from where it was.
 INTERRUPTED = 130
 # Of a process that JAX has ended by SIGABRT, as a shell shows it: the coordinator is gone.
@@ -26,6 +27,7 @@ def exit_code_of(error: Exception) -> int | None:
     # Imported when something went wrong: a command sets up its environment before JAX is imported.
     from ejdist.cluster.hosts import HostLost
     from ejdist.training.checkpoint import CheckpointError
+    from ejdist.training.replicas import ReplicasDiffer
     from ejdist.training.stop import Diverged
     from kernels import Unsupported
 
@@ -33,6 +35,7 @@ def exit_code_of(error: Exception) -> int | None:
         NotCompiled: NOT_COMPILED,
         CheckpointError: BAD_CHECKPOINT,
         Diverged: DIVERGED,
+        ReplicasDiffer: REPLICAS,
         HostLost: HOST_LOST,
         ValueError: WRONG,
         Unsupported: WRONG,

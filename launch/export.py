@@ -19,7 +19,7 @@ The first writes safetensors and config.json from a run's last checkpoint. The s
 has the model of a folder's config.json, to train on from it with model.init_from=DIR.
 
 keys:
-  run.dir=DIR                  the run
+  run.dir=DIR                  the run, or its checkpoint.dir, which may be gs://BUCKET/FOLDER
   to=DIR                       the folder to make
   step=N                       of the checkpoint; default: the last
   dtype=float32                or bfloat16
@@ -63,10 +63,12 @@ def print_recipe(folder: str) -> None:
     Raises:
       ValueError: it cannot be read, or is of a model that is not one here.
     """
+    from ejdist.training.places import check_folder
     from ejdist.weights.families import read_config
     from ejdist.weights.match import overrides
     from recipes.schema import compose
 
+    check_folder("from", folder)
     family, section = read_config(Path(folder).expanduser())
     print(f"# {family.model_type}; over model=nano, the model of a recipe that names no other")
     for line in [*overrides(section, compose(["model=nano"]).model), f"model.init_from={folder}"]:
@@ -79,10 +81,13 @@ def export(keys: dict[str, str]) -> None:
     import numpy as np
 
     from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
+    from ejdist.training.places import check_folder
     from ejdist.weights.runs import Run
     from ejdist.weights.tensors import declared_leaves
     from ejdist.weights.writer import check_target, save
 
+    for key in ("to", "data.tokenizer"):
+        check_folder(key, keys.get(key), "give a folder, and copy from there or to there")
     length, step = _number(keys, "max_position_embeddings"), _number(keys, "step")
     to = Path(keys["to"]).expanduser().absolute()
     check_target(to)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ejdist.training import goodput
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, WRONG, run_command
 from launch.processes import Job
+from launch.series import IN_SERIES, Round, rehearse_series
 
 USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fault=NAME[,NAME]|all] [KEY=VALUE ...]
 
@@ -25,11 +29,12 @@ USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fau
   python -m launch.rehearse recipe=moe hosts=4 devices_per_host=2 fault=all run.steps=40 checkpoint.every=10
 
 faults: {", ".join(DRILLS)}
-times=N makes each of them so often, at other steps and on other hosts; seed=N is of the chance in that. All other keys are the
+times=N makes each of them so often, at other steps and on other hosts; seed=N is of the chance in that. series=N disturbs one
+run so often, by those of {", ".join(IN_SERIES)} that fault= names, and starts it again each time. All other keys are the
 recipe's. Writes to run.dir (default outputs/rehearsal) a folder for the run without a fault and one for each drill, with the
 log of every host, and the verdicts as rehearsal.json.
 """
-_OWN = {"hosts": 2, "devices_per_host": 2, "fault": "kill", "seed": 0, "times": 1}
+_OWN = {"hosts": 2, "devices_per_host": 2, "fault": "kill", "seed": 0, "times": 1, "series": 0}
 _DEFAULTS = {"run.dir": "outputs/rehearsal", "run.steps": "24", "checkpoint.every": "6", "run.host_timeout": "120"}
 _MOST_SECONDS = 3600  # of one start of the run
 _AFTER_FIRST = 150  # seconds in which the other hosts must notice that one has ended
@@ -42,6 +47,7 @@ class Options:
     faults: tuple[str, ...]
     seed: int
     times: int
+    series: int
     folder: Path
     steps: int
     every: int
@@ -65,8 +71,8 @@ def options_of(argv: Sequence[str]) -> Options:
 
     given = {name: value for name, _, value in (a.partition("=") for a in read(argv).words())}
     own: dict[str, Any] = {name: given.pop(name, default) for name, default in _OWN.items()}
-    for name in ("hosts", "devices_per_host", "seed", "times"):
-        least = 0 if name == "seed" else 1
+    for name in ("hosts", "devices_per_host", "seed", "times", "series"):
+        least = 0 if name in ("seed", "series") else 1
         if not str(own[name]).isdigit() or int(own[name]) < least:
             raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
         own[name] = int(own[name])
@@ -81,6 +87,8 @@ def options_of(argv: Sequence[str]) -> Options:
             if own["fault"] != "all":
                 raise ValueError(f"fault={fault} needs hosts=2 or more: one host cannot differ from another")
             faults = tuple(f for f in faults if f not in NEED_TWO)
+        if own["series"] and fault not in IN_SERIES:
+            raise ValueError(f"fault={fault} is none of a series; there are {', '.join(IN_SERIES)}")
     given = _DEFAULTS | given
     arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
     recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
@@ -96,14 +104,23 @@ def options_of(argv: Sequence[str]) -> Options:
             f"run.dir = {folder} is there already; a rehearsal begins with an empty folder: remove it, or name another"
         )
     return Options(
-        own["hosts"], own["devices_per_host"], faults, own["seed"], own["times"], folder, steps, every, arguments
-    )
+        own["hosts"], own["devices_per_host"], faults, own["seed"], own["times"], own["series"], folder, steps, every,
+        arguments,
+    )  # fmt: skip
 
 
 def run(
-    o: Options, folder: Path, d: Disturbance | None, extra: Sequence[str] = ()
+    o: Options,
+    folder: Path,
+    d: Disturbance | None,
+    extra: Sequence[str] = (),
+    sigterm: tuple[float, int] | None = None,
 ) -> tuple[list[int | None], str, float]:
-    """Returns the exit codes of one start of the run in a folder, what its hosts said, and its seconds."""
+    """Returns the exit codes of one start of the run in a folder, what its hosts said, and its seconds.
+
+    Args:
+      sigterm: seconds after which SIGTERM is sent, and the host.
+    """
     logs = folder / "logs"
     job = Job(o.hosts, logs, o.devices_per_host, (sys.executable, "-P", "-m", "launch.train"))
     began = [job.log(i).stat().st_size if job.log(i).exists() else 0 for i in range(o.hosts)]
@@ -115,6 +132,10 @@ def run(
     arguments = [*o.arguments, f"run.dir={folder / 'run'}", *extra, *(d.arguments if d else ())]
     of_host, environment = (d.of_host, d.environment) if d else ({}, {})
     job.start(arguments, of_host=of_host, environment=environment, commands=commands)
+    if sigterm is not None:
+        later = threading.Timer(sigterm[0], job.signal, (signal.SIGTERM, sigterm[1]))
+        later.daemon = True
+        later.start()
     try:
         codes = job.wait(_MOST_SECONDS, _AFTER_FIRST)
     finally:
@@ -173,6 +194,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
         faults += [] if same else [_unlike(calm, rows, digest)]
     ok = not faults
     say(f"{name}: {d.told}\n    {'; '.join(told)}")
+    say(f"    {_goodput(folder)}")
     for fault in faults:
         say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
     say(f"    {'ok' if ok else 'FAILED'}")
@@ -187,6 +209,23 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
     before = json.loads(path.read_text()) if path.exists() else []
     write_whole(path, json.dumps([*before, verdict], indent=1) + "\n")
     return ok
+
+
+def _goodput(folder: Path) -> str:
+    rows = goodput.read(folder / "run" / goodput.NAME)
+    return str(goodput.account(rows)) if rows else "no step was made"
+
+
+def _series(o: Options, calm: Ended, say: Any) -> bool:
+    def start(folder: Path, r: Round | None) -> tuple[list[int | None], str]:
+        return run(o, folder, r.disturbance, sigterm=r.signalled)[:2] if r else run(o, folder, None)[:2]
+
+    def same(folder: Path) -> str | None:
+        rows, digest = left(folder)
+        return None if rows == calm.losses and digest == calm.digest else _unlike(calm, rows, digest)
+
+    chance, shape = random.Random(f"{o.seed}/series"), (o.hosts, o.steps, o.every)
+    return rehearse_series(o.folder / "series", o.series, o.faults, shape, calm.seconds, chance, start, same, say)
 
 
 def _unlike(calm: Ended, rows: dict[int, float], digest: dict[str, int] | None) -> str:
@@ -216,6 +255,9 @@ def rehearse(o: Options, say: Any) -> int:
         return next((c for c in codes if c), WRONG)
     calm = Ended([codes], seconds, *left(o.folder / "calm"))
     say(f"    without a fault: {seconds:.1f} s")
+    say(f"    {_goodput(o.folder / 'calm')}")
+    if o.series:
+        return DONE if _series(o, calm, say) else FAILED_DRILL
     drills = [(name, n) for name in o.faults for n in range(o.times)]
     passed = [drill(o, name, n, calm, say) for name, n in drills]
     say(f"{sum(passed)} of {len(passed)} drills ended as they should")

@@ -48,6 +48,8 @@ _SAID_EVERY = 10.0  # seconds, where there is no terminal
 
 def _options(arguments: Sequence[str]) -> dict[str, Any]:
     """Returns the keys and their values. Raises ValueError: one is unknown or missing, or given twice."""
+    from ejdist.training.places import check_folder
+
     found: dict[str, Any] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -68,6 +70,10 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
     for key, example in (("source", "source='corpus/**/*.jsonl'"), ("to", "to=corpus.tokens")):
         if key not in found:
             raise ValueError(f"{key} is missing, for example {example}")
+    for key in ("to", "tokenizer"):
+        check_folder(key, found.get(key))
+    for source in found["source"]:
+        check_folder("source", source)
     if len(found["source"]) == 1:
         (found["source"],) = found["source"]
     elif any(s == "stdlib" or s.startswith("hf:") for s in found["source"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     from recipes.arguments import read
 
+    began = time.time()
     given = read(arguments, every=True)
     if given.multirun:
         from launch.sweep import sweep
@@ -114,7 +116,7 @@ def _main(arguments: list[str]) -> int:
     hint = _how_to_scale()
     if hint:
         print(hint, flush=True)
-    outcome = train(recipe, say=lambda line: print(line, flush=True))
+    outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
     stopped_early = not outcome.finished and recipe.run.stop_after is None
     if outcome.summary is not None:
         s = outcome.summary

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
+from ejdist.training.integrity import digest
 
 BESIDE = {"recipe": {"run.steps": 3}}
 

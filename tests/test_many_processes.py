@@ -49,11 +49,13 @@ def test_every_fault(corpus, tmp_path, fault, hosts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "sigterm"])
+@pytest.mark.parametrize("fault", ["kill,kill_in_save", "sigterm"])
 def test_twenty_in_a_row(corpus, tmp_path, fault):
-    length = ["run.steps=30", "checkpoint.every=5", "run.host_timeout=120", "times=20"]
-    code, said = rehearsed(tmp_path / "r", *corpus, *length, "mesh.dp=2", "mesh.sp=2", f"fault={fault}")
-    assert code == DONE and "20 of 20" in said, said
+    """One run, whose hosts are killed twenty times at steps and in saves, or told to stop at any moment."""
+    length = ["run.steps=150", "checkpoint.every=4", "run.host_timeout=120", "series=20", "devices_per_host=1"]
+    code, said = rehearsed(tmp_path / "r", *corpus, *length, "mesh.dp=2", "mesh.sp=1", f"fault={fault}")
+    assert code == DONE and "20 of 20 ended as they should" in said, said
+    assert "losses and final state are those of the run without" in said
 
 
 @pytest.mark.slow
@@ -110,6 +112,7 @@ def test_local_called_wrongly(arguments, message, capsys):
         (["fault=other_code", "hosts=1"], "fault=other_code needs hosts=2 or more"),
         (["hosts=many"], "hosts must be a number from 1 on, got 'many'"),
         (["times=0"], "times must be a number from 1 on"),
+        (["series=3", "fault=nan"], "fault=nan is none of a series; there are kill, kill_in_save, sigterm"),
         (["seed=-1"], "seed must be a number from 0 on"),
         (["run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
         (["run.steps=10", "checkpoint.every=5"], r"at least 2 * checkpoint.every + 2 steps"),

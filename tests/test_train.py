@@ -14,9 +14,10 @@ from shared import once
 from small_run import TINY, losses
 
 from ejdist.mesh import make_mesh
-from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, digest
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import matmul_flops_per_token
+from ejdist.training.integrity import digest
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.program import make_program

@@ -12,7 +12,7 @@ from small_run import TINY, losses
 from test_weights import loaded, made, state_in
 
 from ejdist.mesh import make_mesh
-from ejdist.training import checkpoint
+from ejdist.training import integrity
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from ejdist.training.loop import train
@@ -147,7 +147,7 @@ def test_parameters_of_a_checkpoint_that_changed_are_not_taken(trained, monkeypa
         there.load({"params.nothing": jax.ShapeDtypeStruct((3,), np.float32, sharding=here)})
     norm = jax.ShapeDtypeStruct((32,), np.float32, sharding=here)
     assert there.load({"params.final_norm": norm})["params.final_norm"].shape == (32,)
-    monkeypatch.setattr(checkpoint, "digest", lambda tree: jax.tree.map(lambda x: np.uint32(0), tree))
+    monkeypatch.setattr(integrity, "digest", lambda tree: jax.tree.map(lambda x: np.uint32(0), tree))
     with pytest.raises(CheckpointError, match=r"params\.final_norm is not what was saved"):
         there.load({"params.final_norm": norm})
 

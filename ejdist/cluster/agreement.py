@@ -68,13 +68,18 @@ def program_digest(lowered: Any) -> str:
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 
-def check_shared(hosts: Hosts, directory: Path) -> None:
+def check_shared(hosts: Hosts, directory: Any, key: str = "run.dir", *, alone: bool = False) -> None:
     """Returns when every host sees what host 0 writes to a folder. The folder is made; nothing else stays in it.
+
+    Args:
+      directory: a `pathlib.Path`, or one of `etils.epath`.
+      key: that names it.
+      alone: whether a single host tries to write too.
 
     Raises:
       HostsDiffer: one of them has another folder under this name. HostLost: one does not answer. OSError: host 0 cannot write.
     """
-    if hosts.count == 1:
+    if hosts.count == 1 and not alone:
         return
     token, name = uuid.uuid4().hex, ""
     if hosts.index == 0:
@@ -82,20 +87,20 @@ def check_shared(hosts: Hosts, directory: Path) -> None:
         name = f".seen-by-all-{token}"
         (directory / name).touch()
     try:
-        name = hosts.say("a file in run.dir", name)
+        name = hosts.say(f"a file in {key}", name)
         end = time.monotonic() + min(_SEEN_WITHIN, hosts.limit / 2)
         while not (seen := _exists(directory / name)) and time.monotonic() < end:
             time.sleep(0.2)
         folder = "the folder of host 0" if seen else f"{directory}, in which a file that host 0 has made cannot be seen"
-        hosts.compare("the check of run.dir", {"run.dir": folder})
+        hosts.compare(f"the check of {key}", {key: folder})
     finally:
         if hosts.index == 0:
             (directory / name).unlink(missing_ok=True)
 
 
-def _exists(path: Path) -> bool:
+def _exists(path: Any) -> bool:
     try:
-        os.listdir(path.parent)  # a network file system may remember for a while that a file was not there
+        list(path.parent.iterdir())  # a network file system may remember for a while that a file was not there
         return path.exists()
     except OSError:
         return False

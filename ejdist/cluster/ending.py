@@ -48,6 +48,11 @@ def listen(codes: Codes) -> None:
     threading.Thread(target=_hear, args=(codes,), name="signals", daemon=True).start()
 
 
+def codes() -> Codes | None:
+    """Returns what a command has given to `listen`, None outside of one."""
+    return _codes
+
+
 def _hear(codes: Codes) -> None:
     signal.sigwait({signal.SIGTERM})
     if not _stepping.is_set():

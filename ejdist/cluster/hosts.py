@@ -19,6 +19,7 @@ import jax
 _SLICE = 1.0  # seconds of one request; between two of them Python hears signals
 _FOR_THE_VERDICT = 30.0  # seconds more than host 0 has, in which the others hear from it who is missing
 _FAILED = "ejdist/failed/"
+_POSTS = "ejdist/posts/"
 _NOTHING = "nothing"  # a fact that a host does not know
 # In the errors of Gloo, NCCL and JAX's coordinator where the other side has ended.
 _OF_ANOTHER = ("gloo", "nccl", "connection", "peer", "socket", "coordination service")
@@ -70,6 +71,14 @@ class Hosts:
         """
         return self.judged(moment, what, _first_word)
 
+    def all_say(self, moment: str, what: Any) -> list[Any]:
+        """Returns what each host says, by its number, on all hosts.
+
+        Raises:
+          HostLost: a host has not come within `limit` seconds.
+        """
+        return self.judged(moment, what, lambda said: [said[i][1] for i in sorted(said)])
+
     def say(self, name: str, value: Any = None) -> Any:
         """Returns what host 0 says under this name, on all hosts. The others' value is ignored.
 
@@ -113,22 +122,13 @@ class Hosts:
         Raises:
           HostLost: a host has not come within `limit` seconds.
         """
-        said = {self.index: json.loads(json.dumps([socket.gethostname(), mine]))}
-        if self.count == 1:
-            return judge(said)
-        at = f"ejdist/{next(_numbers)}/{moment}"
-        if self.index > 0:
-            _put(f"{at}/said/{self.index}", said[self.index])
-            missing, verdict = self._get(
-                f"{at}/verdict", f"host 0 has not come to {moment}", self.limit + _FOR_THE_VERDICT
-            )
-        else:
-            missing = self._wait_for_all(f"{at}/said/", moment)
-            verdict = None if missing else judge(said | _under(f"{at}/said/"))
-            _put(f"{at}/verdict", [missing, verdict])
-        if missing:
-            raise HostLost(missing)
-        return verdict
+        question = self.ask(moment, mine)
+        question.judge(judge)
+        return question.answer()
+
+    def ask(self, moment: str, mine: Any) -> Question:
+        """Says this host's part of what is to be judged, and the caller waits later. All hosts ask the same, in one order."""
+        return Question(self, moment, mine)
 
     def _wait_for_all(self, prefix: str, moment: str) -> str | None:
         """Returns who has not come, in words; None when all have."""
@@ -160,6 +160,53 @@ class Hosts:
             f" within {limit:g} s (run.host_timeout = {self.limit:g}): look at its log, and start all of them again; "
             "or give them more time"
         )
+
+
+class Question:
+    """A round of all hosts in its parts: each says something when it is made, host 0 judges, the others hear of it. Where time
+    passes between the parts, nobody waits for a host that keeps up."""
+
+    def __init__(self, hosts: Hosts, moment: str, mine: Any) -> None:
+        self._hosts, self._moment = hosts, moment
+        self._mine = json.loads(json.dumps([socket.gethostname(), mine]))
+        self._missing: str | None = None
+        self._verdict: Any = None
+        if hosts.count > 1:
+            self._at = f"ejdist/{next(_numbers)}/{moment}"
+            if hosts.index > 0:
+                _put(f"{self._at}/said/{hosts.index}", self._mine)
+
+    def judge(self, judge: Callable[[dict[int, Any]], Any]) -> None:
+        """On host 0 waits for all, and says the verdict: what `judge` makes of host -> [its name, what it says]."""
+        hosts = self._hosts
+        if hosts.index > 0:
+            return
+        if hosts.count == 1:
+            self._verdict = judge({0: self._mine})
+            return
+        self._missing = hosts._wait_for_all(f"{self._at}/said/", self._moment)
+        if not self._missing:
+            self._verdict = judge({0: self._mine} | _under(f"{self._at}/said/"))
+        _put(f"{self._at}/verdict", [self._missing, self._verdict])
+
+    def answer(self) -> Any:
+        """Returns the verdict, on all hosts.
+
+        Raises:
+          HostLost: a host has not come within `limit` seconds.
+        """
+        hosts = self._hosts
+        if hosts.index > 0:
+            otherwise = f"host 0 has not come to {self._moment}"
+            self._missing, self._verdict = hosts._get(f"{self._at}/verdict", otherwise, hosts.limit + _FOR_THE_VERDICT)
+        if self._missing:
+            raise HostLost(self._missing)
+        return self._verdict
+
+    def forget(self) -> None:
+        """Takes what the hosts have said out of the store, once it is judged: for what is asked again and again."""
+        if self._hosts.index == 0 and self._hosts.count > 1:
+            _store().key_value_delete(f"{self._at}/said/")
 
 
 def tell_others(reason: str, *, wrong: bool = False) -> None:
@@ -238,6 +285,18 @@ def _joined() -> tuple[int, int]:
 
 def _put(key: str, value: Any) -> None:
     _store().key_value_set(key, json.dumps(value))
+
+
+def post(name: str, value: Any) -> None:
+    """Puts up what this host says under a name, in the place of what it said before. For `posted`, and nobody waits for it."""
+    _store().key_value_set(
+        f"{_POSTS}{name}/{_index()}", json.dumps([socket.gethostname(), value]), allow_overwrite=True
+    )
+
+
+def posted(name: str) -> dict[int, Any]:
+    """Returns what is put up under a name: host -> [its name, what it said last]."""
+    return dict(sorted(_under(f"{_POSTS}{name}/").items()))
 
 
 def _under(prefix: str) -> dict[int, Any]:

@@ -1,7 +1,6 @@
 """Checkpoints: asynchronous, through Orbax; each holds the state, the data cursor and what the run was started with.
 
-A digest of every array, made on the devices, is written beside them and compared after a restore: storage that gives other bits
-back is noticed, on whatever mesh they are restored to.
+`ejdist.training.integrity` says what is written beside the arrays, so that storage that gives other bits back is noticed.
 """
 
 from __future__ import annotations
@@ -9,20 +8,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+from etils import epath
 
-from ejdist.training.leaves import bits_of, from_arrays, is_key, kind_of, like_arrays, name_of, to_arrays
+from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
+from ejdist.training.leaves import kind_of, like_arrays, to_arrays
+from ejdist.training.places import is_url, place
+from ejdist.training.stored import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Writing,
+    check_same_model,
+    described,
+    keys_of,
+    split,
+    whole,
+    without_empty,
+)
 
 _STATE, _RUN = "state", "run"
 _ASIDE = ".damaged"
-_DIGEST, _KEYS = "digest", "keys"  # what is added to the run: of each array its digest, of each PRNG key its kind
 
 
 @dataclass
@@ -30,52 +39,50 @@ class CheckpointSection:
     """The `checkpoint` section of a recipe."""
 
     every: int = 100  # steps between checkpoints; the last step and a stop always make one; 0 for only those
+    minutes: float = 0  # a checkpoint too where the last one is so many minutes old; 0: none by time
     keep: int = 3  # how many of the last ones stay
+    keep_every: int = 0  # steps: those of its multiples stay for good; 0: none
+    keep_hours: float = 0  # hours: the first one stays for good, and then one after each so many; 0: none
+    dir: str | None = None  # a folder, or gs://BUCKET/FOLDER; default: checkpoints in run.dir
+    local: str | None = None  # a folder on a fast disk of each host, for checkpoints between those of dir
+    local_every: int = 0  # steps between those
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written; the message says which, why, and what to do."""
-
-
-class DamagedCheckpoint(CheckpointError):
-    """What was saved cannot be read back. An earlier checkpoint may be whole."""
-
-
-@jax.jit
-def digest(tree: Any) -> Any:
-    """Returns a uint32 for each array: the sum, modulo 2^32, of a hash of each element's bits and place.
-
-    A change of any one element changes it, and of several all but once in 2^32. It does not depend on how the array lies on
-    devices, and costs one pass over it. The hash is the finalizer of MurmurHash3 (Appleby), which is one to one.
-    """
-
-    def one(x: jax.Array) -> jax.Array:
-        bits = jnp.atleast_1d(x)
-        if jnp.iscomplexobj(bits):
-            bits = jnp.stack((bits.real, bits.imag), axis=-1)
-        if bits.dtype != jnp.bool:
-            bits = jax.lax.bitcast_convert_type(bits, jnp.dtype(f"uint{8 * min(bits.dtype.itemsize, 4)}"))
-        place = jnp.zeros(bits.shape, jnp.uint32)
-        for d in range(bits.ndim):
-            place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
-        hashed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            hashed = (hashed ^ (hashed >> shift)) * jnp.uint32(factor)
-        return jnp.sum(hashed ^ (hashed >> 16), dtype=jnp.uint32)
-
-    return jax.tree.map(one, tree)
+    def check(self) -> None:
+        """Raises ValueError for values that no run can have."""
+        if self.every < 0 or self.keep < 1:
+            raise ValueError(f"checkpoint.every must be >= 0 and checkpoint.keep >= 1, got {self.every}, {self.keep}")
+        for key in ("minutes", "keep_every", "keep_hours", "local_every"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"checkpoint.{key} must be >= 0, got {getattr(self, key)}")
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ValueError(
+                f"checkpoint.keep_every = {self.keep_every} must be a multiple of checkpoint.every = {self.every}: else there "
+                "is no checkpoint at those steps"
+            )
+        if (self.local is None) != (self.local_every == 0):
+            raise ValueError(
+                f"checkpoint.local = {self.local!r} and checkpoint.local_every = {self.local_every}: give both, a folder of "
+                "each host and the steps between checkpoints in it, or none"
+            )
+        if self.local is not None and (is_url(self.local) or not self.local.strip()):
+            raise ValueError(f"checkpoint.local = {self.local!r} must be a folder on a disk of each host")
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `<run.dir>/checkpoints`. Nothing is created until the first save."""
+    """The checkpoints of one run, in `<run.dir>/checkpoints` or `checkpoint.dir`. Nothing is created until the first save."""
 
     def __init__(self, run_dir: str | Path, section: CheckpointSection, timeout: float = 900) -> None:
-        """`timeout` is in seconds: how long a save waits for its last host."""
-        if section.every < 0 or section.keep < 1:
-            raise ValueError(
-                f"checkpoint.every must be >= 0 and checkpoint.keep >= 1, got {section.every}, {section.keep}"
-            )
-        self.directory, self.section = Path(run_dir).absolute() / "checkpoints", section
+        """`timeout` is in seconds: how long a save waits for its last host.
+
+        Raises:
+          ValueError: the section is wrong, or the library for its `dir` is not installed.
+        """
+        section.check()
+        self.section = section
+        if section.dir is None:
+            self.directory = epath.Path(Path(run_dir).absolute() / "checkpoints")
+        else:
+            self.directory = place("checkpoint.dir", section.dir)
         self._timeout = max(1, round(timeout))
         self._made: Any = None
 
@@ -87,7 +94,7 @@ class Checkpoints:
             logging.getLogger("absl").setLevel(logging.CRITICAL)
             handlers = {_STATE: ocp.StandardCheckpointHandler(), _RUN: ocp.JsonCheckpointHandler()}
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self.section.keep,
+                preservation_policy=_preservation(self.section),
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(timeout_secs=self._timeout),
             )
@@ -98,13 +105,20 @@ class Checkpoints:
         """Returns the step of the last complete checkpoint, None if there is none. Interrupted saves do not count.
 
         Raises:
-          CheckpointError: the folder holds something that is not a checkpoint of ours.
+          CheckpointError: the folder holds something that is not a checkpoint of ours, or cannot be listed.
         """
-        if not self.directory.exists():
-            return None
-        if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory} is not a folder; choose another run.dir, or remove it")
-        names = [p.name for p in self.directory.iterdir()]
+        try:
+            if not self.directory.exists():
+                return None
+            if not self.directory.is_dir():
+                raise CheckpointError(f"{self.directory} is not a folder; choose another run.dir, or remove it")
+            names = self._names()
+        except CheckpointError:
+            raise
+        except Exception as error:  # of the disk, or of one of many libraries below that of a bucket
+            raise CheckpointError(
+                f"{self.directory} cannot be listed ({reason_of(error)}); mend the disk, or what is needed to reach it"
+            ) from error
         ours = [n for n in names if n.isdigit() or "orbax-checkpoint-tmp" in n or _ASIDE in n or n.startswith(".")]
         strangers = set(names) - set(ours)
         if strangers:
@@ -114,11 +128,16 @@ class Checkpoints:
             )
         return self._manager().latest_step()
 
+    def _names(self) -> list[str]:
+        # A bucket may list the folder itself, as an empty name.
+        return [p.name for p in self.directory.iterdir() if p.name and p != self.directory]
+
     def interrupted(self) -> list[str]:
-        """Returns the names of saves that were cut off; they are ignored."""
+        """Returns the names of saves that were cut off; they are ignored. In a bucket they have the name of a step."""
         if not self.directory.exists():
             return []
-        return sorted(p.name for p in self.directory.iterdir() if "orbax-checkpoint-tmp" in p.name)
+        names, whole = self._names(), set(self._manager().all_steps())
+        return sorted(n for n in names if "orbax-checkpoint-tmp" in n or (n.isdigit() and int(n) not in whole))
 
     def due(self, step: int) -> bool:
         return self.section.every > 0 and step % self.section.every == 0
@@ -136,11 +155,11 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        arrays, keys = _without_empty(to_arrays(state)), _keys(state)
+        arrays, keys = without_empty(to_arrays(state)), keys_of(state)
         manager = self._manager()
         with self._writing(step):
             if manager.latest_step() != step:
-                run = run | {_DIGEST: _digests(arrays)} | ({_KEYS: keys} if keys else {})
+                run = described(arrays, keys, run)
                 args = {_STATE: ocp.args.StandardSave(arrays), _RUN: ocp.args.JsonSave(run)}
                 manager.save(step, args=ocp.args.Composite(**args))
 
@@ -150,8 +169,8 @@ class Checkpoints:
             with self._writing(None):
                 self._made.wait_until_finished()
 
-    def _writing(self, step: int | None) -> _Writing:
-        return _Writing(self.directory, step)
+    def _writing(self, step: int | None) -> Writing:
+        return Writing(str(self.directory), step)
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, the last one first."""
@@ -175,27 +194,30 @@ class Checkpoints:
             try:
                 found = self._manager().restore(step, args=ocp.args.Composite(**{what: args}))[what]
             except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
-                reason = _reason(error)
+                reason = self._reason(step, error)
             if reason := first(f"the reading of checkpoint {step}", reason):
                 raise self._damaged(step, reason)
             return found
 
-        run = read(_RUN, ocp.args.JsonRestore())
+        stored = read(_RUN, ocp.args.JsonRestore())
         with self._reading(step):
-            keys, written = run.pop(_KEYS, {}), run.pop(_DIGEST)
-            kinds = self._kinds(step) | keys
-        self._check_kinds(step, like, kinds)
+            run, written, saved, keys = split(stored)
+            kinds = self._kinds(step)
+            check_kinds(kinds, saved or kinds)
+        check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds | keys)
         wanted = like_arrays(like)
-        arrays = read(_STATE, ocp.args.StandardRestore(_without_empty(wanted)))
+        arrays = read(_STATE, ocp.args.StandardRestore(without_empty(wanted)))
         with self._reading(step):  # of arrays that all hosts have read: the same on all of them
-            _check_digests(arrays, written)
-        whole = wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays
-        return from_arrays(whole, like), run
+            check_digests(arrays, written)
+        return whole(arrays, wanted, like), run
+
+    def _reason(self, step: int, error: Exception) -> str:
+        return item_of(self.directory / str(step), error) + reason_of(error)
 
     def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"checkpoint {self.directory / str(step)} cannot be read ({reason})")
 
-    def set_aside(self, step: int) -> Path:
+    def set_aside(self, step: int) -> epath.Path:
         """Renames a checkpoint, so that it is none any more, and returns its new path. Only one process may do this."""
         aside = self.directory / f"{step}{_ASIDE}"
         for n in itertools.count(2):
@@ -205,6 +227,11 @@ class Checkpoints:
         (self.directory / str(step)).rename(aside)
         return aside
 
+    def remove_interrupted(self) -> None:
+        """Removes what saves that were cut off have left. Only one process may do this, while none saves."""
+        for name in self.interrupted():
+            (self.directory / name).rmtree()
+
     def reload(self) -> None:
         """Looks again at what is there: another process may have changed it."""
         if self._made is not None:
@@ -213,12 +240,12 @@ class Checkpoints:
     def run_of(self, step: int) -> dict[str, Any]:
         """Returns what `save` was given beside the state. Raises CheckpointError if it cannot be read."""
         with self._reading(step):
-            return {k: v for k, v in self._run(step).items() if k not in (_DIGEST, _KEYS)}
+            return self._run(step)[0]
 
     def digests_of(self, step: int) -> dict[str, int]:
         """Returns the digest of each array that was saved, by name. Raises CheckpointError if it cannot be read."""
         with self._reading(step):
-            return self._run(step)[_DIGEST]
+            return self._run(step)[1]
 
     def restore_part(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Returns those arrays of a checkpoint that `like` names, and reads no others.
@@ -232,9 +259,10 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         with self._reading(step):
-            digests = self._run(step)[_DIGEST]
+            _, digests, saved, _ = self._run(step)
             found = self._kinds(step)
-            for name, kind in ((name, kind_of(leaf)) for name, leaf in _leaves(like)):
+            check_kinds(found, saved or found)
+            for name, kind in ((name, kind_of(leaf)) for name, leaf in leaves_of(like)):
                 if found.get(name) != kind:
                     raise CheckpointError(
                         f"checkpoint {self.directory / str(step)} is of another model: {name} is "
@@ -245,13 +273,13 @@ class Checkpoints:
             )
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 arrays = reader.restore(self.directory / str(step) / _STATE, args=args)
-            _check_digests(arrays, digests)
+            check_digests(arrays, {name: digests.get(name, -1) for name, _ in leaves_of(like)})
             return arrays
 
-    def _run(self, step: int) -> dict[str, Any]:
+    def _run(self, step: int) -> tuple[dict[str, Any], dict[str, int], dict[str, str], dict[str, str]]:
         import orbax.checkpoint as ocp
 
-        return self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+        return split(self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN])
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -261,7 +289,7 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
-            raise self._damaged(step, _reason(error)) from error
+            raise self._damaged(step, self._reason(step, error)) from error
 
     def _kinds(self, step: int) -> dict[str, str]:
         """Returns the dtype and shape of each array, by name."""
@@ -269,85 +297,20 @@ class Checkpoints:
         stored = getattr(stored, "tree", stored)
         if stored is None:
             raise FileNotFoundError(f"there is no {_STATE!r} in it")
-        return {name: kind_of(leaf) for name, leaf in _leaves(stored)}
-
-    def _check_kinds(self, step: int, like: Any, found: dict[str, str]) -> None:
-        """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
-        wanted = {name: kind_of(leaf) for name, leaf in _leaves(like_arrays(like))} | _keys(like)
-        for name, kind in wanted.items():
-            if name in found and found[name] != kind:
-                raise CheckpointError(
-                    f"checkpoint {self.directory / str(step)} is of another model: {name} is {found[name]} there and {kind} "
-                    "in this recipe; restore the recipe, or choose another run.dir"
-                )
-        if set(found) != set(wanted):
-            odd = sorted(set(found) ^ set(wanted))[:3]
-            raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} is of another model or optimizer: {', '.join(odd)} is on one side "
-                "only; restore the recipe, or choose another run.dir"
-            )
+        return {name: kind_of(leaf) for name, leaf in leaves_of(stored)}
 
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
 
 
-def _reason(error: BaseException, most: int = 300) -> str:
-    """Returns the first line of what went wrong, without what a library adds for its own developers. Too long a line keeps
-    both ends: paths come first, and the cause last."""
-    lines = str(error).splitlines() or [""]
-    first = re.split(r"[.,]? (?:See full TensorStore details|\[tensorstore_spec|\[source locations)", lines[0])[0]
-    if len(first) > most:
-        first = f"{first[: most // 3]} ... {first[-2 * most // 3 :]}"
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+def _preservation(section: CheckpointSection) -> Any:
+    """Returns which checkpoints stay: the last ones, and those that the section keeps for good."""
+    from orbax.checkpoint import checkpoint_managers as policies
 
-
-def _without_empty(state: Any) -> Any:
-    """Returns a named tuple as a dict of its fields that hold something. What a model has no use for, such as buffers, is
-    then not in its checkpoints, and those written before there was such a field are read as before."""
-    if not hasattr(state, "_asdict"):
-        return state
-    return {name: value for name, value in state._asdict().items() if jax.tree.leaves(value)}
-
-
-def _check_digests(arrays: Any, written: dict[str, int]) -> None:
-    found = _digests(arrays)
-    changed = [name for name in found if found[name] != written.get(name)]
-    if changed:
-        raise ValueError(f"{', '.join(changed[:3])} is not what was saved")
-
-
-def _digests(arrays: Any) -> dict[str, int]:
-    found = jax.device_get(digest(jax.tree.map(bits_of, arrays)))
-    return {name: int(value) for name, value in _leaves(found)}
-
-
-def _keys(tree: Any) -> dict[str, str]:
-    """Returns the kind of each typed PRNG key, by name. On disk it is its data, of which several kinds have the same."""
-    return {name: kind_of(leaf) for name, leaf in _leaves(tree) if is_key(leaf)}
-
-
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if hasattr(leaf, "shape")]
-
-
-@dataclass
-class _Writing:
-    """Turns whatever goes wrong while writing into one clear error."""
-
-    directory: Path
-    step: int | None
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        what = "the last checkpoint" if self.step is None else f"checkpoint {self.step}, or the one before it,"
-        full = "no space" in str(error).lower() or "quota" in str(error).lower()
-        remedy = "free space on that disk" if full else "check that the disk is there and can be written"
-        raise CheckpointError(
-            f"{what} could not be written to {self.directory} ({_reason(error)}); {remedy} and start again: "
-            "the run goes on from the last complete one"
-        ) from error
+    stays: list[Any] = [policies.LatestN(section.keep)]
+    if section.keep_every:
+        stays.append(policies.EveryNSteps(section.keep_every))
+    if section.keep_hours:
+        stays.append(policies.EveryNSeconds(max(1, round(3600 * section.keep_hours))))
+    return policies.AnyPreservationPolicy(stays)

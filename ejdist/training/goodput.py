@@ -13,10 +13,10 @@ at most one torn line, at the end; the next start begins a new one. A row says w
     {"at": ..., "phase": "rewind", "step": 75, "to": 60}             steps after `to` are given up, by a guard
     {"at": ..., "phase": "end", "step": 100}                         the process has nothing more to do
 
-and once in a while what each host needed for itself, which `account` passes over:
+and every `guards.stragglers_every` steps what each host needed for itself (`pace.py`), which `account` passes over:
 
-    {"at": ..., "hosts": {"0": {"host": 0.012, "data_wait": 0.001}}, "step": 50, "steps": 50, "slow": []}
-                                                                     seconds a step of the last `steps` steps
+    {"at": ..., "hosts": {"0": {"host": 0.01, "data_wait": 0.0, "waits": 0.9, "step_time": 0.91}, ...}, "step": 50, "steps": 50,
+     "slow": []}                                                     seconds a step of the `steps` steps up to `step`
 
 `at` is in seconds since 1970, and within a process that of a clock that is not set. `step` is the last step that the host has
 handed to the devices, which are up to 8 steps behind; after a save they are not.
@@ -32,7 +32,7 @@ from typing import Any
 
 NAME = "goodput.jsonl"
 # Between two signs of life: at first often, so that a short run is told apart, and at last seldom: 3000 rows a day.
-_OFTEN, _SELDOM, _GROWTH = 1.0, 30.0, 1e-3
+_OFTEN, _SELDOM, _GROWTH = 0.2, 30.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Ledger:
             return
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / NAME
-        torn = path.exists() and not path.read_bytes()[-1:] in (b"", b"\n")
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", buffering=1)
         if torn:
             self._file.write("\n")
@@ -177,7 +177,8 @@ class Ledger:
 
     def phase(self, name: str, **what: Any) -> None:
         """Says what is done from now on: a phase of this file's docstring."""
-        self._put({"at": round(self._zero + time.monotonic(), 3), "phase": name, **what})
+        self._last = time.monotonic()
+        self._put({"at": round(self._zero + self._last, 3), "phase": name, **what})
 
     def sign(self, step: int, waited: float) -> bool:
         """Says that this step was handed over, if the last row is some time ago, and returns whether it did.
@@ -196,7 +197,6 @@ class Ledger:
         self._put({"at": round(self._zero + time.monotonic(), 3), **what})
 
     def _put(self, row: dict[str, Any]) -> None:
-        self._last = time.monotonic()
         if not self._writes:
             return
         if self._file is None:

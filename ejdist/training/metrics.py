@@ -233,8 +233,9 @@ _LAST = 10
 def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, **facts: Any) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
-    loss_first is the loss of the first step; loss_last the mean over the last 10. Speeds are of the median step after the
-    first two. tflops_per_device and mfu_causal count attention by the mask that was used; mfu_full counts it as T x T.
+    loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Speeds are of the median step
+    after the first two. tflops_per_device and mfu_causal count attention by the mask that was used; mfu_full counts it as
+    T x T.
 
     Args:
       peak: FLOP/s of one device, for the two MFU.
@@ -242,7 +243,8 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, **facts:
     steady = rows[_WARMUP_STEPS:] or rows
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
-    last = [row["loss"] for row in rows[-_LAST:]]
+    losses = [row["loss"] for row in rows if row["loss"] is not None]  # a step whose update was skipped may have none
+    last = losses[-_LAST:] or [math.nan]
     return {
         "loss_first": rows[0]["loss"],
         "loss_last": statistics.fmean(last),
@@ -262,8 +264,9 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Writes a picture of the loss over the steps, with a running mean."""
     from matplotlib.figure import Figure
 
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    width = max(1, len(rows) // 25)
+    shown = [row for row in rows if row["loss"] is not None]
+    steps, losses = [row["step"] for row in shown], [row["loss"] for row in shown]
+    width = max(1, len(shown) // 25)
     mean = [statistics.fmean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()

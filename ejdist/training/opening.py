@@ -15,13 +15,16 @@ import jax
 from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
-from ejdist.training.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
+from ejdist.training.checkpoint import Checkpoints
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
+from ejdist.training.places import check_folder
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.resume import check_same_run, flat
+from ejdist.training.saves import Saves, Tier
 from ejdist.training.step import TrainState
+from ejdist.training.stored import CheckpointError, DamagedCheckpoint
 from ejdist.weights.start import Source, nested
 
 
@@ -30,23 +33,32 @@ class Run:
     """A run that is open. Nothing of it has been compiled, written, or read but its data's index.
 
     Attributes:
-      last: step of the newest checkpoint; None if there is none.
+      last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
+      found: (step, where) of all checkpoints, those on disks of the hosts too, the newest first.
     """
 
     sections: TrainSections
     hosts: Hosts
     directory: Path
     program: Program
-    checkpoints: Checkpoints
+    saves: Saves
     data: Data
     last: int | None
+    found: list[tuple[int, Tier]]
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return self.saves.durable
 
 
-def open_run(sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None) -> Run:
+def open_run(
+    sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None, say: Any = lambda line: None
+) -> Run:
     """Returns the run of a recipe. To be called inside `hosts.together()`, by all hosts.
 
     Args:
       devices: default: all.
+      say: takes a line for the user.
 
     Raises:
       ValueError: the recipe is wrong, or its files are. CheckpointError: what is in run.dir is none of ours. HostsDiffer: the
@@ -57,44 +69,43 @@ def open_run(sections: TrainSections, hosts: Hosts, devices: list[Any] | None = 
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
     program = make_program(s, make_mesh(**vars(s.mesh), devices=devices))
-    checkpoints = Checkpoints(directory, s.checkpoint, hosts.limit)
-    last = checkpoints.latest()
-    return Run(s, hosts, directory, program, checkpoints, _build_data(s), last)
+    saves = Saves(directory, s.checkpoint, hosts)
+    last = saves.durable.latest()
+    return Run(s, hosts, directory, program, saves, _build_data(s), last, saves.find(program.state, say))
 
 
-def resume(run: Run, say: Any) -> tuple[int, TrainState]:
-    """Returns (step, state) of the last checkpoint that is whole. One that is not is set aside, once an earlier one is read.
+def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[int, TrainState, dict[str, Any]]:
+    """Returns (step, state, what was saved beside it) of the last checkpoint that is whole. One that is not is set aside, once
+    an earlier one is read.
+
+    Args:
+      found: what `Saves.find` returned; not empty.
 
     Raises:
       ValueError: it is of another run than this recipe's. CheckpointError: none can be read, or it is of another model.
     """
-    s, hosts, checkpoints = run.sections, run.hosts, run.checkpoints
-    damaged: list[tuple[int, DamagedCheckpoint]] = []
-    for step in checkpoints.steps():
+    s, saves = run.sections, run.saves
+    damaged: list[tuple[int, Tier, DamagedCheckpoint]] = []
+    for step, where in found:
         try:
-            state, kept = checkpoints.restore(step, run.program.state, hosts.first)
+            state, kept = where.restore(step, run.program.state, run.hosts.first)
             break
         except DamagedCheckpoint as error:
-            damaged.append((step, error))
+            damaged.append((step, where, error))
     else:
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
-        raise CheckpointError(f"{damaged[0][1]}; {none}: mend the storage, or choose another run.dir") from damaged[0][
-            1
-        ]
+        first = damaged[0][2]
+        raise CheckpointError(f"{first}; {none}: mend the storage, or choose another run.dir") from first
     check_same_run(kept["recipe"], s, step, run.directory)
     run.data.check_cursor(kept["data"])
-    for lost, error in damaged:
-        aside = hosts.say(
-            "the place of a damaged checkpoint", str(checkpoints.set_aside(lost)) if hosts.index == 0 else ""
-        )
-        say(f"{error}: going on from the one before it; what is left of it is in {aside}")
-    if damaged:
-        checkpoints.reload()
-    say(f"going on from step {step} of {run.directory}")
+    for lost, place, error in damaged:
+        say(f"{error}: going on from the one before it; {saves.set_aside(lost, place)}")
+    local = f", as this host has it in {where.directory}" if where is saves.local else ""
+    say(f"going on from step {step} of {run.directory}{local}")
     before = kept["recipe"]["run.steps"]
     if before != s.run.steps:
         say(f"run.steps was {before} and is {s.run.steps}: optimizer.schedule ends there from here on")
-    return step, state
+    return step, state, kept
 
 
 def start_from(program: Program, source: Source, say: Any) -> TrainState:
@@ -126,6 +137,9 @@ def _check_run(run: RunSection) -> Path:
         raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
     if not run.dir.strip():
         raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
+    check_folder(
+        "run.dir", run.dir, "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
+    )
     directory = Path(run.dir).expanduser()
     there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not there.is_dir():

@@ -18,8 +18,9 @@ from ejdist.operations import bind_ops
 from ejdist.sequence.order import Order
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.data import DataSection
+from ejdist.training.guards import GuardsSection
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
-from ejdist.training.step import TrainState, init_state, make_train_step
+from ejdist.training.step import LIMITS, TrainState, init_state, make_train_step
 
 
 @dataclass
@@ -87,6 +88,7 @@ class TrainSections:
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    guards: GuardsSection = field(default_factory=GuardsSection)
     accumulation: int = 1  # microbatches of a step
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
     platform: str | None = None  # backend of every operation; null for the fastest
@@ -128,6 +130,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     s.experts.validate()
+    s.guards.validate()
     parameters = s.experts.table(PARAMETERS)
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
@@ -168,6 +171,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")
     batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=at) for name in fields}
+    if "spike" in s.guards.skip:
+        batch[LIMITS] = jax.ShapeDtypeStruct((2,), np.float32, sharding=replicated(mesh))
 
     def place(grads: Any) -> Any:
         return jax.lax.with_sharding_constraint(grads, placed)
@@ -181,9 +186,10 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
             update=model.update,
             report=model.report,
             schedule=schedule,
+            skip=s.guards.skip,
         ),
         donate_argnums=0,
-        in_shardings=(shardings, dict.fromkeys(fields, at)),
+        in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}),
         out_shardings=(shardings, replicated(mesh)),
     )
     init = jax.jit(make_state, out_shardings=shardings)
@@ -203,11 +209,14 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
-    """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs."""
+    """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs,
+    and `limits` where the step takes them."""
 
     def put(name: str) -> jax.Array:
-        rows = program.order.permute(batch[name], axis=1)
         like = program.batch[name]
+        if name == LIMITS:
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: batch[name][index])
+        rows = program.order.permute(batch[name], axis=1)
 
         def shard(index: Any) -> np.ndarray:
             b, t = index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from ejdist.models.model import Metrics, StepContext
+
+# In the batch of a step that skips spikes: float32[2], the largest loss and gradient norm that are none.
+LIMITS = "limits"
 
 
 class TrainState(NamedTuple):
@@ -46,6 +49,7 @@ def make_train_step(
     update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers,
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {},
     schedule: Callable[[jax.Array], jax.Array] | None = None,
+    skip: Collection[str] = (),
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the function (state, batch) -> (state, metrics).
 
@@ -59,7 +63,12 @@ def make_train_step(
       report: (the numbers of the whole batch) -> more that follow from them.
       schedule: steps made before -> the learning rate, which is then among the metrics. The host need not compute it, which
         on an accelerator would wait for the step.
+      skip: updates that are not applied: "nonfinite", where the loss or the gradient norm is no finite number, and "spike",
+        where one of them is above `batch["limits"]`. Parameters, moments and buffers then stay what they were, and the
+        optimizer's count of updates too; the step is counted, and with it the schedule goes on. "skipped" is among the metrics.
     """
+    if unknown := sorted(set(skip) - {"nonfinite", "spike"}):
+        raise ValueError(f"skip has {unknown[0]!r}; there are nonfinite and spike")
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
     def gradient(state: TrainState, batch: dict, microbatch: Any) -> tuple[Metrics, Any]:
@@ -68,6 +77,7 @@ def make_train_step(
         return metrics, place(grads)
 
     def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        limits, batch = batch.get(LIMITS), {name: x for name, x in batch.items() if name != LIMITS}
         if accumulation == 1:
             found, grads = gradient(state, batch, jnp.int32(0))
         else:
@@ -92,6 +102,34 @@ def make_train_step(
         metrics["grad_norm"] = optax.tree.norm(grads)
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-        return TrainState(state.step + 1, params, opt_state, buffers), metrics
+        new = TrainState(state.step + 1, params, opt_state, buffers)
+        if skip:
+            wrong = _is_wrong(metrics["loss"], metrics["grad_norm"], limits, skip)
+            metrics["skipped"] = wrong.astype(jnp.int32)
+            new = _unless(wrong, new, state)
+        return new, metrics
 
     return train_step
+
+
+def _is_wrong(loss: jax.Array, norm: jax.Array, limits: jax.Array | None, skip: Collection[str]) -> jax.Array:
+    wrong = jnp.bool_(False)
+    if "nonfinite" in skip:
+        wrong |= ~(jnp.isfinite(loss) & jnp.isfinite(norm))
+    if "spike" in skip:
+        if limits is None:
+            raise ValueError(f"a step that skips spikes takes batch[{LIMITS!r}], float32[2]")
+        wrong |= (loss > limits[0]) | (norm > limits[1])
+    return wrong
+
+
+def _unless(wrong: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """Returns the old state where the new one is wrong, but for what counts steps: the learning rate is that of its step."""
+
+    def counts_steps(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    def one(new: Any, old: Any) -> Any:
+        return new if counts_steps(new) else jnp.where(wrong, old, new)
+
+    return jax.tree.map(one, new, old, is_leaf=counts_steps)._replace(step=new.step)

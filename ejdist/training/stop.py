@@ -1,13 +1,10 @@
-"""What ends a run early: a signal, or a loss that is no number. All processes end at the same step."""
+"""What ends a run early: a signal, at the same step on all processes; and the error of a loss that is no number."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import math
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,31 +50,4 @@ def stop_on_signals() -> Iterator[Stop]:
 
 
 class Diverged(RuntimeError):
-    """The loss is no number any more; the message says since when, and what to do."""
-
-
-# Steps between the one started and the one whose loss is looked at: by then it is known, and looking does not wait.
-_LAG = 8
-
-
-class Watch:
-    """Stops a run whose loss or gradient is not finite, before a checkpoint of it is written. Every process sees the same
-    numbers, so all stop at the same step."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._steps = directory, collections.deque()
-
-    def add(self, step: int, metrics: dict[str, jax.Array], *, all_of_them: bool) -> None:
-        """Raises Diverged. `all_of_them` looks at this step too, and waits for it: a save of its state does so anyway."""
-        loss, norm = metrics["loss"], metrics["grad_norm"]
-        for value in (loss, norm):
-            value.copy_to_host_async()  # so that it is here when it is looked at
-        self._steps.append((step, loss, norm))
-        while len(self._steps) > (0 if all_of_them else _LAG):
-            at, loss, norm = self._steps.popleft()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise Diverged(
-                    f"step {at} has loss {float(loss)} and gradient norm {float(norm)}; nothing was saved since. Start again "
-                    f"in {self._directory} to go on from the last checkpoint, or in another run.dir with a lower "
-                    "optimizer.learning_rate or more optimizer.warmup_steps"
-                )
+    """The loss is no number any more, or far from what it was; the message says since when, and what to do."""

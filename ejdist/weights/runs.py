@@ -12,6 +12,7 @@ import jax
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
+from ejdist.training.places import is_url, place
 from ejdist.weights.files import WeightsError
 from ejdist.weights.match import flat
 
@@ -19,14 +20,28 @@ from ejdist.weights.match import flat
 class Run:
     """The checkpoint of a run: its model, what its data were, and its parameters one by one."""
 
-    def __init__(self, folder: str | Path, step: int | None = None) -> None:
-        """Raises WeightsError if there is no such run or step. CheckpointError: its checkpoint cannot be read."""
-        self.folder = Path(folder).expanduser()
-        self._checkpoints = Checkpoints(self.folder, CheckpointSection())
+    def __init__(self, folder: str | Path, step: int | None = None, key: str = "run.dir") -> None:
+        """Opens the last checkpoint, or that of a step.
+
+        Args:
+          folder: a run.dir, or the checkpoint.dir of a run, which may be gs://BUCKET/FOLDER.
+          key: that names it.
+
+        Raises:
+          WeightsError: there is no such run or step. CheckpointError: its checkpoint cannot be read. ValueError: it is a URL
+            that cannot be read here.
+        """
+        self.folder = place(key, str(folder))
+        own = None if not is_url(str(folder)) and (self.folder / "checkpoints").is_dir() else str(self.folder)
+        if own is not None and not is_url(own) and not has_steps(Path(own)):
+            raise WeightsError(
+                f"{own} has no checkpoint of a run; give the run.dir of one that has, or its checkpoint.dir"
+            )
+        self._checkpoints = Checkpoints(str(self.folder), CheckpointSection(dir=own))
         last = self._checkpoints.latest()
         if last is None:
             raise WeightsError(f"{self.folder} has no checkpoint of a run; give the run.dir of one that has")
-        steps = sorted(int(p.name) for p in self._checkpoints.directory.iterdir() if p.name.isdigit())
+        steps = self._checkpoints.steps()[::-1]
         if step is not None and step not in steps:
             raise WeightsError(
                 f"{self.folder} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
@@ -56,7 +71,12 @@ class Run:
         self._checkpoints.close()
 
 
-def section_of(recipe: dict[str, Any], where: Path) -> DecoderConfig:
+def has_steps(folder: Path) -> bool:
+    """Returns whether a folder is the checkpoint.dir of a run."""
+    return folder.is_dir() and any(p.name.isdigit() and p.is_dir() for p in folder.iterdir())
+
+
+def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
     """Returns the model section of a run, from what its checkpoint keeps. A key that it has not had the default's meaning."""
     given = {k.removeprefix("model."): v for k, v in recipe.items() if k.startswith("model.")}
     strange = sorted(set(given) - set(flat(DecoderConfig())))

@@ -9,11 +9,12 @@ from pathlib import Path
 import jax
 
 from ejdist.models.decoder import DecoderConfig
+from ejdist.training.places import is_url
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError, digest_of, read_folder
 from ejdist.weights.match import differences, told_difference
 from ejdist.weights.reader import check, load, tensors_in
-from ejdist.weights.runs import Run, nested
+from ejdist.weights.runs import Run, has_steps, nested
 from ejdist.weights.tensors import declared_leaves
 
 __all__ = ["Source", "nested", "open_source"]
@@ -42,8 +43,10 @@ def open_source(where: str, c: DecoderConfig) -> Source:
       CheckpointError: it is a run whose checkpoint cannot be read.
     """
     c.validate()
-    folder = Path(where).expanduser()
     leaves = frozenset(declared_leaves(c))
+    if is_url(where):
+        return _of_run(Run(where, key="model.init_from"), c, leaves)
+    folder = Path(where).expanduser()
     if (folder / "config.json").exists():
         family, theirs = read_config(folder)
         _check_model(
@@ -53,14 +56,17 @@ def open_source(where: str, c: DecoderConfig) -> Source:
         tensors = tensors_in(family, c, stored)
         notes = check(tensors, stored, c, folder)
         return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
-    if (folder / "checkpoints").is_dir():
-        run = Run(folder)
-        _check_model(c, run.model, f"the run in {folder}", "its parameters are of that model")
-        return Source(f"step {run.step} of the run in {folder}", leaves, [], run.load_and_close, run.digest)
+    if (folder / "checkpoints").is_dir() or has_steps(folder):
+        return _of_run(Run(folder), c, leaves)
     what = "has neither config.json nor checkpoints" if folder.is_dir() else "is no folder"
     raise WeightsError(
         f"model.init_from = {where!r} {what}; give a folder with config.json and safetensors, or the run.dir of another run"
     )
+
+
+def _of_run(run: Run, c: DecoderConfig, leaves: frozenset[str]) -> Source:
+    _check_model(c, run.model, f"the run in {run.folder}", "its parameters are of that model")
+    return Source(f"step {run.step} of the run in {run.folder}", leaves, [], run.load_and_close, run.digest)
 
 
 def _check_model(ours: DecoderConfig, theirs: DecoderConfig, where: str, hint: str) -> None:

@@ -66,15 +66,15 @@ FAULTS = (
     Fault(
         "a damaged checkpoint ends the run",
         OPENING,
-        "            damaged.append((step, error))",
+        "            damaged.append((step, where, error))",
         "            raise",
         f"{TRAIN} -k set_aside",
     ),
     Fault(
         "a damaged checkpoint is set aside where none is whole",
         OPENING,
-        "            damaged.append((step, error))",
-        "            damaged.append((step, error)); checkpoints.set_aside(step)",
+        "            damaged.append((step, where, error))",
+        "            damaged.append((step, where, error)); where.set_aside(step)",
         f"{TRAIN} -k nothing_is_touched",
     ),
     Fault(
@@ -86,9 +86,10 @@ FAULTS = (
     ),
     Fault(
         "other bits than were saved are taken",
-        CHECKPOINT,
-        "if found[name] != written.get(name)",
-        "if name not in written",
+        "ejdist/training/integrity.py",
+        "changed = sorted(name for name in {*found, *written} if found.get(name) != written.get(name))\n    if changed:\n"
+        '        raise Changed(f"{_named',
+        'changed = sorted({*found} - {*written})\n    if changed:\n        raise Changed(f"{_named',
         f"{TRAIN} -k other_bits",
     ),
     Fault(

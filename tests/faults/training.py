@@ -60,8 +60,8 @@ FAULTS = (
     Fault(
         "data from the start after a stop",
         LOOP,
-        "data.iterator(start, end, rows)",
-        "data.iterator(0, end - start, rows)",
+        "data.iterator(start, end, rows,",
+        "data.iterator(0, end - start, rows,",
         f"{TRAIN} -k bit_for_bit",
     ),
     Fault(
@@ -73,14 +73,14 @@ FAULTS = (
     ),
     Fault(
         "a loss that is no number goes on",
-        "ejdist/training/stop.py",
+        "ejdist/training/guards.py",
         "if not (math.isfinite(loss) and",
         "if (loss is None and",
         f"{TRAIN} -k no_number",
     ),
     Fault(
         "a digest without places",
-        "ejdist/training/checkpoint.py",
+        "ejdist/training/integrity.py",
         "hashed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)",
         "hashed = bits.astype(jnp.uint32)",
         f"{TRAIN} -k digest",
@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "buffers that stay as they were",
         "ejdist/training/step.py",
-        "params, opt_state, buffers), metrics",
-        "params, opt_state, state.buffers), metrics",
+        "params, opt_state, buffers)\n        if skip",
+        "params, opt_state, state.buffers)\n        if skip",
         STEP_OF_LAYERS,
     ),
     Fault(

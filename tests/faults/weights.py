@@ -274,10 +274,10 @@ FAULTS = (
         f"{RUNS} -k first_state",
     ),
     Fault(
-        "a run that goes on begins with the weights again",
+        "a run with init_from begins again where it should go on",
         "ejdist/training/loop.py",
-        "    if run.last is not None:\n            start",
-        "    if run.last is not None and given is None:\n            start",
+        "    if found:\n        step, state, beside",
+        "    if found and run.sections.model.init_from is None:\n        step, state, beside",
         f"{RUNS} -k alike",
     ),
     Fault(
@@ -297,7 +297,7 @@ FAULTS = (
     Fault(
         "parameters of a checkpoint are not checked",
         "ejdist/training/checkpoint.py",
-        "            _check_digests(arrays, digests)\n",
+        "            check_digests(arrays, {name: digests.get(name, -1) for name, _ in leaves_of(like)})\n",
         "",
         f"{RUNS} -k not_taken",
     ),

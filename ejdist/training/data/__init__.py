@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, cou
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizing import hub_dataset
+from ejdist.training.places import check_folder
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
 
@@ -81,11 +82,13 @@ class Data:
         made = [self.packing.row(i) for i in numbers]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
 
-    def iterator(self, start: int, stop: int, rows: slice = slice(None)) -> Iterator[dict[str, np.ndarray]]:
-        """Yields `batch(step, rows)` for step = start, ..., stop - 1, read ahead by threads."""
+    def iterator(
+        self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields `batch(number(step), rows)` for step = start, ..., stop - 1, read ahead by threads."""
         import grain
 
-        steps = grain.MapDataset.range(start, stop).map(lambda step: self.batch(int(step), rows))
+        steps = grain.MapDataset.range(start, stop).map(lambda step: self.batch(number(int(step)), rows))
         options = grain.ReadOptions(num_threads=min(2, self.prefetch), prefetch_buffer_size=self.prefetch)
         return iter(steps.to_iter_dataset(options))
 
@@ -146,6 +149,7 @@ def build(section: DataSection, *, seed: int) -> Data:
     Raises:
       ValueError: the files, the tokenizer or a size are wrong; names the key.
     """
+    check_folder("data.cache_dir", section.cache_dir)
     cache = Path(section.cache_dir or default_cache_dir()).expanduser()
     if section.mixture is None:
         corpus = _open(section.source, section.tokenizer, section.text_key, cache)
@@ -168,6 +172,9 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | D
     """Returns what one source is: a dataset, or files that are tokenized now or were before."""
     if isinstance(source, str) and source.startswith(PREFIX):
         return hub_dataset(source, tokenizer, text_key, cache)
+    for one in [source] if isinstance(source, str) else source or ():
+        check_folder("data.source", one if isinstance(one, str) else None)
+    check_folder("data.tokenizer", tokenizer)
     folder = Path(source).expanduser() if isinstance(source, str) else None
     if folder is not None and is_dataset(folder):
         return open_dataset(folder, tokenizer, text_key)

@@ -1,0 +1,156 @@
+"""Whether a checkpoint is what was saved, and which item of it is not.
+
+Beside the arrays stand a digest of each, made on the devices before they are written, its dtype and shape, and a checksum of
+the JSON that these stand in. What storage gives back is compared with them, on whatever mesh it is restored to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.training.leaves import bits_of, kind_of, name_of
+
+RUN_FILE = "run/metadata"
+_METADATA, _SHARDING, _ARRAYS = "state/_METADATA", "state/_sharding", "state/array_metadatas"
+_JSON = ("_CHECKPOINT_METADATA", RUN_FILE, _METADATA, _SHARDING)
+
+
+class Changed(ValueError):
+    """An item is not what was saved; the message names it."""
+
+
+@jax.jit
+def digest(tree: Any) -> Any:
+    """Returns a uint32 for each array: the sum, modulo 2^32, of a hash of each element's bits and place.
+
+    A change of any one element changes it, and of several all but once in 2^32. It does not depend on how the array lies on
+    devices, and costs one pass over it. The hash is the finalizer of MurmurHash3 (Appleby), which is one to one.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        bits = jnp.atleast_1d(x)
+        if jnp.iscomplexobj(bits):
+            bits = jnp.stack((bits.real, bits.imag), axis=-1)
+        if bits.dtype != jnp.bool:
+            bits = jax.lax.bitcast_convert_type(bits, jnp.dtype(f"uint{8 * min(bits.dtype.itemsize, 4)}"))
+        place = jnp.zeros(bits.shape, jnp.uint32)
+        for d in range(bits.ndim):
+            place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
+        hashed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            hashed = (hashed ^ (hashed >> shift)) * jnp.uint32(factor)
+        return jnp.sum(hashed ^ (hashed >> 16), dtype=jnp.uint32)
+
+    return jax.tree.map(one, tree)
+
+
+def leaves_of(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the name of each leaf that has a shape, and the leaf."""
+    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if hasattr(leaf, "shape")]
+
+
+def digests_of(arrays: Any) -> dict[str, int]:
+    """Returns the digest of each array, by name."""
+    found = jax.device_get(digest(jax.tree.map(bits_of, arrays)))
+    return {name: int(value) for name, value in leaves_of(found)}
+
+
+def kinds_of(arrays: Any) -> dict[str, str]:
+    """Returns the dtype and shape of each array, by name."""
+    return {name: kind_of(leaf) for name, leaf in leaves_of(arrays)}
+
+
+def check_digests(arrays: Any, written: dict[str, int]) -> None:
+    """Raises Changed, naming them, for arrays that are not those of which the digests were written."""
+    found = digests_of(arrays)
+    changed = sorted(name for name in {*found, *written} if found.get(name) != written.get(name))
+    if changed:
+        raise Changed(f"{_named(changed)} is not what was saved")
+
+
+def check_kinds(found: dict[str, str], written: dict[str, str]) -> None:
+    """Raises Changed, naming them, for arrays that the files describe in another way than they were saved."""
+    changed = sorted(name for name in {*found, *written} if found.get(name) != written.get(name))
+    if changed:
+        name = changed[0]
+        raise Changed(
+            f"{_METADATA} or the index of the arrays has {name} as {found.get(name, 'nothing')}, and it was saved as "
+            f"{written.get(name, 'nothing')}"
+        )
+
+
+def checksum(run: dict[str, Any]) -> int:
+    """Returns the CRC-32 of what JSON holds. It does not depend on the order of keys."""
+    return zlib.crc32(json.dumps(run, sort_keys=True).encode())
+
+
+def check_run(run: dict[str, Any], written: int | None) -> None:
+    """Raises Changed if the JSON is not that of which the checksum was written."""
+    if written is not None and checksum(run) != written:
+        raise Changed(f"{RUN_FILE} is not what was saved")
+
+
+def reason_of(error: BaseException, most: int = 300) -> str:
+    """Returns the first line of what went wrong, and that of its first cause where that is another. Without what a library
+    adds for its own developers; too long a line keeps both ends: paths come first, and the cause last."""
+    if isinstance(error, Changed):
+        return str(error)
+    cause = _first(error)
+    lines = str(cause).splitlines() or [""]
+    first = re.split(r"[.,]? (?:See full TensorStore details|\[tensorstore_spec|\[source locations)", lines[0])[0]
+    if len(first) > most:
+        first = f"{first[: most // 3]} ... {first[-2 * most // 3 :]}"
+    return f"{type(cause).__name__}: {first}" if first else type(cause).__name__
+
+
+def item_of(checkpoint: Any, error: BaseException) -> str:
+    """Returns which file of a checkpoint an error comes from, in words that go before its reason; nothing where the reason
+    names a file or an array itself, as TensorStore's do. What reads the JSON files says only what is wrong in one.
+
+    Args:
+      checkpoint: path of the folder of a step.
+    """
+    reason = reason_of(error)
+    if isinstance(error, Changed) or " in OCDBT " in reason or "local file" in reason:
+        return ""
+    arrays = sorted(f"{_ARRAYS}/{p.name}" for p in _listed(checkpoint / _ARRAYS))
+    for name in (*_JSON, *arrays):
+        try:
+            found = json.loads((checkpoint / name).read_text())
+            # A key that is looked up and not there is an error too.
+            if name == _SHARDING:  # JSON in JSON
+                _ = [json.loads(text)["sharding_type"] for text in found.values()]
+            elif name in arrays:
+                _ = [one["array_metadata"]["param_name"] for one in found["array_metadatas"]]
+        except FileNotFoundError:
+            return f"{name} is not there: "
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not JSON, or without a key
+            return f"{name}: "
+    # It is JSON, and not what its reader expects.
+    readers = " ".join(frame.filename for frame in traceback.extract_tb(_first(error).__traceback__))
+    return f"{_SHARDING}: " if "sharding" in readers + reason else f"{_METADATA}: "
+
+
+def _listed(folder: Any) -> list[Any]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _first(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _named(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,66 @@
+"""Where a run may keep things: folders, and for checkpoints a bucket of Google Cloud Storage too."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etils import epath
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_MOUNT = "mount the bucket and give the folder where it is mounted"
+
+
+def is_url(text: str) -> bool:
+    """Returns whether a key's value is written as a URL."""
+    return _URL.match(text) is not None
+
+
+def check_folder(key: str, value: str | None, remedy: str = _MOUNT) -> None:
+    """Raises ValueError if the value of a key that takes a file or a folder is a URL: it would be taken for a folder of that
+    name. Call it before anything is made of the value."""
+    if value is not None and is_url(value):
+        raise ValueError(f"{key} = {value!r} is a URL, and this key takes a path of this machine: {remedy}")
+
+
+def place(key: str, value: str) -> epath.Path:
+    """Returns the place of checkpoints that a key names: a folder, or gs://BUCKET/FOLDER.
+
+    Raises:
+      ValueError: it is another URL, or the library that reads and writes it is not installed.
+    """
+    from etils import epath
+
+    found = _URL.match(value)
+    if found is None:
+        return epath.Path(value).expanduser().absolute()
+    scheme = found.group(1).lower()
+    if scheme != "gs":
+        raise ValueError(
+            f"{key} = {value!r}: Orbax writes checkpoints to folders and to gs://BUCKET/FOLDER, and not to {scheme}://; "
+            "give one of these, or a folder of a shared file system"
+        )
+    if not re.match(r"gs://[^/]+/.*[^/]", value):
+        raise ValueError(f"{key} = {value!r} names no folder of a bucket: write gs://BUCKET/FOLDER")
+    missing = [name for name in ("gcsfs", "google.cloud.storage") if not _installed(name)]
+    if missing:
+        raise ValueError(
+            f"{key} = {value!r} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            "pip install 'ejdist[gcs]'"
+        )
+    import fsspec
+
+    # What TensorStore and other hosts write is not in a list that was kept of before.
+    settings: dict[str, Any] = fsspec.config.conf
+    for name in ("gs", "gcs"):
+        settings.setdefault(name, {}).setdefault("use_listings_cache", False)
+    return epath.Path(f"gs://{value[5:].rstrip('/')}")
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False

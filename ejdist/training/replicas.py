@@ -1,0 +1,156 @@
+"""Compares what several devices hold alike: parameters, moments and whatever else of the state is replicated.
+
+After the same step with the same numbers its replicas have the same bits, and a device that computes wrong, or loses a bit of
+its memory, does not. Each device hashes what it holds, in one program without a collective; the hosts compare the hashes
+through the store of JAX's coordinator. Nothing waits: a host says its hashes some steps later, when they are there, host 0
+judges some steps after that, and all hear of it at the same step.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejdist.cluster.hosts import Hosts, Question
+from ejdist.layout import spec
+from ejdist.sharded import map_shards
+from ejdist.training.guards import LAG
+from ejdist.training.integrity import digest
+from ejdist.training.leaves import name_of
+
+
+class ReplicasDiffer(RuntimeError):
+    """A device holds other bits than those that hold the same array; the message names the array, the device and its host."""
+
+
+@dataclass
+class _Check:
+    """One comparison on its way."""
+
+    step: int
+    hashes: jax.Array  # uint32[devices, arrays]
+    question: Question | None = None
+    judged: bool = False
+
+
+class Replicas:
+    """The comparisons of a run.
+
+    Args:
+      like: the state, as `jax.ShapeDtypeStruct` with shardings.
+      every: steps between comparisons; 0: none is ever made.
+    """
+
+    def __init__(self, hosts: Hosts, like: Any, every: int) -> None:
+        found = [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(like)]
+        self.groups = {name: held for name, x in found if (held := _replicated(x))}
+        self.every = every if self.groups else 0
+        self._hosts, self._agreed = hosts, 0
+        self._checks: collections.deque[_Check] = collections.deque()
+        if self.every:
+            mesh = found[0][1].sharding.mesh
+            held = {name: x for name, x in found if name in self.groups}
+            # Compiled now, and not in the step that is the first to be compared.
+            self._hash = _hasher(mesh, {name: x.sharding.spec for name, x in held.items()}).lower(held).compile()
+
+    def look(self, step: int, state: Any, *, saves: bool) -> None:
+        """To be called after every step, by all hosts, with its state. Before a save it waits for all that is on its way.
+
+        Raises:
+          ReplicasDiffer: on all hosts at the same step. HostLost: a host does not say what it has.
+        """
+        if not self.every:
+            return
+        if saves or step % self.every == 0:
+            named = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+            hashes = self._hash({name: named[name] for name in self.groups})
+            for shard in hashes.addressable_shards:
+                shard.data.copy_to_host_async()
+            self._checks.append(_Check(step, hashes))
+        for check in list(self._checks):
+            age = 3 * LAG if saves else step - check.step
+            if age >= LAG and check.question is None:
+                check.question = self._hosts.ask(f"the comparison of replicas after step {check.step}", _said(check))
+            if age >= 2 * LAG and check.question is not None and not check.judged:
+                check.question.judge(self._judge(check.step))
+                check.question.forget()
+                check.judged = True
+            if age >= 3 * LAG and check.question is not None:
+                self._checks.popleft()
+                if text := check.question.answer():
+                    raise ReplicasDiffer(text)
+                self._agreed = check.step
+
+    def _judge(self, step: int) -> Any:
+        agreed = f"after step {self._agreed}" if self._agreed else "at the start"
+        return lambda said: different(said, self.groups, step, agreed)
+
+
+def different(said: dict[int, Any], groups: dict[str, list[list[int]]], step: int, agreed: str) -> str | None:
+    """Returns what is to be said of replicas that differ, None where all agree.
+
+    Args:
+      said: host -> [its name, device -> the hashes of all arrays, eight hexadecimal digits each].
+      groups: array -> the groups of devices that hold the same part of it.
+      agreed: when they last did, in words.
+    """
+    owner = {int(device): (host, name) for host, (name, held) in said.items() for device in held}
+    hashes = {int(device): text for _, held in said.values() for device, text in held.items()}
+    odd: dict[str, list[str]] = {}
+    for n, (name, held) in enumerate(groups.items()):
+        for group in held:
+            sides = collections.defaultdict(list)
+            for device in group:
+                sides[hashes[device][8 * n : 8 * n + 8]].append(device)
+            if len(sides) > 1:
+                most = max(sides.values(), key=len)
+                fewer = [side for side in sides.values() if side is not most]
+                alone = len(most) > max(map(len, fewer))
+                one = ", ".join(_named(device, owner) for side in fewer for device in side)
+                other = ", ".join(_named(device, owner) for device in most[:4])
+                unsure = f"not the same bits on {other} and on {one}, of which either may be wrong"
+                odd.setdefault(f"other bits on {one} than on {other}" if alone else unsure, []).append(name)
+    if not odd:
+        return None
+    sides, names = next(iter(odd.items()))
+    more = "" if len(names) == 1 else f" and {len(names) - 1} more arrays"
+    others = "" if len(odd) == 1 else f"; {len(odd) - 1} more sets of devices differ too"
+    return (
+        f"after step {step} {names[0]}{more} has {sides}{others}. They agreed {agreed}, and nothing was saved "
+        "since they differ: such a device computes wrong or loses bits. Take its host out of service, and start again: the run "
+        "goes on from the last checkpoint"
+    )
+
+
+def _named(device: int, owner: dict[int, tuple[int, str]]) -> str:
+    host, name = owner[device]
+    return f"device {device} of host {host} ({name})"
+
+
+def _said(check: _Check) -> dict[str, str]:
+    """Returns device -> its hashes as text, for the devices of this host."""
+    shards = check.hashes.addressable_shards
+    return {str(s.device.id): "".join(f"{int(x):08x}" for x in np.asarray(s.data).ravel()) for s in shards}
+
+
+def _replicated(x: Any) -> list[list[int]]:
+    """Returns the groups of several devices that hold the same part of an array."""
+    groups = collections.defaultdict(list)
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        groups[tuple(at.indices(size)[:2] for at, size in zip(index, x.shape, strict=True))].append(device.id)
+    return [sorted(group) for group in groups.values() if len(group) > 1]
+
+
+def _hasher(mesh: Any, specs: dict[str, Any]) -> Any:
+    """Returns the jitted function: name -> array to uint32[devices, arrays], each device's own hashes."""
+
+    def body(arrays: dict[str, jax.Array]) -> jax.Array:
+        found = digest(arrays)
+        return jnp.stack([found[name] for name in specs])[None]
+
+    return jax.jit(map_shards(body, mesh, (specs,), spec(("B", "_"), {"B": tuple(mesh.axis_names)})))

@@ -1,0 +1,179 @@
+"""One run that is disturbed again and again: `launch.rehearse fault=kill,kill_in_save series=20`.
+
+Each time a host is killed or told to stop, the run is started again and goes on from what is on disk, until it has been
+disturbed so many times and is left to end. Then every loss and every bit of the last state must be those of the run that
+nothing happened to.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.drills import GONE, Disturbance
+from launch.errors import DONE, HOST_LOST, PREEMPTED
+
+# Faults after which the same command goes on, so that they may come one after the other.
+IN_SERIES = ("kill", "kill_in_save", "sigterm")
+
+_STEP = 0.1  # seconds that each step takes at least
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a start of the run has left: the step of the last complete checkpoint, that of the one that was being written
+    (None if none was), and the last step made."""
+
+    saved: int
+    writing: int | None
+    made: int
+
+    def lost(self) -> int:
+        return max(0, self.made - self.saved)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A disturbance, and what it may cost.
+
+    signalled: (seconds after the start, host) that SIGTERM is sent to from outside; at any moment, so also before the first
+    step.
+    """
+
+    fault: str
+    told: str
+    disturbance: Disturbance
+    signalled: tuple[float, int] | None = None
+
+
+def left_by(run: Path) -> Left:
+    """Returns what is in run.dir."""
+    from ejdist.training.metrics import read_rows
+
+    folder = run / "checkpoints"
+    names = [p.name for p in folder.iterdir()] if folder.exists() else []
+    writing = [int(n.split(".")[0]) for n in names if "orbax-checkpoint-tmp" in n]
+    made = [row["step"] for row in read_rows(run / "metrics.jsonl")]
+    return Left(
+        max((int(n) for n in names if n.isdigit()), default=0), max(writing, default=None), max(made, default=0)
+    )
+
+
+def round_of(
+    fault: str, chance: random.Random, hosts: int, steps: int, every: int, saved: int, seconds: float
+) -> Round:
+    """Returns one of these faults, at a place that chance chooses between the last checkpoint and the end.
+
+    Args:
+      saved: step of the last complete checkpoint.
+      seconds: that a start takes to the end where nothing happens.
+    """
+    host = chance.randrange(hosts)
+    # Steps of some length, as in a real run: saves are under way while steps are made.
+    inside: dict[int, dict[str, Any]] = {i: {"do": "sleep", "seconds": _STEP} for i in range(hosts)}
+    after = saved - saved % every + every * chance.randint(1, 3)  # a checkpoint that is to come
+    if fault == "kill_in_save" and after < steps:
+        inside[host] |= {"do": "kill_in_save", "step": after}
+        told = f"kill -9 of host {host} in the save of step {after}"
+        return Round(fault, told, Disturbance(told, GONE, inside=inside))
+    if fault == "sigterm":
+        # So slow that the run has not ended at whatever moment it comes.
+        pace = max(_STEP, 2 * seconds / max(1, steps - saved))
+        moment = chance.uniform(0, seconds)
+        told = f"SIGTERM to host {host} {moment:.1f} s after the start"
+        inside = {i: {"do": "sleep", "seconds": pace} for i in range(hosts)}
+        return Round(fault, told, Disturbance(told, (PREEMPTED, HOST_LOST), inside=inside), (moment, host))
+    step = chance.randint(saved + 1, max(saved + 1, min(saved + 3 * every, steps - 1)))
+    inside[host] |= {"do": "signal", "number": int(signal.SIGKILL), "step": step}
+    told = f"kill -9 of host {host} at step {step}"
+    return Round("kill", told, Disturbance(told, GONE, inside=inside))
+
+
+def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after: Left, every: int) -> list[str]:
+    """Returns what is not as it should be after a round, in sentences.
+
+    No step may be lost beyond the interval of checkpoints: at most `every` between the last complete one and the last step, or
+    the one that was being written when the end came. SIGTERM loses none: while steps are made the one at which the run
+    stopped is saved; before the first step nothing is written, and what was there stays.
+    """
+    found = []
+    if not set(codes) <= set(r.disturbance.codes):
+        found.append(f"exit codes {codes}, which are not of {sorted(set(r.disturbance.codes))}")
+    if after.saved < before.saved:
+        found.append(f"checkpoint {before.saved} is gone")
+    if r.fault == "sigterm":
+        stopped = re.search(r"stopped by SIGTERM after step (\d+)", said)
+        if stopped is not None and (after.saved != int(stopped[1]) or set(codes) != {PREEMPTED}):
+            found.append(
+                f"it stopped after step {stopped[1]} with {codes}, and the last checkpoint is of {after.saved}"
+            )
+        if stopped is None and (after.saved != before.saved or "stopped at once by SIGTERM" not in said):
+            found.append("no host said that it was stopped at once, or a checkpoint was written all the same")
+    elif (limit := after.made if after.writing is None else after.writing) - after.saved > every:
+        found.append(f"step {limit} was begun to be saved, or made, and only {after.saved} is on disk")
+    return found
+
+
+def rehearse_series(
+    folder: Path,
+    rounds: int,
+    names: tuple[str, ...],
+    shape: tuple[int, int, int],
+    seconds: float,
+    chance: random.Random,
+    start: Callable[[Path, Round | None], tuple[list[int | None], str]],
+    same: Callable[[Path], str | None],
+    say: Callable[[str], Any],
+) -> bool:
+    """Returns whether a run that is disturbed so many times ended as the one that nothing happened to.
+
+    Args:
+      shape: hosts, steps of the run, steps between checkpoints.
+      seconds: of the run that nothing happened to.
+      start: makes one start of the run, with a round's disturbance; exit codes, and what the hosts said.
+      same: what is unlike the run that nothing happened to, None if nothing is.
+    """
+    hosts, steps, every = shape
+    folder.mkdir(parents=True)
+    before, passed, lost, during = Left(0, None, 0), 0, [], 0
+    for n in range(rounds):
+        r = round_of(chance.choice(names), chance, hosts, steps, every, before.saved, seconds)
+        codes, said = start(folder, r)
+        after = left_by(folder / "run")
+        faults = faults_of(r, codes, said, before, after, every) + went_on(said, before)
+        lost.append(after.lost())
+        passed += not faults
+        during += "stopped by SIGTERM after step" in said or r.fault != "sigterm"
+        say(
+            f"{n + 1:3} {r.told}: exit codes {codes}, step {after.made} was made and {after.saved} is saved"
+            f"{'' if after.writing is None else f' ({after.writing} was being written)'}, {lost[-1]} lost"
+        )
+        for fault in faults:
+            say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+        before = after
+    codes, said = start(folder, None)
+    faults = [] if codes == [DONE] * hosts else [f"left alone it ended with {codes}"]
+    faults += went_on(said, before)
+    unlike = same(folder)
+    faults += [] if unlike is None else [unlike]
+    say(
+        f"{passed} of {rounds} ended as they should, {during} of them while steps were made; {sum(lost)} steps lost in all, at "
+        f"most {max(lost)} at once with a checkpoint every {every}"
+    )
+    say("losses and final state are those of the run without" if unlike is None else "LOSSES OR STATE DIFFER")
+    for fault in faults:
+        say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+    return passed == rounds and not faults
+
+
+def went_on(said: str, before: Left) -> list[str]:
+    """Returns what is wrong with where a start went on from, unless it ended before it did."""
+    found = re.search(r"going on from step (\d+)", said)
+    if found is not None and int(found[1]) != before.saved:
+        return [f"it went on from step {found[1]}, and the last complete checkpoint was of {before.saved}"]
+    return []

@@ -1,0 +1,141 @@
+"""Faults of checkpoints: what is kept, where, when, and what of it is taken for whole."""
+
+from faults import Fault
+
+INTEGRITY, STORED = "ejdist/training/integrity.py", "ejdist/training/stored.py"
+CHECKPOINT, SAVES, LOCAL = (f"ejdist/training/{name}.py" for name in ("checkpoint", "saves", "local_tier"))
+SERIES = "launch/series.py"
+DAMAGE, TIER, STORE = "tests/test_damage.py", "tests/test_local_tier.py", "tests/test_object_store.py"
+
+FAULTS = (
+    Fault(
+        "what stands beside the arrays is not checked",
+        INTEGRITY,
+        "if written is not None and checksum(run) != written:",
+        "if False:",
+        f"{DAMAGE} -k still_json",
+    ),
+    Fault(
+        "a checksum whose name is damaged is as if there were none",
+        INTEGRITY,
+        "changed = sorted(name for name in {*found, *written} if found.get(name) != written.get(name))\n    if changed:\n"
+        '        raise Changed(f"{_named',
+        "changed = sorted(name for name in found if found[name] != written.get(name))\n    if changed:\n"
+        '        raise Changed(f"{_named',
+        f"{DAMAGE} -k still_json",
+    ),
+    Fault(
+        "a file that is no JSON any more is not named",
+        INTEGRITY,
+        "        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not JSON, or without a key\n"
+        '            return f"{name}: "',
+        "        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not JSON, or without a key\n"
+        '            return ""',
+        DAMAGE,
+    ),
+    Fault(
+        "checkpoints of before there was a checksum are refused",
+        INTEGRITY,
+        "if written is not None and checksum(run) != written:",
+        "if checksum(run) != written:",
+        f"{DAMAGE} -k of_before",
+    ),
+    Fault(
+        "what is kept for good goes",
+        CHECKPOINT,
+        "    if section.keep_every:\n",
+        "    if False:\n",
+        f"{TIER} -k keeps_by_steps",
+    ),
+    Fault(
+        "hours are taken for minutes",
+        CHECKPOINT,
+        "round(3600 * section.keep_hours)",
+        "round(60 * section.keep_hours)",
+        f"{TIER} -k keep_hours_keeps",
+    ),
+    Fault(
+        "each host looks at its own clock",
+        SAVES,
+        'due, ahead = self._hosts.say("whether a checkpoint is due by time", [left <= 0, ahead])',
+        "due = left <= 0",
+        f"{TIER} -k another_host",
+    ),
+    Fault(
+        "time is counted from the start, whatever was saved since",
+        SAVES,
+        "self._since, self._at, self._meet = self._now(), step, step + 1",
+        "self._at, self._meet = step, step + 1",
+        f"{TIER} -k too_old",
+    ),
+    Fault(
+        "the older of two tiers wins",
+        SAVES,
+        "key=lambda one: (one[0], one[1] is self.local), reverse=True)",
+        "key=lambda one: (one[1] is self.durable, one[0]), reverse=True)",
+        f"{TIER} -k newer_of_both",
+    ),
+    Fault(
+        "a copy of a run takes the local checkpoints of the other",
+        SAVES,
+        'return found["id"] if found["of"] == str(run_dir.absolute()) else None',
+        'return found["id"]',
+        f"{TIER} -k newer_of_both",
+    ),
+    Fault(
+        "the next step writes into what is being saved",
+        LOCAL,
+        'np.array(shard.data, copy=shard.device.platform == "cpu")',
+        "np.asarray(shard.data)",
+        f"{TIER} -k may_write",
+    ),
+    Fault(
+        "pieces of another time are put together",
+        LOCAL,
+        "            check_digests(arrays, digests)\n",
+        "            pass\n",
+        f"{TIER} -k another_time",
+    ),
+    Fault(
+        "damaged pieces are taken",
+        LOCAL,
+        "zlib.crc32(data[at : at + size]) != crc",
+        "False",
+        f"{TIER} -k damage",
+    ),
+    Fault(
+        "pieces of another mesh are taken for those of this one",
+        LOCAL,
+        "if all(spans <= set(pieces.get(name, ())) for name, spans in wanted.items()):",
+        "if True:",
+        f"{TIER} -k no_pieces",
+    ),
+    Fault(
+        "a save that was cut off in a bucket is not seen",
+        CHECKPOINT,
+        "or (n.isdigit() and int(n) not in whole)",
+        "",
+        f"{STORE} -k in_a_bucket",
+    ),
+    Fault(
+        "a URL is taken for a folder",
+        "ejdist/training/places.py",
+        "    if value is not None and is_url(value):",
+        "    if False:",
+        f"{STORE} -k no_url",
+    ),
+    Fault(
+        "a series does not see that a step was lost",
+        SERIES,
+        "- after.saved > every:",
+        "- after.saved > 9 * every:",
+        "tests/test_series.py -k may_cost",
+    ),
+    Fault(
+        "a series does not see where the run went on",
+        SERIES,
+        "int(found[1]) != before.saved",
+        "int(found[1]) > before.saved",
+        "tests/test_series.py -k apart",
+    ),
+)

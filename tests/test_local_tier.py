@@ -1,0 +1,253 @@
+"""Checkpoints on a disk of each host, between those that last."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from damaged_checkpoints import BESIDE, described, small_state
+from small_run import TINY, losses
+
+from ejdist.cluster.hosts import Hosts
+from ejdist.training.checkpoint import CheckpointError, CheckpointSection
+from ejdist.training.local_tier import LocalCheckpoints
+from ejdist.training.saves import Clock, Saves
+from ejdist.training.stored import DamagedCheckpoint
+from launch.errors import DONE, WRONG
+from launch.train import main
+
+
+@pytest.fixture
+def state():
+    return small_state()
+
+
+@pytest.fixture
+def tier(tmp_path):
+    return LocalCheckpoints(tmp_path, "a-run", Hosts(60))
+
+
+def saved(tier, state, *steps):
+    for step in steps:
+        tier.save(step, state, BESIDE)
+    tier.wait()
+    return tier
+
+
+def nobody(moment, word):
+    return word
+
+
+def test_what_is_saved_comes_back_where_it_lay_and_two_stay(tier, state):
+    saved(tier, state, 1, 2, 3)
+    assert tier.steps(described(state)) == [3, 2] and tier.common(described(state)) == ([3, 2], [])
+    found, beside = tier.restore(3, described(state), nobody)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state)):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert beside == BESIDE and type(found) is type(state)
+
+
+def test_the_next_step_may_write_where_the_state_lay(tier, state):
+    before = jax.tree.map(np.array, state)
+    tier.save(1, state, BESIDE)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0 + 3, s), donate_argnums=0)(state))
+    tier.wait()
+    found, _ = tier.restore(1, jax.tree.map(lambda x, y: described(y), before, small_state()), nobody)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), tuple(found), tuple(before)))
+
+
+def test_a_mesh_of_which_there_are_no_pieces_has_no_checkpoint_here(tier, state):
+    saved(tier, state, 1)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    four = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    other = described(state)
+    embedding = jax.ShapeDtypeStruct((64, 32), np.float32, sharding=four)
+    other = other._replace(params=other.params | {"embedding": embedding})
+    assert tier.steps(other) == [] and tier.common(other) == ([], [0])
+
+
+@pytest.mark.parametrize("file", ["pieces.bin", "index.json"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_damage_is_refused_by_name_or_not_listed(tier, state, file, cut):
+    saved(tier, state, 1)
+    path = tier.directory / "1" / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data[: len(data) // 2] if cut else data)
+    if file == "index.json":
+        assert tier.steps(described(state)) == []
+    else:
+        with pytest.raises(
+            DamagedCheckpoint, match=r"\w+\.\w+(\.\w+)*\[[0-9:,]*\] in pieces.bin is not what was saved"
+        ):
+            tier.restore(1, described(state), nobody)
+
+
+def test_pieces_of_another_time_are_noticed_though_each_is_whole(tier, state):
+    """As where one host has gone on from another state, and both have a step of that number."""
+    saved(tier, state, 1)
+    index = tier.directory / "1" / "index.json"
+    stored = json.loads(index.read_text())
+    body = json.loads(stored["body"])
+    name = "params.norm"
+    for span, (at, size, _, shape) in body["pieces"][name].items():
+        other = np.zeros(size, np.uint8).tobytes()
+        with (tier.directory / "1" / "pieces.bin").open("r+b") as file:
+            file.seek(at)
+            file.write(other)
+        import zlib
+
+        body["pieces"][name][span] = [at, size, zlib.crc32(other), shape]
+    stored["body"] = json.dumps(body)
+    stored["crc32"] = zlib.crc32(stored["body"].encode())
+    index.write_text(json.dumps(stored))
+    with pytest.raises(DamagedCheckpoint, match=r"params\.norm is not what was saved"):
+        tier.restore(1, described(state), nobody)
+
+
+def test_a_failed_write_is_told_at_the_next_save(tmp_path, state):
+    (tmp_path / "file").write_text("")
+    tier = LocalCheckpoints(tmp_path / "file", "a-run", Hosts(60))
+    with pytest.raises(ValueError, match=r"checkpoint\.local: .* cannot be written"):
+        tier.check_writable()
+    tier.save(1, state, BESIDE)
+    with pytest.raises(CheckpointError, match="could not be written to"):
+        tier.save(2, state, BESIDE)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------------
+
+
+def command(tmp_path, corpus, *more, run="run"):
+    local = [f"checkpoint.local={tmp_path}/fast", "checkpoint.local_every=2"]
+    return main([*TINY, *corpus, *local, "checkpoint.every=6", f"run.dir={tmp_path / run}", *more])
+
+
+def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_that_lasts(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    """It dies at step 9: 6 is in run.dir, 8 on the disk of the host."""
+    from ejdist.training import loop
+
+    def dies(s, program, train_step, *rest):
+        made = []
+
+        def step(state, batch):
+            made.append(1)
+            if len(made) == 9:
+                raise RuntimeError("dies")
+            return train_step(state, batch)
+
+        return steps(s, program, step, *rest)
+
+    steps = loop._steps
+    assert main([*TINY, *corpus, f"run.dir={tmp_path / 'calm'}"]) == DONE
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_steps", dies)
+        with pytest.raises(RuntimeError, match="dies"):
+            command(tmp_path, corpus)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    capsys.readouterr()
+    assert command(tmp_path, corpus) == DONE
+    said = capsys.readouterr().out
+    assert f"going on from step 8 of {tmp_path}/run, as this host has it in" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "calm")
+    # A copy of the run is another run: what is on the disk is not its own.
+    assert command(tmp_path, corpus, run="copy") == DONE
+    said = capsys.readouterr().out
+    assert f"going on from step 6 of {tmp_path}/copy\n" in said
+    assert losses(tmp_path / "copy") == losses(tmp_path / "calm")
+
+
+def test_a_lost_or_damaged_local_checkpoint_falls_back_and_says_so(corpus, tmp_path, capsys):
+    assert command(tmp_path, corpus, "run.stop_after=5") == DONE
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    local = next((tmp_path / "fast").glob("*/host-0-of-1"))
+    assert sorted(p.name for p in local.iterdir()) == ["2", "4"]
+    # As if the last one in run.dir had not been written: 4 is the newest.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "5")
+    (local / "4" / "pieces.bin").write_bytes(b"")
+    shutil.rmtree(local / "2")
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / "5", tmp_path / "run" / "checkpoints" / "3")
+    capsys.readouterr()
+    assert command(tmp_path, corpus, "run.stop_after=6") == DONE
+    said = capsys.readouterr().out
+    assert "going on from step 3" in said
+    assert "no checkpoint is read from checkpoint.local" in said or "it is removed on every host" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["checkpoint.local=/tmp/x"], "checkpoint.local = '/tmp/x' and checkpoint.local_every = 0: give both"),
+        (["checkpoint.local_every=2"], "give both"),
+        (["checkpoint.local=gs://a/b", "checkpoint.local_every=2"], "must be a folder on a disk of each host"),
+        (["checkpoint.keep_every=3", "checkpoint.every=2"], "must be a multiple of checkpoint.every = 2"),
+        (["checkpoint.keep_every=3"], "must be a multiple of checkpoint.every = 0"),
+        (["checkpoint.minutes=-1"], "checkpoint.minutes must be >= 0, got -1"),
+        (["checkpoint.keep_hours=nan"], "checkpoint.keep_hours must be >= 0, got nan"),
+    ],
+)
+def test_keys_that_do_not_go_together(given, words, corpus, tmp_path, capsys):
+    assert main([*TINY, *corpus, f"run.dir={tmp_path / 'run'}", *given]) == WRONG
+    assert words in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+# -- by time --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_due_when_the_last_one_is_too_old_and_hosts_meet_at_few_steps():
+    """Steps of 1 s for two minutes, then of 10 s; one checkpoint of another kind in between."""
+    now, said = [0.0], []
+
+    class Said(Hosts):
+        def say(self, name, value=None):
+            said.append(value)
+            return value
+
+    clock = Clock(1.0, Said(60), now=lambda: now[0])
+    due = []
+    for step in range(1, 200):
+        now[0] += 1 if step <= 120 else 10
+        if clock.due(step):
+            due.append(now[0])
+            clock.saved(step)
+        elif step == 90:
+            clock.saved(step)
+    assert due[:1] == [61.0], "counted from the first step"
+    assert 150 <= due[1] <= 160, "and from whatever checkpoint came last"
+    gaps = np.diff(due[1:])
+    assert gaps.min() >= 60 and gaps.max() <= 80, "never early, and at most two steps late"
+    assert len(said) < 199 / 2
+
+
+def test_what_another_host_says_decides():
+    class Other(Hosts):
+        def say(self, name, value=None):
+            return [True, 5]
+
+    clock = Clock(1000.0, Other(60))
+    assert [clock.due(step) for step in range(1, 9)] == [False, True, False, False, False, False, True, False]
+
+
+def test_a_run_saves_by_time_and_keeps_by_steps(corpus, tmp_path):
+    keys = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4", f"run.dir={tmp_path / 'steps'}"]
+    assert main([*TINY, *corpus, *keys]) == DONE
+    assert sorted(int(p.name) for p in (tmp_path / "steps" / "checkpoints").iterdir()) == [4, 8, 10]
+    saves = Saves(tmp_path / "none", CheckpointSection(every=0, minutes=1e-9), Hosts(60))
+    assert [saves.due(step, last=False) is saves.durable for step in range(1, 6)] == [False, True, True, True, True]
+
+
+def test_keep_hours_keeps_the_first_and_one_after_each_so_many():
+    import datetime
+    from types import SimpleNamespace
+
+    from ejdist.training.checkpoint import _preservation
+
+    begin = datetime.datetime(2026, 1, 1)
+    saved = [SimpleNamespace(step=10 * n, time=begin + datetime.timedelta(minutes=40 * n)) for n in range(8)]
+    policy = _preservation(CheckpointSection(every=10, keep=2, keep_hours=1))
+    stay = [one.step for one, stays in zip(saved, policy.should_preserve(saved, context=None)) if stays]
+    assert stay == [0, 20, 40, 60, 70]

@@ -1,0 +1,179 @@
+"""Checkpoints in a bucket: TensorStore's own driver, gcsfs and google-cloud-storage, against a server that plays the store."""
+
+import gc
+import os
+import sys
+
+import jax
+import numpy as np
+import pytest
+from damaged_checkpoints import BESIDE, described, small_state
+from small_run import TINY, losses
+
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
+from ejdist.training.places import check_folder, place
+from ejdist.weights.files import WeightsError
+from ejdist.weights.runs import Run
+from launch.errors import BAD_CHECKPOINT, DONE, WRONG
+from launch.export import main as export
+from launch.train import main
+
+URL = "gs://a-bucket/runs/one"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all tests: TensorStore reads where it is once for a process."""
+    from gcs_server import Server
+
+    made, before = Server(), dict(os.environ)
+    os.environ.update(made.address())
+    yield made
+    made.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def bucket(server):
+    server.bucket.objects.clear()
+    return server.bucket
+
+
+def opened(**section):
+    return Checkpoints("nowhere", CheckpointSection(dir=URL, **section))
+
+
+def test_checkpoints_in_a_bucket(bucket):
+    """Saved, found, restored bit for bit; old ones go; one is set aside; one that was cut off is none, and is removed."""
+    state = small_state()
+    checkpoints = opened(keep=2)
+    assert checkpoints.latest() is None and checkpoints.steps() == []
+    for step in (7, 8, 9):
+        checkpoints.save(step, state, BESIDE)
+    checkpoints.wait()
+    assert checkpoints.steps() == [9, 8]
+    checkpoints.close()
+    assert {name.split("/")[2] for name in bucket.objects} == {"8", "9"}, "what is not kept is gone"
+    del bucket.objects["runs/one/9/commit_success.txt"]
+    checkpoints = opened(keep=2)
+    assert checkpoints.latest() == 8 and checkpoints.interrupted() == ["9"]
+    checkpoints.remove_interrupted()
+    found, beside = checkpoints.restore(8, described(state))
+    assert beside == BESIDE
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), tuple(found), tuple(state)))
+    assert str(checkpoints.set_aside(8)) == f"{URL}/8.damaged"
+    checkpoints.reload()
+    assert checkpoints.latest() is None
+    assert {name.split("/")[2] for name in bucket.objects} == {"8.damaged"}
+    checkpoints.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in tests/test_damage.py
+def test_damage_in_a_bucket_is_named(bucket):
+    state = small_state()
+    checkpoints = opened()
+    checkpoints.save(7, state, BESIDE)
+    checkpoints.wait()
+    checkpoints.close()
+    name = max((n for n in bucket.objects if "/d/" in n), key=lambda n: len(bucket.objects[n][0]))
+    data, generation = bucket.objects[name]
+    bucket.objects[name] = (data[: len(data) // 2], generation)
+    checkpoints = opened()
+    with pytest.raises(CheckpointError, match=rf"checkpoint {URL}/7 cannot be read .*(params|opt_state)\."):
+        checkpoints.restore(7, described(state))
+    checkpoints.close()
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_goes_on_is_exported_and_started_from(bucket, corpus, tmp_path, capsys):
+    run = [*TINY, *corpus, f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={URL}"]
+    assert main([*run, "run.stop_after=6", "checkpoint.every=3"]) == DONE
+    assert main([*TINY, *corpus, f"run.dir={tmp_path / 'calm'}"]) == DONE
+    assert main(run) == DONE
+    assert "going on from step 6" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(tmp_path / "calm")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    there, here = Run(URL), Run(tmp_path / "calm" / "checkpoints")
+    assert there.step == here.step == 10 and there.model == here.model and there.digest() == here.digest()
+    there.close()
+    here.close()
+    assert export([f"run.dir={URL}", f"to={tmp_path / 'files'}"]) == DONE
+    assert (tmp_path / "files" / "config.json").exists()
+    begun = [*TINY, *corpus, "run.stop_after=1", f"run.dir={tmp_path / 'begun'}"]
+    assert main([*begun, f"model.init_from={URL}"]) == DONE
+    assert f"parameters read from step 10 of the run in {URL}" in capsys.readouterr().out
+
+
+def test_a_bucket_that_is_not_there_is_told(server, corpus, tmp_path, capsys):
+    run = [*TINY, *corpus, f"run.dir={tmp_path / 'run'}", "checkpoint.dir=gs://another-bucket/run"]
+    assert main(run) in (BAD_CHECKPOINT, WRONG)
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "another-bucket" in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("s3://bucket/run", "Orbax writes checkpoints to folders and to gs://BUCKET/FOLDER, and not to s3://"),
+        ("http://host/run", "and not to http://"),
+        ("gs://bucket", "names no folder of a bucket: write gs://BUCKET/FOLDER"),
+        ("gs://", "names no folder of a bucket"),
+    ],
+)
+def test_urls_that_no_checkpoint_can_be_written_to(value, words):
+    with pytest.raises(ValueError, match=r"checkpoint\.dir") as caught:
+        place("checkpoint.dir", value)
+    assert words in str(caught.value)
+
+
+def test_without_its_library_a_bucket_is_refused_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    find = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gcsfs" else find(name))
+    with pytest.raises(ValueError, match=r"needs gcsfs, which is not installed: pip install 'ejdist\[gcs\]'"):
+        place("checkpoint.dir", URL)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["run.dir=gs://a-bucket/run"], "run.dir = 'gs://a-bucket/run' is a URL, and this key takes a path"),
+        (["data.source=s3://a-bucket/*.jsonl"], "data.source = 's3://a-bucket/*.jsonl' is a URL"),
+        (["data.source=[a.jsonl,gs://a-bucket/b.jsonl]"], "data.source = 'gs://a-bucket/b.jsonl' is a URL"),
+        (["data.tokenizer=gs://a-bucket/tokenizer.json"], "data.tokenizer = 'gs://a-bucket/tokenizer.json' is a URL"),
+        (["data.cache_dir=gs://a-bucket/cache"], "data.cache_dir = 'gs://a-bucket/cache' is a URL"),
+        (["checkpoint.dir=s3://a-bucket/run"], "checkpoint.dir = 's3://a-bucket/run'"),
+        (["model.init_from=s3://a-bucket/run"], "model.init_from = 's3://a-bucket/run'"),
+    ],
+)
+def test_a_key_of_a_run_that_takes_no_url_says_so(given, words, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*TINY, *corpus, "run.dir=run", *given]) == WRONG
+    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_key_of_a_command_that_takes_no_url_says_so(tmp_path, capsys):
+    from launch.tokenize import main as tokenize
+
+    for command, arguments, words in (
+        (export, ["run.dir=run", "to=gs://a-bucket/files"], "to = 'gs://a-bucket/files' is a URL"),
+        (export, ["from=gs://a-bucket/files"], "from = 'gs://a-bucket/files' is a URL"),
+        (export, ["run.dir=s3://a-bucket/run", "to=files"], "run.dir = 's3://a-bucket/run'"),
+        (tokenize, ["source=gs://a-bucket/a.txt", "to=x"], "source = 'gs://a-bucket/a.txt' is a URL"),
+        (tokenize, ["source=a.txt", "to=gs://a-bucket/x"], "to = 'gs://a-bucket/x' is a URL"),
+    ):
+        assert command(arguments) == WRONG
+        assert words in capsys.readouterr().err
+
+
+def test_a_path_is_no_url():
+    for path in ("a:b", "C:/x", "/a//b", "hf:name", "outputs/run"):
+        check_folder("run.dir", path)
+    check_folder("data.cache_dir", None)
+
+
+def test_a_folder_without_checkpoints_is_no_run(tmp_path):
+    with pytest.raises(WeightsError, match=r"no checkpoint of a run; give the run\.dir of one that has"):
+        Run(tmp_path)
