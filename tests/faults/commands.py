@@ -75,7 +75,14 @@ FAULTS = (
         SWEEP,
         "_ENDS_ALL = (PREEMPTED, HOST_LOST, ABORTED)",
         "_ENDS_ALL = (HOST_LOST, ABORTED)",
-        f"{TESTS} -k 'how_a_sweep_ends or told_to_stop'",
+        f"{TESTS} -k how_a_sweep_ends",
+    ),
+    Fault(
+        "a run of a sweep hears no signal",
+        SWEEP,
+        "            now.process.send_signal(number)\n\n",
+        "            pass\n\n",
+        f"{TESTS} -k told_to_stop",
     ),
     Fault(
         "a Ctrl-C reaches a run twice",
