@@ -107,10 +107,10 @@ FAULTS = (
     ),
     Fault(
         "a stage goes on after its end",
-        OPENING,
-        "stage = stage_of(stages, (last or 0) + 1)",
-        "stage = stage_of(stages, last or 1)",
-        f"{STAGES} -k just_ended",
+        LOOP,
+        "last = _steps(run, step, state, writer, start, min(end, run.stage.until), stop)",
+        "last = _steps(run, step, state, writer, start, end, stop)",
+        f"{STAGES} -k one_schedule",
     ),
     Fault(
         "the second stage reads the rows of the first",
