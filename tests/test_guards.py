@@ -31,7 +31,7 @@ from launch.errors import DIVERGED, REPLICAS, exit_code_of
 from launch.train import main
 from recipes.schema import compose
 
-ONE = [*TINY, "mesh.sp=1", "run.steps=14", "checkpoint.every=4", "checkpoint.keep=9"]
+ONE = [*TINY, "mesh.sp=1", "model.num_layers=1", "run.steps=14", "checkpoint.every=4", "checkpoint.keep=9"]
 
 
 def run(directory, corpus, *overrides):
@@ -108,6 +108,7 @@ INF = np.full(2, np.inf, np.float32)
     [
         (("nonfinite",), [1, math.nan, 1, 1], None),
         (("nonfinite",), [1, math.inf, 1, 1], None),
+        (("nonfinite",), [1, 1e25, 1, 1], None),  # the loss is a number, and the norm is not
         (("nonfinite", "spike"), [1, -math.inf, 1, 1], INF),
         (("spike",), [1, 1, 50, 1], np.array([10, np.inf], np.float32)),
         (("spike",), [1, 1, -50, 1], np.array([np.inf, 10], np.float32)),

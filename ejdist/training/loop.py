@@ -204,7 +204,8 @@ def _rewind(run: Run, bad: int, words: str, passed: Passed, pace: Pace, source: 
         if run.hosts.index == 0:
             new.write(run.directory)
         begun = _begin(run, found, source, say)
-    pace.begins(begun.step)
+        if begun.step < restored:  # that checkpoint is damaged: what was made up to it is given up too
+            pace.goes_back(begun.step)
     return begun
 
 
