@@ -499,7 +499,7 @@ def test_who_holds_up_the_others(first, later, words):
     ("doing", "made", "ago", "ends"),
     [
         (pace.WAITS, 5, 3.0, True),
-        (pace.WAITS, 5, 0.0, False),
+        (pace.WAITS, 5, -9.0, False),  # steps end
         (pace.WAITS, 0, 3.0, False),  # the first step connects, and may take longer
         (pace.SAVES, 5, 3.0, False),  # a save has a limit of its own
         (pace.SAVES, 5, 70.0, True),
@@ -516,7 +516,7 @@ def test_a_command_whose_steps_do_not_end_is_ended(monkeypatch, doing, made, ago
     monkeypatch.setattr(watchdog, "leave", leave)
     where = collections.namedtuple("Where", "step doing ended made")(7, doing, watchdog.time.monotonic() - ago, made)
     with watchdog.ending_hangs(where, Hosts(60), 0.4, pace.SAVES):
-        assert said.wait(5 if ends else 0.35) is ends
+        assert said.wait(9 if ends else 1.2) is ends
     if ends:
         message, code = left[0]
         assert code == 69 and "no step has ended for" in message and "guards.hang_seconds = 0.4" in message
