@@ -16,10 +16,10 @@ from typing import Any
 
 def _disturb(spec: dict[str, Any]) -> None:
     """Puts what the host does to itself around the steps of its training loop."""
-    from ejdist.training import loop
+    from ejdist.training import steps
     from ejdist.training.checkpoint import Checkpoints
 
-    steps, save, place = loop._steps, Checkpoints.save, loop.place_batch
+    make, save, place = steps.make_steps, Checkpoints.save, steps.place_batch
 
     def with_steps(run: Any, train_step: Any, state: Any, writer: Any, start: int, *rest: Any):
         made = start
@@ -29,7 +29,7 @@ def _disturb(spec: dict[str, Any]) -> None:
             made += 1
             return train_step(_at_step(spec, made, state), batch)
 
-        return steps(run, step, state, writer, start, *rest)
+        return make(run, step, state, writer, start, *rest)
 
     def with_place(*arguments: Any) -> Any:
         time.sleep(spec.get("seconds", 0))
@@ -42,7 +42,7 @@ def _disturb(spec: dict[str, Any]) -> None:
         if spec["do"] == "kill_in_save" and step == spec["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    functions = (loop, "_steps", with_steps), (loop, "place_batch", with_place), (Checkpoints, "save", with_save)
+    functions = (steps, "make_steps", with_steps), (steps, "place_batch", with_place), (Checkpoints, "save", with_save)
     for owner, name, function in functions:
         setattr(owner, name, function)
 

@@ -43,9 +43,10 @@ def _virtual_cpus(recipe, only: bool) -> int:
     Raises:
       ValueError: there is `only` the CPU, and they are more than one machine can play. Elsewhere a large mesh is of chips.
     """
-    sizes = recipe.mesh.sizes
-    fixed = math.prod(size for size in sizes.values() if size > 0)
-    count = fixed * max(1, recipe.run.cpu_devices // fixed) if -1 in sizes.values() else fixed
+    meshes = [mesh.sizes for mesh in (recipe.mesh, *(stage.mesh for stage in recipe.curriculum if stage.mesh))]
+    count, sizes = max(
+        ((_devices_of(sizes, recipe.run.cpu_devices), sizes) for sizes in meshes), key=lambda pair: pair[0]
+    )
     if count > _MOST_CPUS and only:
         written = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
         raise ValueError(
@@ -53,6 +54,11 @@ def _virtual_cpus(recipe, only: bool) -> int:
             "made; make an axis smaller, or see whether it fits a TPU slice with python -m launch.plan"
         )
     return min(max(1, count // (recipe.cluster.num_processes or 1)), _MOST_CPUS)
+
+
+def _devices_of(sizes: dict[str, int], cpu_devices: int) -> int:
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    return fixed * max(1, cpu_devices // fixed) if -1 in sizes.values() else fixed
 
 
 # Each costs memory and threads of one machine.

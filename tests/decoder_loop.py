@@ -20,14 +20,15 @@ def frequencies(width, c):
     plain = [c.rope_base ** (-2 * i / width) for i in range(width // 2)]
     if c.rope_scaling is None:
         return np.array(plain), 1.0
-    if c.rope_scaling == "llama3":  # between one turn and four over the original context
-        kept = [min(max((c.rope_original_length * w / (2 * math.pi) - 1) / 3, 0), 1) for w in plain]
+    if c.rope_scaling == "llama3":  # between one turn and four over the original context, where nothing else is said
+        low, high = c.rope_low or 1, c.rope_high or 4
+        kept = [min(max((c.rope_original_length * w / (2 * math.pi) - low) / (high - low), 0), 1) for w in plain]
         return np.array([k * w + (1 - k) * w / c.rope_factor for w, k in zip(plain, kept, strict=True)]), 1.0
 
     def pair_that_turns(times):
         return width / 2 * math.log(c.rope_original_length / (2 * math.pi * times), c.rope_base)
 
-    first, last = pair_that_turns(32), pair_that_turns(1)
+    first, last = pair_that_turns(c.rope_high or 32), pair_that_turns(c.rope_low or 1)
     if c.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)

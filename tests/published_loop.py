@@ -24,9 +24,12 @@ def of(name, **keys):
 
 MODELS = {
     "llama": of("Llama", rope_theta=5e5, rope_scaling=LLAMA3, attention_bias=True, head_dim=H),
-    "llama_tied": of("Llama", tie_word_embeddings=True, hidden_size=N * H),
+    "llama_tied": of("Llama", tie_word_embeddings=True, hidden_size=N * H,
+                     rope_scaling=LLAMA3 | {"low_freq_factor": 0.5, "high_freq_factor": 2.0}),
     "mistral": of("Mistral", sliding_window=3, head_dim=H, rope_theta=1e6),
-    "qwen2": of("Qwen2", hidden_size=N * H, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    "qwen2": of("Qwen2", hidden_size=N * H, use_sliding_window=True, sliding_window=3, max_window_layers=1,
+                rope_theta=10.0, rope_scaling=YARN | {"original_max_position_embeddings": 64, "beta_fast": 4,
+                                                      "beta_slow": 0.5, "truncate": False}),
     "qwen3": of("Qwen3", head_dim=H, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3_moe": of("Qwen3Moe", head_dim=H, num_experts=E, num_experts_per_tok=2, moe_intermediate_size=3,
                     norm_topk_prob=True, mlp_only_layers=[1]),
@@ -136,14 +139,15 @@ def frequencies(width, c):
         found = []
         for w in plain:
             turns = length * w / (2 * math.pi)
-            smooth = min(max((turns - 1) / (4 - 1), 0), 1)
+            least, most = given["low_freq_factor"], given["high_freq_factor"]
+            smooth = min(max((turns - least) / (most - least), 0), 1)
             found.append((1 - smooth) * w / factor + smooth * w)
         return np.array(found), 1.0
 
     def pair(turns):
         return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = pair(32), pair(1)
+    low, high = pair(given.get("beta_fast", 32)), pair(given.get("beta_slow", 1))
     if given.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)

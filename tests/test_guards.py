@@ -17,7 +17,7 @@ from small_run import TINY, losses
 from ejdist.cluster import Hosts, ending, watchdog
 from ejdist.mesh import make_mesh
 from ejdist.models.model import Metric
-from ejdist.training import loop, pace
+from ejdist.training import pace, steps
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import LAG, PASSED, GuardsSection, Passed, Rewind, Watch
 from ejdist.training.loop import train
@@ -264,7 +264,7 @@ def test_a_file_of_rewinds_that_is_none_is_named(tmp_path):
 @pytest.fixture
 def poison(monkeypatch):
     """Returns a function that makes batches, by their numbers, turn the parameters into NaN."""
-    steps, place, state = loop._steps, loop.place_batch, {"bad": False, "taken": []}
+    make, place, state = steps.make_steps, steps.place_batch, {"bad": False, "taken": []}
 
     def of(data, wrong):
         def with_place(batch, program, first):
@@ -278,10 +278,10 @@ def poison(monkeypatch):
                 spoilt = jax.tree.map(lambda x: x * math.nan, s.params) if state["bad"] else s.params
                 return train_step(s._replace(params=spoilt), batch)
 
-            return steps(run, step, *rest)
+            return make(run, step, *rest)
 
-        monkeypatch.setattr(loop, "place_batch", with_place)
-        monkeypatch.setattr(loop, "_steps", with_steps)
+        monkeypatch.setattr(steps, "place_batch", with_place)
+        monkeypatch.setattr(steps, "make_steps", with_steps)
         return state["taken"]
 
     return of
@@ -381,7 +381,7 @@ def test_a_device_with_another_bit_is_named():
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     replicas = Replicas(Hosts(5), like, 2)
     assert {name: len(groups) for name, groups in replicas.groups.items()} == {"split": 2, "whole": 1}
-    for step in range(1, 31):
+    for step in [*range(1, 11), *range(5, 31)]:  # with a rewind
         replicas.look(step, state, saves=step % 12 == 0)
     wrong = state | {"split": flipped(state["split"], 3)}
     with pytest.raises(

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.interpreters import partial_eval as pe
 
+from ejdist.models.config import ROPE_SCALING
 from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, loss
 from ejdist.models.parameters import initialise, num_parameters, shapes
 from ejdist.operations import bind_ops
+from kernels.ops.rotary_embedding import RopeScaling
 
 TINY = DecoderConfig(
     vocab_size=61, num_layers=4, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, tie_embeddings=False
@@ -348,6 +350,15 @@ def test_the_size_of_qwen3_8b():
         ({"layer_pattern": ("full",) * 5}, "shorten them or add layers"),
         ({"layer_pattern": ("window",)}, "give model.sliding_window"),
         ({"rope_scaling": "dynamic"}, "linear, ntk, yarn or llama3"),
+        ({"rope_low": 2.0}, "model.rope_low is of model.rope_scaling, which is null"),
+        ({"rope_scaling": "linear", "rope_factor": 2.0, "rope_high": 2.0}, "'linear'.*high is model.rope_high"),
+        (
+            {"rope_scaling": "ntk", "rope_factor": 2.0, "rope_original_length": 9},
+            "model.rope_original_length is of yarn",
+        ),
+        ({"rope_scaling": "yarn", "rope_factor": 0.5}, "factor must be at least 1.*factor is model.rope_factor"),
+        ({"rope_scaling": "yarn", "rope_low": 9.0, "rope_high": 2.0}, "below high.*low is model.rope_low"),
+        ({"rope_scaling": "yarn", "rope_attention_factor": 0.0}, "attention_factor is model.rope_attention_factor"),
         ({"remat": "some"}, "use one of none, dots, attention, offload, full"),
         ({"compute_dtype": "float16"}, "use float32 or bfloat16"),
         ({"activation": "swish"}, "use one of silu"),
@@ -371,3 +382,13 @@ def test_a_model_places_its_activations_by_logical_dims_only():
     mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)
     assert {"B T D", "B T N H", "B T K H", "D N H"} <= {d for d, _ in seen}
     assert all(len(d.split()) == n for d, n in seen)
+
+
+def test_every_field_of_the_scaling_of_positions_is_a_key_of_the_recipe():
+    given = {"kind": "yarn", "factor": 3.0, "original_length": 99, "low": 0.5, "high": 7.0, "attention_factor": 1.5}
+    given |= {"truncate": False}
+    assert set(given) == {f.name for f in dataclasses.fields(RopeScaling)}
+    keys = {"kind": "rope_scaling"} | {field: key for key, field in ROPE_SCALING.items()}
+    config = dataclasses.replace(TINY, **{keys[field]: value for field, value in given.items()})
+    config.validate()
+    assert config.scaling() == RopeScaling(**given)

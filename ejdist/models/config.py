@@ -20,6 +20,15 @@ KINDS: dict[str, tuple[str, ...]] = {
     "window_experts": ("window_attention", "experts"),
     "latent_experts": ("latent_attention", "experts"),
 }
+# Key of a model section that has no meaning without `rope_scaling` -> field of RopeScaling.
+ROPE_SCALING = {
+    "rope_factor": "factor",
+    "rope_original_length": "original_length",
+    "rope_low": "low",
+    "rope_high": "high",
+    "rope_attention_factor": "attention_factor",
+    "rope_truncate": "truncate",
+}
 REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `stack.rematerialised`
 
 
@@ -152,6 +161,9 @@ class DecoderShape:
     rope_scaling: str | None = None  # linear, ntk, yarn, llama3
     rope_factor: float = 1.0
     rope_original_length: int = 8192  # tokens of the context before scaling
+    # In rotations over that context: frequencies below the first are divided by the factor, those above the second are kept.
+    rope_low: float | None = None  # yarn's beta_slow, llama3's low_freq_factor; null for 1
+    rope_high: float | None = None  # yarn's beta_fast, llama3's high_freq_factor; null for 32 (yarn) or 4 (llama3)
     rope_attention_factor: float | None = None  # yarn: of cos and sin; null for 0.1 ln(factor) + 1
     rope_truncate: bool = True  # yarn: its ramp is between whole pairs; false in GPT-OSS
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
@@ -250,16 +262,21 @@ class DecoderShape:
     def scaling(self) -> RopeScaling | None:
         """Returns how the frequencies of RoPE are changed. Raises ValueError for what has no meaning without it, or in it."""
         if self.rope_scaling is None:
-            for name in ("rope_factor", "rope_original_length", "rope_attention_factor", "rope_truncate"):
+            for name in ROPE_SCALING:
                 if getattr(self, name) != getattr(DecoderShape, name):
                     raise ValueError(
                         f"model.{name} is of model.rope_scaling, which is null: give it, or leave the other out"
                     )
             return None
-        return RopeScaling(
-            self.rope_scaling,
-            self.rope_factor,
-            self.rope_original_length,
-            attention_factor=self.rope_attention_factor,
-            truncate=self.rope_truncate,
-        )
+        if self.rope_scaling in ("linear", "ntk") and self.rope_original_length != DecoderShape.rope_original_length:
+            raise ValueError(
+                f"model.rope_original_length is of yarn and llama3; model.rope_scaling = {self.rope_scaling!r} does not read "
+                "it: leave it out"
+            )
+        fields = {field: getattr(self, name) for name, field in ROPE_SCALING.items()}
+        try:
+            return RopeScaling(self.rope_scaling, **fields)
+        except ValueError as error:
+            keys = ", ".join(f"{field} is model.{name}" for name, field in ROPE_SCALING.items() if field in str(error))
+            said = f"model.rope_scaling = {self.rope_scaling!r}: {error}"
+            raise ValueError(f"{said} ({keys})" if keys else said) from error

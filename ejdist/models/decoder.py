@@ -25,7 +25,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext
 from ejdist.models.stack import declare_buffers, declare_layers, layers_of, report, run_layers, update_buffers
 
-__all__ = ["REMAT", "DecoderConfig", "declare", "hidden_states", "loss"]
+__all__ = ["REMAT", "DecoderConfig", "declare", "hidden_states", "logits_at", "loss", "token_losses"]
 
 
 @dataclass(unsafe_hash=True)
@@ -43,6 +43,8 @@ class DecoderConfig(DecoderShape):
         return Model(
             declared=declare(self),
             loss=partial(loss, c=self),
+            token_losses=partial(token_losses, c=self),
+            logits_at=partial(logits_at, c=self),
             flops=flops(self),
             buffers=declare_buffers(self),
             update=partial(update_buffers, self),
@@ -141,3 +143,38 @@ def loss(
     if taken:
         raise ValueError(f"a layer gives the metric {taken[0]!r}, which is the model's own; rename it")
     return reduce(add, (m.value for m in of_layers.values() if m.how == "loss"), sums.total), metrics | of_layers
+
+
+def token_losses(
+    params: dict, batch: dict[str, jax.Array], c: DecoderShape, ops: Ops, *, context: StepContext | None = None
+) -> jax.Array:
+    """Returns the cross entropy of each token, float32 [B, T]; 0 where its target is -1."""
+    hidden = hidden_states(params, batch, c, ops, context=context)
+    head = output_projection(params, c)
+    return ops.fused_token_losses(hidden, head, batch["targets"], logits_soft_cap=c.logits_soft_cap).loss
+
+
+def logits_at(
+    params: dict,
+    batch: dict[str, jax.Array],
+    marks: jax.Array,
+    c: DecoderShape,
+    ops: Ops,
+    *,
+    count: int,
+    context: StepContext | None = None,
+) -> jax.Array:
+    """Returns the logits of a few tokens, float32 [B, count, V]. Those of the others are not made, and hidden states are not
+    moved: each device adds up what it has of the marked ones, so that a sequence may be split.
+
+    Args:
+      marks: int32 [B, T], in the order of the batch: i at the token that row i of the result is of, -1 at all others. A number
+        that no token has gives the logits of a hidden state of 0.
+    """
+    hidden = hidden_states(params, batch, c, ops, context=context)
+    chosen = (marks[:, None, :] == jnp.arange(count, dtype=marks.dtype)[None, :, None]).astype(hidden.dtype)
+    # One term of each sum is not 0, so that nothing is rounded.
+    rows = jnp.einsum("bnt,btd->bnd", chosen, hidden, precision="highest").astype(hidden.dtype)
+    head = output_projection(params, c)
+    logits = jnp.einsum("bnd,dv->bnv", rows, head, precision="highest", preferred_element_type=jnp.float32)
+    return logits if c.logits_soft_cap is None else c.logits_soft_cap * jnp.tanh(logits / c.logits_soft_cap)

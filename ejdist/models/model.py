@@ -89,15 +89,19 @@ class Model:
     """A model, as `build()` of a recipe's model section returns it.
 
     declared: tree of `Param`. buffers: tree of `Param`, what a step changes without a gradient. loss: (params, batch, ops, *,
-    z_loss, context) -> (sum over counted tokens, metrics), with "tokens" among them. update: (buffers, the "update" metrics
-    of a step) -> buffers. report: (the numbers of a step) -> more that follow from them. flops: of each part of each layer, and
-    of the head. split: key of the section -> (dim, size) that must divide over a mesh. pictures: file of the run's folder ->
-    (rows of metrics.jsonl, path), which draws it.
+    z_loss, context) -> (sum over counted tokens, metrics), with "tokens" among them. token_losses: (params, batch, ops, *,
+    context) -> the cross entropy of each token, float32 [B, T], 0 where it is not counted. logits_at: (params, batch, marks,
+    ops, *, count, context) -> float32 [B, count, V], the logits of the tokens that marks [B, T] numbers 0 to count - 1. update:
+    (buffers, the "update" metrics of a step) -> buffers. report: (the numbers of a step) -> more that follow from them. flops:
+    of each part of each layer, and of the head. split: key of the section -> (dim, size) that must divide over a mesh.
+    pictures: file of the run's folder -> (rows of metrics.jsonl, path), which draws it.
     """
 
     declared: Any
     loss: Callable[..., tuple[jax.Array, Metrics]]
     flops: tuple[Flops, ...]
+    token_losses: Callable[..., jax.Array] | None = None
+    logits_at: Callable[..., jax.Array] | None = None
     buffers: Any = field(default_factory=dict)
     update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {}

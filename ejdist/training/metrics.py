@@ -230,7 +230,7 @@ _WARMUP_STEPS = 2
 _LAST = 10
 
 
-def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, **facts: Any) -> dict[str, Any]:
+def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: int = 0, **facts: Any) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
     loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Speeds are of the median step
@@ -239,8 +239,10 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, **facts:
 
     Args:
       peak: FLOP/s of one device, for the two MFU.
+      since: speeds are of the steps after this one: a run's stages have their own.
     """
-    steady = rows[_WARMUP_STEPS:] or rows
+    own = [row for row in rows if row["step"] > since] or rows
+    steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
     losses = [row["loss"] for row in rows if row["loss"] is not None]  # a step whose update was skipped may have none

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.training.checkpoint import Checkpoints
+from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
 from ejdist.training.places import check_folder
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
-from ejdist.training.resume import check_same_run, flat
+from ejdist.training.resume import check_same_run, fingerprint, flat
 from ejdist.training.saves import Saves, Tier
 from ejdist.training.step import TrainState
 from ejdist.training.stored import CheckpointError, DamagedCheckpoint
@@ -33,8 +35,10 @@ class Run:
     """A run that is open. Nothing of it has been compiled, written, or read but its data's index.
 
     Attributes:
+      sections, program, data: of its stage; a run without a curriculum has one.
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       found: (step, where) of all checkpoints, those on disks of the hosts too, the newest first.
+      stages: all of them, with the devices that their meshes are made of.
     """
 
     sections: TrainSections
@@ -45,10 +49,34 @@ class Run:
     data: Data
     last: int | None
     found: list[tuple[int, Tier]]
+    stage: Stage
+    stages: Sequence[Stage]
+    devices: list[Any] | None
 
     @property
     def checkpoints(self) -> Checkpoints:
         return self.saves.durable
+
+    def after(self, step: int) -> Run:
+        """Returns the run in the stage that goes on after so many steps: itself, where that is its own."""
+        stage = stage_of(self.stages, step + 1)
+        if stage.number == self.stage.number:
+            return self
+        s = stage.sections
+        program = _stage_program(stage, self.devices)
+        data = self.data.resized(s.data.sequence_length, s.data.global_batch)
+        return replace(self, sections=s, program=program, data=data, stage=stage)
+
+    def labels(self) -> dict[str, float]:
+        """Returns what a row of metrics.jsonl has of the stage, where there are several."""
+        if len(self.stages) == 1:
+            return {}
+        return {"stage": self.stage.number, "sequence_length": self.sections.data.sequence_length}
+
+    def kept(self, step: int) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the state."""
+        found = {"recipe": fingerprint(self.sections), "data": self.data.cursor(step)}
+        return found | ({"stages": history(self.stages, step)} if len(self.stages) > 1 else {})
 
 
 def open_run(
@@ -68,15 +96,30 @@ def open_run(
     directory = _check_run(s.run)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
-    program = make_program(s, make_mesh(**vars(s.mesh), devices=devices))
+    stages = stages_of(s)
+    # Those of all stages, so that what is wrong with a later one is said now; nothing is compiled or allocated.
+    programs = [_stage_program(stage, devices) for stage in stages]
     saves = Saves(directory, s.checkpoint, hosts)
     last = saves.durable.latest()
-    return Run(s, hosts, directory, program, saves, _build_data(s), last, saves.find(program.state, say))
+    stage = stage_of(stages, (last or 0) + 1)
+    program, s = programs[stage.number - 1], stage.sections
+    data = data_of(s)
+    return Run(s, hosts, directory, program, saves, data, last, saves.find(program.state, say), stage, stages, devices)
 
 
-def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[int, TrainState, dict[str, Any]]:
-    """Returns (step, state, what was saved beside it) of the last checkpoint that is whole. One that is not is set aside, once
-    an earlier one is read.
+def _stage_program(stage: Stage, devices: list[Any] | None) -> Program:
+    """Returns the program of a stage. Raises ValueError, which names the stage where there are several."""
+    try:
+        return make_program(stage.sections, make_mesh(**vars(stage.sections.mesh), devices=devices))
+    except ValueError as error:
+        if stage.count == 1:
+            raise
+        raise ValueError(f"curriculum[{stage.number - 1}]: {error}") from error
+
+
+def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int, TrainState, dict[str, Any]]:
+    """Returns (the run in the stage that goes on, step, state, what was saved beside it) of the last checkpoint that is whole.
+    One that is not is set aside, once an earlier one is read.
 
     Args:
       found: what `Saves.find` returned; not empty.
@@ -84,10 +127,11 @@ def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[int, Trai
     Raises:
       ValueError: it is of another run than this recipe's. CheckpointError: none can be read, or it is of another model.
     """
-    s, saves = run.sections, run.saves
+    saves = run.saves
     damaged: list[tuple[int, Tier, DamagedCheckpoint]] = []
     for step, where in found:
         try:
+            run = run.after(step)
             state, kept = where.restore(step, run.program.state, run.hosts.first)
             break
         except DamagedCheckpoint as error:
@@ -96,8 +140,11 @@ def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[int, Trai
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
         first = damaged[0][2]
         raise CheckpointError(f"{first}; {none}: mend the storage, or choose another run.dir") from first
+    s = stage_of(run.stages, step).sections  # of the stage that made the step, which may end there
+    if len(run.stages) > 1 or "stages" in kept:
+        check_history(kept, run.stages, step, run.directory)
     check_same_run(kept["recipe"], s, step, run.directory)
-    run.data.check_cursor(kept["data"])
+    run.data.check_cursor(kept["data"], sequence_length=s.data.sequence_length, global_batch=s.data.global_batch)
     for lost, place, error in damaged:
         say(f"{error}: going on from the one before it; {saves.set_aside(lost, place)}")
     local = f", as this host has it in {where.directory}" if where is saves.local else ""
@@ -105,7 +152,7 @@ def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[int, Trai
     before = kept["recipe"]["run.steps"]
     if before != s.run.steps:
         say(f"run.steps was {before} and is {s.run.steps}: optimizer.schedule ends there from here on")
-    return step, state, kept
+    return run, step, state, kept
 
 
 def start_from(program: Program, source: Source, say: Any) -> TrainState:
@@ -151,7 +198,7 @@ def _check_run(run: RunSection) -> Path:
     return directory
 
 
-def _build_data(s: TrainSections) -> Data:
+def data_of(s: TrainSections) -> Data:
     """Returns the data of a recipe. Raises ValueError if the model's vocabulary does not hold its tokens."""
     data = build_data(s.data, seed=s.run.seed)
     if data.vocab_size > s.model.vocab_size:

@@ -13,10 +13,12 @@ from ejdist.experts.schemes import SCHEMES
 from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, sharding
 from ejdist.mesh import BATCH_AXES, EP, SP, MeshSection
 from ejdist.models.model import Model, StepContext
+from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.sequence.order import Order
 from ejdist.training.checkpoint import CheckpointSection
+from ejdist.training.curriculum import StageSection
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
@@ -89,6 +91,8 @@ class TrainSections:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     guards: GuardsSection = field(default_factory=GuardsSection)
+    # Stages with their own lengths, batches, meshes and positions: a list of {until, sequence_length, ...}, see `StageSection`.
+    curriculum: list[StageSection] = field(default_factory=list)
     accumulation: int = 1  # microbatches of a step
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
     platform: str | None = None  # backend of every operation; null for the fastest
@@ -135,15 +139,12 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
     notes: list[str] = []
-    ops = bind_ops(
-        mesh,
-        order=order,
-        scheme=s.sequence.scheme,
-        platform=s.platform,
-        deterministic_attention=s.deterministic_attention,
-        experts=vars(s.experts),
-        told=notes.append,
-    )
+    if s.curriculum:
+        notes.append(
+            f"of the curriculum's {len(s.curriculum)} stages this is none: it is the recipe's own data.sequence_length, "
+            "data.global_batch, mesh and positions. Give a stage's keys, and curriculum=[], for its program"
+        )
+    ops = bind(s, mesh, order, notes.append)
     decayed = map_declared(lambda _, p: p.decay, model.declared)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
 
@@ -195,6 +196,20 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
     return Program(model, mesh, order, step, init, init_from, state, batch, num_parameters(model.declared), notes)
+
+
+def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, told: Any) -> Ops:
+    """Returns the operations of a recipe on a mesh: its order, ring, kernels and experts."""
+    s = sections
+    return bind_ops(
+        mesh,
+        order=order,
+        scheme=s.sequence.scheme,
+        platform=s.platform,
+        deterministic_attention=s.deterministic_attention,
+        experts=vars(s.experts),
+        told=told,
+    )
 
 
 def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:

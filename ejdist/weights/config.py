@@ -68,6 +68,13 @@ class Keys:
             )
 
 
+# Kind of scaling -> key of a model section -> (its name in a config.json, the value of a file that does not have it).
+BANDS: dict[str, dict[str, tuple[str, float]]] = {
+    "llama3": {"rope_low": ("low_freq_factor", 1.0), "rope_high": ("high_freq_factor", 4.0)},
+    "yarn": {"rope_low": ("beta_slow", 1.0), "rope_high": ("beta_fast", 32.0)},
+}
+
+
 def read_rope(keys: Keys, base: float) -> dict[str, Any]:
     """Returns the keys of a model section that say how positions turn. Transformers 5 has them in `rope_parameters`, older
     files in `rope_theta` and `rope_scaling`."""
@@ -89,18 +96,16 @@ def read_rope(keys: Keys, base: float) -> dict[str, Any]:
                 f"{keys.path} has rope_type = {kind!r} without original_max_position_embeddings; copy it again"
             )
         found["rope_original_length"] = int(length)
-    if kind == "llama3":
-        inner.only("low_freq_factor", 1.0)
-        inner.only("high_freq_factor", 4.0)
-    elif kind == "yarn":
-        inner.only("beta_fast", 32.0)
-        inner.only("beta_slow", 1.0)
+    for key, (name, default) in BANDS.get(kind, {}).items():
+        value = inner.get(name, default)
+        found[key] = None if value == default else float(value)
+    if kind == "yarn":
         found["rope_truncate"] = bool(inner.get("truncate", True))
         factor, one, all_of = inner.get("attention_factor"), inner.get("mscale"), inner.get("mscale_all_dim")
         if factor is None and one and all_of:
             factor = magnitude(found["rope_factor"], one) / magnitude(found["rope_factor"], all_of)
         found["rope_attention_factor"] = factor
-    elif kind not in ("default", "linear"):
+    elif kind not in ("default", "linear", "llama3"):
         raise WeightsError(
             f"{keys.path} has rope_type = {kind!r}, which this model does not have; it has default, linear, llama3 and yarn"
         )
@@ -121,10 +126,11 @@ def write_rope(c: DecoderShape) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": c.rope_scaling, "factor": c.rope_factor}
     if c.rope_scaling in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = c.rope_original_length
-    if c.rope_scaling == "llama3":
-        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for key, (name, default) in BANDS.get(c.rope_scaling, {}).items():
+        value = getattr(c, key)
+        scaling[name] = default if value is None else value
     if c.rope_scaling == "yarn":
-        scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": c.rope_truncate}
+        scaling["truncate"] = c.rope_truncate
         if c.rope_attention_factor is not None:
             scaling["attention_factor"] = c.rope_attention_factor
     return found | {"rope_scaling": scaling}

@@ -16,10 +16,16 @@ _CLOSE = 1e-6  # of floats, relative: scales are computed, and written with few 
 
 
 def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the keys of a section, with dots, and their values."""
+    """Returns the keys of a section, with dots, and their values; those of a list of sections have its index."""
     found = {}
     for name, value in vars(section).items():
-        found |= flat(value, f"{prefix}{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
+        if is_dataclass(value):
+            found |= flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and all(map(is_dataclass, value)):
+            for i, one in enumerate(value):
+                found |= flat(one, f"{prefix}{name}[{i}].")
+        else:
+            found[f"{prefix}{name}"] = value
     return found
 
 
@@ -44,6 +50,9 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
         unused |= {k for k in found if k.startswith("rope_") and k not in ("rope_base", "rope_scaling")}
     elif c.rope_scaling == "yarn" and c.rope_attention_factor is None:
         found["rope_attention_factor"] = 0.1 * math.log(c.rope_factor) + 1
+    scaling = c.scaling()
+    if scaling is not None and c.rope_scaling in ("yarn", "llama3"):
+        found["rope_low"], found["rope_high"] = scaling.band
     if c.rope_scaling in ("linear", "ntk"):
         unused.add("rope_original_length")
     widths = ([c.head_dim] if plain else []) + (

@@ -18,7 +18,7 @@ from ejdist.weights.match import flat
 
 
 class Run:
-    """The checkpoint of a run: its model, what its data were, and its parameters one by one."""
+    """The checkpoint of a run: its model, what else decided its losses, what its data were, and its parameters one by one."""
 
     def __init__(self, folder: str | Path, step: int | None = None, key: str = "run.dir") -> None:
         """Opens the last checkpoint, or that of a step.
@@ -48,7 +48,8 @@ class Run:
             )
         self.step = last if step is None else step
         beside = self._checkpoints.run_of(self.step)
-        self.model, self.data = section_of(beside["recipe"], self.folder), beside["data"]
+        self.recipe, self.data = beside["recipe"], beside["data"]
+        self.model = section_of(self.recipe, self.folder)
 
     def load(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns leaf -> array, of those that are named. Raises CheckpointError."""

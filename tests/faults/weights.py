@@ -227,7 +227,7 @@ FAULTS = (
     Fault(
         "a scaling that is not had is ignored",
         CONFIG,
-        'elif kind not in ("default", "linear"):',
+        'elif kind not in ("default", "linear", "llama3"):',
         "elif False:",
         f"{TESTS} -k refused_by_name",
     ),

@@ -60,7 +60,15 @@ class Data:
         if global_batch < 1:
             raise ValueError(f"data.global_batch must be positive, got {global_batch}")
         self.corpus, self.global_batch, self.seed, self.prefetch = corpus, global_batch, seed, prefetch
-        self.packing = _rows_of(corpus, packing, sequence_length, seed, Path(cache_dir or default_cache_dir()))
+        self._how: dict[str, Any] = {"packing": packing, "cache_dir": Path(cache_dir or default_cache_dir())}
+        self.packing = _rows_of(corpus, packing, sequence_length, seed, self._how["cache_dir"])
+
+    def resized(self, sequence_length: int, global_batch: int) -> Data:
+        """Returns the data of the same corpus, seed and packing in batches of another size: itself, where it has that."""
+        if (sequence_length, global_batch) == (self.packing.length, self.global_batch):
+            return self
+        sizes = {"sequence_length": sequence_length, "global_batch": global_batch}
+        return Data(self.corpus, seed=self.seed, prefetch=self.prefetch, **sizes, **self._how)
 
     @property
     def vocab_size(self) -> int:
@@ -104,8 +112,12 @@ class Data:
             "order": self.packing.order,
         }
 
-    def check_cursor(self, cursor: dict[str, Any]) -> None:
-        """Raises ValueError, naming the key, if the batches of a resumed run would not be those of the run so far."""
+    def check_cursor(self, cursor: dict[str, Any], **then: int) -> None:
+        """Raises ValueError, naming the key, if the batches of a resumed run would not be those of the run so far.
+
+        Args:
+          then: sizes that the batches were to have up to there, where they are others from there on.
+        """
         keys = {
             "seed": "run.seed",
             "corpus": "data.source or data.mixture (its files have changed)",
@@ -115,7 +127,7 @@ class Data:
             "order": "data.packing (how rows follow from the documents)",
         }
         cursor = {"order": Packing.order, **cursor}  # the only one that there was
-        now = self.cursor(cursor.get("step", 0))
+        now = self.cursor(cursor.get("step", 0)) | then
         changed = [f"{key}: was {cursor.get(n)}, is {now[n]}" for n, key in keys.items() if cursor.get(n) != now[n]]
         if changed:
             raise ValueError(

@@ -61,7 +61,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "ntk", "yarn", "llama3"):
             raise ValueError(f"scaling kind {self.kind!r} is unknown; use linear, ntk, yarn or llama3")
-        if self.factor < 1:
+        if not 1 <= self.factor < math.inf:
             raise ValueError(f"scaling factor must be at least 1, got {self.factor}")
         if self.original_length < 1:
             raise ValueError(
@@ -73,7 +73,9 @@ class RopeScaling:
             raise ValueError("scaling attention_factor belongs to yarn, not to llama3")
         if self.kind != "yarn" and not self.truncate:
             raise ValueError(f"scaling truncate=False belongs to yarn, not to {self.kind}")
-        if self.kind in _BANDS and not 0 < self.band[0] < self.band[1]:
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ValueError(f"scaling attention_factor must be positive, got {self.attention_factor}")
+        if self.kind in _BANDS and not 0 < self.band[0] < self.band[1] < math.inf:
             raise ValueError(f"scaling low must be positive and below high, got {self.band}")
 
     @property

@@ -1,0 +1,10 @@
+"""What a trained model can do at each length: its loss by position, and what it recalls from its context.
+
+Everything runs as training does: on the same mesh, in the same order of the sequence, with the same ring and kernels.
+"""
+
+from ejdist.evaluation.forward import Evaluator
+from ejdist.evaluation.positions import Octaves, loss_by_octave
+from ejdist.evaluation.recall import TASKS, Cell, Prompts, measure_recall
+
+__all__ = ["TASKS", "Cell", "Evaluator", "Octaves", "Prompts", "loss_by_octave", "measure_recall"]

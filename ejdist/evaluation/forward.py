@@ -1,0 +1,98 @@
+"""The forward pass of a recipe on its mesh, for what is measured on batches: losses of tokens, and answers at a few places."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejdist.layout import replicated
+from ejdist.models.model import StepContext
+from ejdist.training.program import Program, TrainSections, bind, local_rows, make_program, place_batch
+
+
+class Evaluator:
+    """A recipe's model with its parameters, at one sequence length.
+
+    Batches are NumPy int32 [data.global_batch, data.sequence_length] arrays in the order of the text, as `Data.batch` gives
+    them, and all of their rows on every host. What is returned has that order too, is a NumPy array, and is the same on every
+    host.
+    """
+
+    def __init__(
+        self,
+        sections: TrainSections,
+        mesh: jax.sharding.Mesh,
+        params: Any,
+        buffers: Any,
+        program: Program | None = None,
+    ) -> None:
+        """Args:
+          params, buffers: of the model, where the program of the recipe has them.
+          program: `make_program(sections, mesh)`, where it is there already.
+
+        Raises:
+          ValueError: a size does not fit the mesh, or the model has no such functions; names the key.
+        """
+        self._program = make_program(sections, mesh) if program is None else program
+        model, whole = self._program.model, replicated(mesh)
+        if model.token_losses is None or model.logits_at is None:
+            raise ValueError(
+                "this model gives no losses of single tokens and no logits of chosen ones: it cannot be evaluated"
+            )
+        self.notes: list[str] = []
+        ops = bind(sections, mesh, self._program.order, self.notes.append)
+        self._state = (params, buffers)
+        token_losses, logits_at = model.token_losses, model.logits_at
+
+        @partial(jax.jit, out_shardings=whole)
+        def losses(params: Any, buffers: Any, batch: dict[str, jax.Array]) -> jax.Array:
+            return token_losses(params, batch, ops=ops, context=StepContext(buffers=buffers))
+
+        @partial(jax.jit, static_argnames="count", out_shardings=whole)
+        def answers(
+            params: Any, buffers: Any, batch: dict[str, jax.Array], marks: jax.Array, given: jax.Array, count: int
+        ) -> tuple[jax.Array, jax.Array]:
+            context = StepContext(buffers=buffers)
+            logits = logits_at(params, batch, marks, ops=ops, count=count, context=context)
+            found = jnp.take_along_axis(jax.nn.log_softmax(logits), given[..., None], axis=-1)[..., 0]
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), found
+
+        self._losses, self._answers = losses, answers
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch."""
+        return self._program.batch["tokens"].shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self._program.batch["tokens"].shape[1]
+
+    def token_losses(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        """Returns the cross entropy of each token, float32 [rows, length], in nats; 0 where its target is -1."""
+        found = np.asarray(self._losses(*self._state, self._placed(batch)))
+        return np.asarray(self._program.order.inverse(found, axis=1))
+
+    def answers(
+        self, batch: dict[str, np.ndarray], marks: np.ndarray, given: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (the most likely next token, the log-probability of the given one), [rows, n] each.
+
+        Args:
+          marks: int32 [rows, length]: i at the token after which answer i comes, -1 elsewhere.
+          given: int32 [rows, n], the answers.
+        """
+        # The marks travel with the tokens they are at, whatever the order.
+        placed = self._placed(batch)
+        where = self._placed(batch | {"targets": marks})["targets"]
+        best, found = self._answers(*self._state, placed, where, given, count=given.shape[1])
+        return np.asarray(best), np.asarray(found)
+
+    def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        rows = local_rows(self._program)
+        return place_batch({name: x[rows] for name, x in batch.items()}, self._program, rows.start)

@@ -1,0 +1,91 @@
+"""The parameters that are evaluated: of a run's checkpoint, or of a folder of Hugging Face; and the model that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejdist.models.decoder import DecoderConfig
+from ejdist.models.parameters import initialise
+from ejdist.training.leaves import name_of
+from ejdist.training.program import Program
+from ejdist.weights.families import read_config
+from ejdist.weights.match import differences
+from ejdist.weights.runs import Run, nested
+from ejdist.weights.start import open_source
+from ejdist.weights.tensors import declared_leaves
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters that can be loaded; nothing of them has been read.
+
+    Attributes:
+      what: what they are, in words.
+      model: the section that they were trained with, or that of their config.json.
+      data: what their run's data were, as a checkpoint keeps it; empty where that is not known.
+      digest: tells these from others, for hosts that each have a copy.
+      recipe: what else decided that run's losses.
+    """
+
+    what: str
+    model: DecoderConfig
+    read: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+    digest: Callable[[], str]
+    data: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, model: DecoderConfig) -> None:
+        """Raises ValueError, naming a key, where a model that they are to be used in has other parameters."""
+        ours, theirs = ({n: p.shape for n, p in declared_leaves(c).items()} for c in (model, self.model))
+        if ours != theirs:
+            odd = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))[0]
+            keys = ", ".join(f"model.{k}" for k in differences(model, self.model)[:3])
+            raise ValueError(f"{keys}: {self.what} has other parameters ({odd}); leave out what changes their shape")
+
+    def load(self, program: Program) -> tuple[Any, Any]:
+        """Returns (params, buffers), where the program has them. Raises CheckpointError or WeightsError."""
+        wanted = {
+            f"{kind}.{name_of(path)}": like
+            for kind, tree in (("params", program.state.params), ("buffers", program.state.buffers))
+            for path, like in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        has = declared_leaves(self.model)
+        tree = nested(self.read({name: like for name, like in wanted.items() if name in has}))
+        key, places = jax.random.key(0), jax.tree.map(lambda like: like.sharding, program.state.buffers)
+
+        def whole(given: Any) -> Any:
+            drawn = initialise(program.model.buffers, key)
+            return {part: new | given.get(part, {}) for part, new in drawn.items()}
+
+        return tree["params"], jax.jit(whole, out_shardings=places)(tree.get("buffers", {}))
+
+
+def open_weights(where: str, step: int | None = None) -> Weights:
+    """Returns the weights of a folder: a run's, of a step (default: the last), or those of Hugging Face.
+
+    Raises:
+      ValueError: there are none, or a step is asked for that is not there. CheckpointError: a checkpoint cannot be read.
+    """
+    folder = Path(where).expanduser()
+    if (folder / "config.json").exists():
+        if step is not None:
+            raise ValueError(
+                f"step = {step} is of a run's checkpoints, and {where!r} is a folder of weights: leave it out"
+            )
+        section = read_config(folder)[1]
+        source = open_source(where, section)
+        return Weights(str(folder), section, source.load, source.digest)
+    if not (folder / "checkpoints").is_dir():
+        what = "has neither checkpoints nor config.json" if folder.is_dir() else "is no folder"
+        raise ValueError(
+            f"{where!r} {what}; give the run.dir of a run, or model.init_from=DIR with config.json and safetensors"
+        )
+    run = Run(folder, step)
+    return Weights(
+        f"step {run.step} of the run in {folder}", run.model, run.load_and_close, run.digest, run.data, run.recipe
+    )

@@ -1,0 +1,166 @@
+"""A length curriculum: stages of a run, each with its own sequence length, batch, mesh and positions, one after the other.
+
+A stage is what the recipe is with the keys that the stage names: a program of its own. At its end there is a checkpoint, which
+the next one restores under its mesh. Parameters, optimizer state and schedule go on as if nothing had happened. The batch of a
+step is a pure function of (seed, step) and the stage that the step is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ejdist.mesh import MeshSection
+
+
+@dataclass
+class StageSection:
+    """A stage of the `curriculum` of a recipe. What it leaves out is as the recipe has it."""
+
+    until: int | None = None  # its last step; the last stage has none: it ends with the run
+    sequence_length: int | None = None
+    global_batch: int | None = None
+    accumulation: int | None = None
+    mesh: MeshSection | None = None  # the whole of it: axes that are not named have one device
+    remat: str | None = None
+    rope_base: float | None = None
+    rope_scaling: str | None = None
+    rope_factor: float | None = None
+    rope_original_length: int | None = None
+    rope_low: float | None = None
+    rope_high: float | None = None
+    rope_attention_factor: float | None = None
+    rope_truncate: bool | None = None
+
+
+_ROPE = tuple(f.name for f in fields(StageSection) if f.name.startswith("rope_"))
+_MODEL = (*_ROPE, "remat")
+_DATA = ("sequence_length", "global_batch")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run.
+
+    Attributes:
+      number, count: which one, from 1, and of how many.
+      start, until: it makes the steps start + 1, ..., until.
+      sections: its recipe, which has no curriculum any more.
+    """
+
+    number: int
+    count: int
+    start: int
+    until: int
+    sections: Any
+
+    def told(self) -> str:
+        """Returns a line about it."""
+        mesh = {axis: size for axis, size in self.sections.mesh.sizes.items() if size != 1}
+        data, model = self.sections.data, self.sections.model
+        scaling = getattr(model, "rope_scaling", None)
+        rope = [f"rope_base {model.rope_base:g}"] if hasattr(model, "rope_base") else []
+        rope += [f"{scaling} by {model.rope_factor:g}"] if scaling else []
+        sizes = f"{data.global_batch} x {data.sequence_length:,} tokens"
+        what = ", ".join([sizes, f"mesh {mesh or 'of one'}", *rope])
+        return f"stage {self.number} of {self.count}, steps {self.start + 1} to {self.until}: {what}"
+
+
+def stages_of(sections: Any) -> list[Stage]:
+    """Returns the stages of a recipe (`TrainSections`); one without a curriculum is one stage.
+
+    Raises:
+      ValueError: a stage's key is wrong, or its steps are; names the key and the remedy.
+    """
+    given: Sequence[StageSection] = sections.curriculum
+    if not given:
+        return [Stage(1, 1, 0, sections.run.steps, sections)]
+    found, start = [], 0
+    for i, stage in enumerate(given):
+        where, last = f"curriculum[{i}]", i == len(given) - 1
+        until = sections.run.steps if last else stage.until
+        if last and stage.until is not None:
+            raise ValueError(
+                f"{where}.until = {stage.until}: the last stage ends with the run, at run.steps = {sections.run.steps}; leave "
+                "it out"
+            )
+        if until is None:
+            raise ValueError(f"{where}.until is missing: the last step of the stage, which is not the last one")
+        if not start < until or (not last and until >= sections.run.steps):
+            before = f"past step {start}, where the stage before ends," if i else "at least 1"
+            raise ValueError(
+                f"{where} ends at step {until}; that must be {before} and before run.steps = {sections.run.steps}"
+                if not last
+                else f"{where} would start after step {start}, and run.steps = {until}: give more steps, or leave the stage out"
+            )
+        found.append(Stage(i + 1, len(given), start, until, _applied(sections, stage, where)))
+        start = until
+    return found
+
+
+def _applied(sections: Any, stage: StageSection, where: str) -> Any:
+    """Returns the recipe of a stage. Raises ValueError, naming the stage's key."""
+    for name in (*_DATA, "accumulation"):
+        value = getattr(stage, name)
+        if value is not None and value < (2 if name == "sequence_length" else 1):
+            raise ValueError(f"{where}.{name} = {value} is too small")
+    model = {name: getattr(stage, name) for name in _MODEL if getattr(stage, name) is not None}
+    strange = [name for name in model if not hasattr(sections.model, name)]
+    if strange:
+        raise ValueError(
+            f"{where}.{strange[0]} is a key of a decoder, and the model of this recipe has none of that name"
+        )
+    data = {name: getattr(stage, name) for name in _DATA if getattr(stage, name) is not None}
+    return replace(
+        sections,
+        model=replace(sections.model, **model),
+        data=replace(sections.data, **data),
+        mesh=stage.mesh or sections.mesh,
+        accumulation=stage.accumulation or sections.accumulation,
+        curriculum=[],
+    )
+
+
+def stage_of(stages: Sequence[Stage], step: int) -> Stage:
+    """Returns the stage that makes a step, counted from 1; of a step past the end, the last."""
+    return next((stage for stage in stages if step <= stage.until), stages[-1])
+
+
+def history(stages: Sequence[Stage], made: int) -> list[tuple[int, dict[str, Any]]]:
+    """Returns how the first `made` steps were made: [(last step, what decides their losses and differs between stages)].
+
+    Neighbours that do not differ are one. So two plans may go on from the same checkpoint if they have the same history,
+    whatever they do after it.
+    """
+    found: list[tuple[int, dict[str, Any]]] = []
+    for stage in stages:
+        if stage.start >= made:
+            break
+        s = stage.sections
+        values = {f"data.{name}": getattr(s.data, name) for name in _DATA} | {"accumulation": s.accumulation}
+        values |= {f"model.{name}": getattr(s.model, name) for name in _ROPE if hasattr(s.model, name)}
+        if found and found[-1][1] == values:
+            found.pop()
+        found.append((min(stage.until, made), values))
+    return found
+
+
+def check_history(kept: dict[str, Any], stages: Sequence[Stage], made: int, where: Any) -> None:
+    """Raises ValueError, naming the step and the key, unless the steps that a run has made are those of this plan.
+
+    Args:
+      kept: what its checkpoint keeps: "recipe", "data", and "stages" where it had a curriculum.
+    """
+    now = history(stages, made)
+    one = kept["recipe"] | {f"data.{name}": kept["data"][name] for name in _DATA}
+    before = [(int(until), values) for until, values in kept.get("stages") or [(made, one)]]
+    for step in sorted({until for until, _ in (*before, *now)}):
+        was, would = (next(values for until, values in plan if step <= until) for plan in (before, now))
+        changed = [key for key in would if key in was and was[key] != would[key]]
+        if changed:
+            key = changed[0]
+            raise ValueError(
+                f"the run in {where} has made step {step} with {key} = {was[key]}, and with this curriculum that would be "
+                f"{would[key]}; restore curriculum and {key}, or choose another run.dir. Steps after {made} may be planned anew"
+            )

@@ -1,0 +1,286 @@
+"""`python -m launch.evaluate run.dir=outputs/run [KEY=VALUE ...]`: loss by position and recall of a trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.errors import DONE, run_command
+from launch.train import command, start_jax
+
+USAGE = """usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
+       python -m launch.evaluate model.init_from=DIR [KEY=VALUE ...]
+
+  python -m launch.evaluate run.dir=outputs/long_context recipe=long_context data=files data.source='held_out/*.txt'
+  python -m launch.evaluate run.dir=outputs/run lengths=2048,8192,32768 examples=32 to=outputs/run/evaluation.json
+
+The model is that of the run's checkpoint, or of the folder's config.json. All other keys are those of launch.train: mesh, order
+of the sequence, ring and kernels are what they are in training. A model.rope_ key given here is tried out on the weights.
+
+keys:
+  step=N               of the checkpoint; default: the last
+  tasks=loss,needle,recall
+                       loss: by octave of the place in the document and in the row. needle: a key and its value in text; recall:
+                       one of many keys and values
+  lengths=2048,8192    tokens of a row; default: the run's data.sequence_length
+  batches=8            of data.global_batch rows at each length, for the loss
+  examples=16          prompts at each length and depth
+  depths=0,0.25,0.5,0.75,1
+                       where the pair that is asked for stands: 0 at the start, 1 just before the question
+  key_tokens=4, value_tokens=4
+                       token ids of a key and of a value
+  to=FILE.json         what was found; a picture lies beside it, FILE.png
+"""
+_DEFAULTS = {
+    "step": None,
+    "tasks": "loss,needle,recall",
+    "lengths": None,
+    "batches": "8",
+    "examples": "16",
+    "depths": "0,0.25,0.5,0.75,1",
+    "key_tokens": "4",
+    "value_tokens": "4",
+    "to": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The keys of the command line that are no recipe's."""
+
+    step: int | None
+    tasks: list[str]
+    lengths: list[int] | None
+    batches: int
+    examples: int
+    depths: list[float]
+    key_tokens: int
+    value_tokens: int
+    to: Path | None
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], Any], least: float) -> list[Any]:
+    """Returns the numbers of a list, "1,2" or "[1,2]". Raises ValueError, naming the key."""
+    try:
+        found = [kind(part) for part in text.strip("[]").split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(least <= x < math.inf for x in found) or len(set(found)) < len(found):
+        raise ValueError(f"{name} = {text!r} must be different numbers from {least:g} on, with commas: {name}=1,2")
+    return found
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{name} = {text!r} must be a positive number")
+    return int(text)
+
+
+def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
+    """Returns (the command's own keys, the folder of the weights, the keys of the recipe).
+
+    Raises:
+      ValueError: a value is wrong, a key is given twice, or no weights are named.
+    """
+    given: dict[str, str] = {}
+    where: dict[str, str] = {}
+    recipe = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        of = given if name in _DEFAULTS else where if name in ("run.dir", "model.init_from") else None
+        if of is None:
+            if name == "model":
+                raise ValueError(f"{argument}: the model is that of the weights; leave it out")
+            recipe.append(argument)
+            continue
+        if not equals or not value:
+            raise ValueError(f"cannot read {argument!r}: write {name}=VALUE")
+        if name in of:
+            raise ValueError(f"{name} is given twice; give it once")
+        of[name] = value
+    if len(where) != 1:
+        raise ValueError("give run.dir=DIR, or model.init_from=DIR: one of the two; --help has examples")
+    v: dict[str, Any] = _DEFAULTS | given
+    tasks = v["tasks"].strip("[]").split(",")
+    if set(tasks) - {"loss", "needle", "recall"} or len(set(tasks)) < len(tasks):
+        raise ValueError(f"tasks = {v['tasks']!r} must be some of loss,needle,recall")
+    depths = _numbers("depths", v["depths"], float, 0)
+    if max(depths) > 1:
+        raise ValueError(f"depths = {v['depths']!r} must be from 0, the start of the prompt, to 1, its end")
+    to = Path(v["to"]).expanduser() if v["to"] else None
+    if to is not None and (to.suffix != ".json" or not to.absolute().parent.is_dir()):
+        raise ValueError(f"to = {v['to']!r} must be a file .json in a folder that is there")
+    own = Asked(
+        _number("step", v["step"]) if v["step"] else None,
+        tasks,
+        _numbers("lengths", v["lengths"], int, 2) if v["lengths"] else None,
+        _number("batches", v["batches"]),
+        _number("examples", v["examples"]),
+        depths,
+        _number("key_tokens", v["key_tokens"]),
+        _number("value_tokens", v["value_tokens"]),
+        to,
+    )
+    return own, next(iter(where.values())), recipe
+
+
+def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
+    """Returns the recipe that weights are evaluated under: their model, and what the command line says.
+
+    Raises:
+      ValueError: a key is wrong, or changes the shape of a parameter.
+    """
+    from ejdist.weights.match import flat, written
+    from recipes.schema import compose
+
+    model = [f"model.{k}={written(v)}" for k, v in flat(weights.model).items() if k != "init_from"]
+    capacity = weights.recipe.get("experts.capacity")
+    kept = [] if capacity is None else [f"experts.capacity={capacity}"]
+    recipe = compose([*model, *kept, *given])
+    recipe.model.experts.jitter = 0.0  # noise of training
+    recipe.curriculum = []
+    weights.check(recipe.model)
+    return recipe
+
+
+def _held_out(weights: Any, data: Any) -> str:
+    """Returns what is known of whether the model was trained on the data. Raises ValueError: they are of another tokenizer."""
+    trained = weights.data
+    if not trained:
+        return "whether the model was trained on this data is not known"
+    if trained["tokenizer"] != data.corpus.tokenizer.fingerprint:
+        raise ValueError(
+            "data.tokenizer is not the one that the run was trained with: its losses would mean nothing; give that"
+        )
+    if trained["corpus"] == data.corpus.fingerprint:
+        return "NOT held out: this is the corpus that the run was trained on; name other data with data.source"
+    return "not the run's corpus; whether some documents are in both is not checked"
+
+
+def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str], Any] = print) -> dict[str, Any]:
+    """Returns what was found, as JSON has it; `launch/README.md` says what is in it. To be called by all hosts.
+
+    Raises:
+      ValueError: keys, weights or data are wrong, or differ between hosts. CheckpointError: a checkpoint cannot be read.
+    """
+    from ejdist.cluster.agreement import environment
+    from ejdist.cluster.hosts import Hosts
+    from ejdist.evaluation import Evaluator, Prompts, loss_by_octave, measure_recall
+    from ejdist.evaluation.weights import open_weights
+    from ejdist.mesh import make_mesh
+    from ejdist.training.opening import data_of
+    from ejdist.training.program import make_program
+    from ejdist.weights.match import flat
+    from recipes.schema import compose
+
+    hosts = Hosts(compose(given).run.host_timeout)
+    with hosts.together():
+        weights = open_weights(where, asked.step)
+        recipe = _recipe_of(weights, given)
+        lengths = asked.lengths or [weights.data.get("sequence_length", recipe.data.sequence_length)]
+        own = {k: str(v) for k, v in vars(asked).items()} | {"weights": weights.what}
+        facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}
+        digest = {} if hosts.count == 1 else {"weights (digest)": weights.digest()}
+        hosts.compare("the start", facts | own | digest | environment())
+        mesh = make_mesh(**vars(recipe.mesh))
+        sections = {
+            n: dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sequence_length=n)) for n in lengths
+        }
+        programs = {n: make_program(s, mesh) for n, s in sections.items()}
+        data = data_of(sections[max(lengths)])
+        held_out = _held_out(weights, data)
+        hosts.compare("the data", {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")})
+        text = _text(data)
+        shapes = {"key_tokens": asked.key_tokens, "value_tokens": asked.value_tokens, "seed": recipe.run.seed}
+        prompts = [Prompts(task, n, text, **shapes) for task in asked.tasks if task != "loss" for n in lengths]
+        say(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
+        params, buffers = weights.load(programs[lengths[0]])
+        found: dict[str, Any] = {
+            "weights": weights.what,
+            "mesh": dict(mesh.shape),
+            "sequence": vars(recipe.sequence),
+            "data": {"source": _data_name(recipe), "tokens": data.num_tokens, "held_out": held_out},
+            "loss": {},
+            "recall": [],
+        }
+        for n in lengths:
+            evaluator = Evaluator(sections[n], mesh, params, buffers, programs[n])
+            if "loss" in asked.tasks:
+                began, sized = time.perf_counter(), data.resized(n, evaluator.rows)
+                octaves = loss_by_octave(evaluator, (sized.batch(i) for i in range(asked.batches)))
+                found["loss"][str(n)] = {
+                    "loss": octaves["row"].mean if octaves["row"].counts.any() else None,
+                    "tokens": int(octaves["row"].counts.sum()),
+                    **{place: of.rows() for place, of in octaves.items()},
+                }
+                _tell_loss(say, n, found["loss"][str(n)], time.perf_counter() - began)
+            for asking in (p for p in prompts if p.length == n):
+                cells = measure_recall(evaluator, asking, asked.depths, asked.examples)
+                found["recall"] += [cell.row() for cell in cells]
+                _tell_cells(say, cells)
+        return found
+
+
+def _data_name(recipe: Any) -> str:
+    return f"data.source={recipe.data.source}" if recipe.data.mixture is None else "data.mixture"
+
+
+def _text(data: Any) -> Any:
+    """Returns the tokens of the first batch, without padding: what haystacks, keys and values are made of."""
+    batch = data.batch(0)
+    return batch["tokens"][batch["segment_ids"] >= 0]
+
+
+def _tell_loss(say: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
+    if found["loss"] is None:
+        return say(f"loss at {length:,} tokens: the batches have no token that is followed by another")
+    say(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
+    for place in ("document", "row"):
+        parts = [f"{r['from']}: {r['loss']:.3f}" for r in found[place] if r["tokens"]]
+        say(f"  by place in the {place}, octaves from {', '.join(parts)}")
+
+
+def _tell_cells(say: Callable[[str], Any], cells: Sequence[Any]) -> None:
+    first = cells[0]
+    for cell in cells:
+        low, high = cell.interval
+        say(
+            f"{first.task} at {first.length:,} tokens, depth {cell.depth:g}: {cell.correct} of {cell.count} right "
+            f"({cell.accuracy:.0%}, 95% in {low:.0%} to {high:.0%}), {cell.tokens_correct:.0%} of tokens, "
+            f"log-probability {cell.log_probability:.2f}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command."""
+    return run_command(argv, _main, lambda arguments: USAGE)
+
+
+def _main(arguments: list[str]) -> int:
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from recipes.schema import compose
+
+    asked, where, given = asked_of(arguments)
+    start_jax(compose(given))
+    import jax
+
+    from ejdist.evaluation.picture import draw_evaluation
+    from ejdist.training.metrics import write_whole
+
+    first = jax.process_index() == 0
+    found = evaluate(asked, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
+    if asked.to is not None and first:
+        write_whole(asked.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        draw_evaluation(found, asked.to.with_suffix(".png"), found["weights"])
+        print(f"written to {asked.to} and {asked.to.with_suffix('.png').name} beside it")
+    return DONE
+
+
+if __name__ == "__main__":
+    command(body=main)
