@@ -1,7 +1,7 @@
-"""`python -m launch.disturbed SPEC [KEY=VALUE ...]`: `launch.train` as one host that does something to itself at a step.
+"""`python -m launch.disturbed SPEC [KEY=VALUE ...]`: `launch.train` as one host that does something to itself, for a drill.
 
 What it does is real: it kills itself with SIGKILL, poisons its parameters, takes the room for files away. Nothing in the
-training code knows of it. `launch.rehearse` starts hosts so; SPEC is JSON, of the drills in `launch.drills`.
+training code knows of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The faults of `launch.rehearse`: what goes wrong, on which host, and how the run is to take it.
-
-What a host does to itself, `launch.disturbed` does.
-"""
+"""The faults of `launch.rehearse`: what goes wrong, on which host, and how the run is to take it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,13 @@ recipe's. Writes to run.dir (default outputs/rehearsal) a folder for the run wit
 log of every host, and the verdicts as rehearsal.json.
 """
 _OWN = {"hosts": 2, "devices_per_host": 2, "fault": "kill", "seed": 0, "times": 1, "series": 0}
-_DEFAULTS = {"run.dir": "outputs/rehearsal", "run.steps": "24", "checkpoint.every": "6", "run.host_timeout": "120"}
+_DEFAULTS = {
+    "run.dir": "outputs/rehearsal",
+    "run.steps": "24",
+    "checkpoint.every": "6",
+    "run.host_timeout": "120",
+    "guards.hang_seconds": "300",
+}
 _MOST_SECONDS = 3600  # of one start of the run
 _AFTER_FIRST = 150  # seconds in which the other hosts must notice that one has ended
 

@@ -145,9 +145,24 @@ def test_a_ledger_that_was_cut_off_in_a_line_goes_on_in_the_next(tmp_path):
     second.note(hosts={}, step=4)
     second.close()
     found = read(path)
-    assert [row.get("phase") for row in found] == ["restart", "productive", "restart", None]
+    assert [row.get("phase") for row in found] == ["restart", "productive", "end", "restart", None, "end"]
     assert found[0]["at"] == 100.0 and account(found).starts == 2
     assert all(json.loads(line) for line in path.read_text().splitlines() if not line.startswith('{"at": 17,'))
+
+
+def test_a_full_disk_is_told_as_that_of_the_run(tmp_path, monkeypatch):
+    ledger = Ledger(True)
+    ledger.open(tmp_path)
+
+    def full(text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(
+        ledger, "_file", type("", (), {"write": staticmethod(full), "close": staticmethod(lambda: full(""))})
+    )
+    with pytest.raises(OSError, match=r"run.dir = .* cannot be written: No space left"):
+        ledger.phase("checkpoint", step=3)
+    ledger.close(step=3)  # what ended the run is told, and not this
 
 
 def test_only_host_0_writes(tmp_path):

@@ -24,11 +24,14 @@ handed to the devices, which are up to 8 steps behind; after a save they are not
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from ejdist.training.metrics import cannot_write
 
 NAME = "goodput.jsonl"
 # Between two signs of life: at first often, so that a short run is told apart, and at last seldom: 3000 rows a day.
@@ -162,15 +165,18 @@ class Ledger:
         self._put({"at": now if began is None else min(began, now), "phase": "restart", "start": True})
 
     def open(self, directory: Path) -> None:
-        """Raises OSError if the file cannot be written."""
+        """Raises OSError, here and in what follows, if the file cannot be written."""
         if not self._writes:
             return
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / NAME
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        self._file = path.open("a", buffering=1)
-        if torn:
-            self._file.write("\n")
+        self._directory, path = directory, directory / NAME
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+            self._file = path.open("a", buffering=1)
+            if torn:
+                self._file.write("\n")
+        except OSError as error:
+            raise cannot_write(directory, error) from error
         early, self._early = self._early, []
         for row in early:
             self._put(row)
@@ -201,10 +207,17 @@ class Ledger:
             return
         if self._file is None:
             self._early.append(row)
-        else:
+            return
+        try:
             self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise cannot_write(self._directory, error) from error
 
-    def close(self) -> None:
+    def close(self, **what: Any) -> None:
+        """Says that the process has nothing more to do. A disk that is full by now has been told of, or will be."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self.phase("end", **what)
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None

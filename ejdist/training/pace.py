@@ -52,8 +52,7 @@ class Pace:
 
     def close(self) -> None:
         """Says that nothing more is done."""
-        self._ledger.phase("end", step=self.step, data_wait=self._taken())
-        self._ledger.close()
+        self._ledger.close(step=self.step, data_wait=self._taken())
 
     @contextlib.contextmanager
     def at(self, doing: str) -> Iterator[None]:

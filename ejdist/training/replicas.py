@@ -34,6 +34,7 @@ class _Check:
 
     step: int
     hashes: jax.Array  # uint32[devices, arrays]
+    age: int = 0  # steps since; after a rewind they are other ones
     question: Question | None = None
     judged: bool = False
 
@@ -73,7 +74,8 @@ class Replicas:
                 shard.data.copy_to_host_async()
             self._checks.append(_Check(step, hashes))
         for check in list(self._checks):
-            age = 3 * LAG if saves else step - check.step
+            age = 3 * LAG if saves else check.age
+            check.age += 1
             if age >= LAG and check.question is None:
                 check.question = self._hosts.ask(f"the comparison of replicas after step {check.step}", _said(check))
             if age >= 2 * LAG and check.question is not None and not check.judged:

@@ -90,9 +90,8 @@ class Steps:
 
     def make(self, begun: Begun, compiled: Compiled, end: int) -> tuple[Run, int]:
         """Returns (the run in the stage that made it, the last step). `begun.state` is used up."""
-        compiled = self._compiled(
-            begun, compiled
-        )  # where the newest checkpoint was damaged, it may be of an earlier stage
+        # Where the newest checkpoint was damaged, it may be of an earlier stage.
+        compiled = self._compiled(begun, compiled)
         while True:
             run, until = begun.run, min(end, begun.run.stage.until)
             bad = None
@@ -155,7 +154,10 @@ class Steps:
         self.say(f"{words}: going back to step {restored} and past {gone}")
         if run.hosts.index == 0:
             new.write(run.directory)
-        return begin(run, found, self.source, self.say)
+        again = begin(run, found, self.source, self.say)
+        if again.step < restored:  # that checkpoint is damaged: what was made up to it is given up too
+            self.pace.goes_back(again.step)
+        return again
 
 
 def tell_stage(run: Run, say: Any) -> None:
