@@ -101,8 +101,8 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
 
     No step may be lost beyond the interval of checkpoints: at most `every` between the last complete one and the last step, or
     the one that was being written when the end came. SIGTERM loses none: while steps are made the one at which the run
-    stopped is saved, and all hosts end with 75; before the first step nothing is written, what was there stays, and the other hosts
-    end because one is gone.
+    stopped is saved, and all hosts end with 75; before the first step nothing is written, what was there stays, and the other
+    hosts end because one is gone.
     """
     found = []
     if not set(codes) <= set(r.disturbance.codes):
