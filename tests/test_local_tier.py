@@ -202,9 +202,11 @@ def test_two_hosts_go_on_from_their_own_disks_and_a_replaced_one_from_what_lasts
     small = [a for a in TINY if not a.startswith(("run.", "checkpoint.", "mesh."))]
     common = [*small, *corpus, "run.steps=14", "run.host_timeout=120", "mesh.dp=2", "mesh.sp=1"]
     tiers = ["checkpoint.every=6", f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=2"]
-    slow = {i: [sys.executable, "-m", "launch.drills", json.dumps({"do": "sleep", "seconds": 0.2})] for i in range(2)}
+    slow = {
+        i: [sys.executable, "-m", "launch.disturbed", json.dumps({"do": "sleep", "seconds": 0.2})] for i in range(2)
+    }
     doing = {"do": "signal", "number": 9, "step": 10, "seconds": 0.2}
-    killed = slow | {1: [sys.executable, "-m", "launch.drills", json.dumps(doing)]}
+    killed = slow | {1: [sys.executable, "-m", "launch.disturbed", json.dumps(doing)]}
 
     def start(name, *more, run="run", commands=None):
         job = Job(2, tmp_path / name, 1).start([*common, *more, f"run.dir={tmp_path / run}"], commands=commands)
