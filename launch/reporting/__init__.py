@@ -1,1 +1,1 @@
-"""The page about runs: their folders (folder.py), charts (chart.py), sections (sections.py, contents.py), and HTML (html.py)."""
+"""The page about runs: folders (folder.py), charts (chart.py), sections (sections.py, contents.py), and HTML (html.py)."""
