@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-CURRICULUM, OPENING = "ejdist/training/curriculum.py", "ejdist/training/opening.py"
+CURRICULUM, OPENING, STEPS = (f"ejdist/training/{name}.py" for name in ("curriculum", "opening", "steps"))
 FORWARD, RECALL, POSITIONS = (f"ejdist/evaluation/{name}.py" for name in ("forward", "recall", "positions"))
 STAGES, EVALUATE = "tests/test_curriculum.py", "tests/test_evaluate.py"
 
@@ -107,9 +107,9 @@ FAULTS = (
     ),
     Fault(
         "a stage goes on after its end",
-        LOOP,
-        "last = _steps(run, step, state, writer, start, min(end, run.stage.until), stop)",
-        "last = _steps(run, step, state, writer, start, end, stop)",
+        STEPS,
+        "run, until = begun.run, min(end, begun.run.stage.until)",
+        "run, until = begun.run, end",
         f"{STAGES} -k one_schedule",
     ),
     Fault(
