@@ -131,9 +131,9 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
     corpus, tmp_path, monkeypatch, capsys
 ):
     """It dies at step 9: 6 is in run.dir, 8 on the disk of the host."""
-    from ejdist.training import loop
+    from ejdist.training import steps
 
-    def dies(s, program, train_step, *rest):
+    def dies(run, train_step, *rest):
         made = []
 
         def step(state, batch):
@@ -142,12 +142,12 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
                 raise RuntimeError("dies")
             return train_step(state, batch)
 
-        return steps(s, program, step, *rest)
+        return make(run, step, *rest)
 
-    steps = loop._steps
+    make = steps.make_steps
     assert main([*TINY, *corpus, f"run.dir={tmp_path / 'calm'}"]) == DONE
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_steps", dies)
+        patch.setattr(steps, "make_steps", dies)
         with pytest.raises(RuntimeError, match="dies"):
             command(tmp_path, corpus)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
