@@ -27,6 +27,7 @@ def exact(value: Any) -> str:
 
 
 def recipe(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Any:
+    """Returns the recipes of the runs as tables, with what is not the default's marked."""
     if not any(run.recipe for run in runs):
         return tag("p", "No recipe was found.")
     known = json.loads(json.dumps(defaults, default=str))
