@@ -41,8 +41,8 @@ class Left:
 class Round:
     """A disturbance, and what it may cost.
 
-    signalled: (seconds after the start, host) that SIGTERM is sent to from outside; at any moment, so also before the first
-    step.
+    signalled: (seconds, host) of a SIGTERM from outside.
+    since: what host 0 says from when these seconds count; nothing: from the start, so that it may come before the first step.
     """
 
     fault: str
