@@ -121,11 +121,13 @@ def run(
     d: Disturbance | None,
     extra: Sequence[str] = (),
     sigterm: tuple[float, int] | None = None,
+    since: str = "",
 ) -> tuple[list[int | None], str, float]:
     """Returns the exit codes of one start of the run in a folder, what its hosts said, and its seconds.
 
     Args:
       sigterm: seconds after which SIGTERM is sent, and the host.
+      since: what host 0 says from when they count; nothing: from the start.
     """
     logs = folder / "logs"
     job = Job(o.hosts, logs, o.devices_per_host, (sys.executable, "-P", "-m", "launch.train"))
@@ -139,15 +141,23 @@ def run(
     of_host, environment = (d.of_host, d.environment) if d else ({}, {})
     job.start(arguments, of_host=of_host, environment=environment, commands=commands)
     if sigterm is not None:
-        later = threading.Timer(sigterm[0], job.signal, (signal.SIGTERM, sigterm[1]))
-        later.daemon = True
-        later.start()
+        threading.Thread(target=_signal, args=(job, *sigterm, since, began[0]), daemon=True).start()
     try:
         codes = job.wait(_MOST_SECONDS, _AFTER_FIRST)
     finally:
         job.kill()
     said = "\n".join(job.log(i).read_bytes()[began[i] :].decode(errors="replace") for i in range(o.hosts))
     return codes, said, time.monotonic() - start
+
+
+def _signal(job: Job, seconds: float, host: int, since: str, began: int) -> None:
+    """Sends SIGTERM to a host so many seconds after host 0 has said something, in what its log has from a byte on."""
+    while since.encode() not in job.log(0).read_bytes()[began:]:
+        if all(p.poll() is not None for p in job.processes):
+            return
+        time.sleep(0.1)
+    time.sleep(seconds)
+    job.signal(signal.SIGTERM, host)
 
 
 def left(folder: Path) -> tuple[dict[int, float], dict[str, int] | None]:
@@ -224,7 +234,7 @@ def _goodput(folder: Path) -> str:
 
 def _series(o: Options, calm: Ended, say: Any) -> bool:
     def start(folder: Path, r: Round | None) -> tuple[list[int | None], str]:
-        return run(o, folder, r.disturbance, sigterm=r.signalled)[:2] if r else run(o, folder, None)[:2]
+        return run(o, folder, r.disturbance, (), r.signalled, r.since)[:2] if r else run(o, folder, None)[:2]
 
     def same(folder: Path) -> str | None:
         rows, digest = left(folder)

@@ -22,6 +22,8 @@ from launch.errors import DONE, HOST_LOST, PREEMPTED
 IN_SERIES = ("kill", "kill_in_save", "sigterm")
 
 _STEP = 0.1  # seconds that each step takes at least
+# One SIGTERM of four comes at any moment of a start. The others while steps are made, at most so long after host 0 says so.
+_EARLY, _WHILE, _STEPS = 0.25, 10.0, " tokens a step, "
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,15 @@ class Left:
 class Round:
     """A disturbance, and what it may cost.
 
-    signalled: (seconds after the start, host) that SIGTERM is sent to from outside; at any moment, so also before the first
-    step.
+    signalled: (seconds, host) of a SIGTERM from outside.
+    since: what host 0 says from when these seconds count; nothing: from the start, so that it may come before the first step.
     """
 
     fault: str
     told: str
     disturbance: Disturbance
     signalled: tuple[float, int] | None = None
+    since: str = ""
 
 
 def left_by(run: Path) -> Left:
@@ -82,14 +85,15 @@ def round_of(
         told = f"kill -9 of host {host} in the save of step {after}"
         return Round(fault, told, Disturbance(told, GONE, inside=inside))
     if fault == "sigterm":
+        early = chance.random() < _EARLY
+        most = seconds if early else _WHILE
         # So slow that the run has not ended at whatever moment it comes.
-        pace = max(_STEP, 2 * seconds / max(1, steps - saved))
-        moment = chance.uniform(0, seconds)
-        told = f"SIGTERM to host {host} {moment:.1f} s after the start"
+        pace = max(_STEP, 2 * most / max(1, steps - saved))
+        moment = chance.uniform(0, most)
+        told = f"SIGTERM to host {host} {moment:.1f} s after {'the start' if early else 'it makes steps'}"
         inside = {i: {"do": "sleep", "seconds": pace} for i in range(hosts)}
-        return Round(
-            fault, told, Disturbance(told, (PREEMPTED, HOST_LOST, -6), ["cluster.timeout=60"], inside), (moment, host)
-        )
+        d = Disturbance(told, (PREEMPTED, HOST_LOST, -6), ["cluster.timeout=60"], inside)
+        return Round(fault, told, d, (moment, host), "" if early else _STEPS)
     step = chance.randint(saved + 1, max(saved + 1, min(saved + 3 * every, steps - 1)))
     inside[host] |= {"do": "signal", "number": int(signal.SIGKILL), "step": step}
     told = f"kill -9 of host {host} at step {step}"
