@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks.measure import provenance
 from benchmarks.options import split
+from benchmarks.plan import predicted_ms
 from benchmarks.timing import Kernel, has_kernel_times, traced, union
 from ejdist.mesh import make_mesh
 from ejdist.training.data import build as build_data
@@ -271,6 +272,7 @@ def measure(sections: Any, o: dict[str, Any]) -> dict[str, Any]:
         "tflops_causal": flops[0] / seconds / mesh.size / 1e12,
         "mfu_causal": None if peak is None else flops[0] / seconds / mesh.size / peak,
         "mfu_full": None if peak is None else flops[1] / seconds / mesh.size / peak,
+        "predicted_ms": predicted_ms(sections, kind, mesh.size, flops[0]),
         "compile_seconds": compile_seconds,
         "arguments_gib": memory.argument_size_in_bytes / 2**30,
         "temporaries_gib": memory.temp_size_in_bytes / 2**30,
@@ -292,6 +294,8 @@ def text_of(found: dict[str, Any]) -> str:
         f"{found['peak_gib']:.1f} GiB; compiled in {found['compile_seconds']:.0f} s; loss {found['losses'][0]:.3f} -> "
         f"{found['losses'][-1]:.3f}",
     ]
+    if found.get("predicted_ms"):  # by `launch.plan`
+        lines[1] += f"; predicted {found['predicted_ms']:.1f} ms ({found['predicted_ms'] / found['step_ms'] - 1:+.1%})"
     if "classes" not in found:
         return "\n".join([*lines, "the profiler shows kernels on accelerators only: no shares"])
     lines += ["", f"| of {found['window_ms']:.1f} ms traced | ms | share |", "|---|---|---|"]

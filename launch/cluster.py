@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 # What JAX is given more than the user's limit: at the limit a message of ours ends the process, and JAX has none.
@@ -66,25 +65,15 @@ def _check_address(coordinator: str) -> None:
 
 def _why_alone(coordinator: str | None, count: int | None, index: int | None, seconds: float) -> str:
     """Returns why not all processes came together, as far as this one can find out."""
+    from ejdist.cluster.health import why_unreachable
+
     end = f"within {seconds:g} s (cluster.timeout)"
     if coordinator is None or index is None:
         return f"error: not all processes that the cluster describes came together {end}; look at their logs"
-    if index != 0 and not _answers(coordinator):
-        return (
-            f"error: the coordinator {coordinator} (cluster.coordinator) did not answer {end}: start process 0 there, and let "
-            "this host reach that port"
-        )
+    if index != 0 and (why := why_unreachable(coordinator, 0)):
+        return f"error: the coordinator did not answer {end}: {why}"
     others = "the others" if count is None else "the other one" if count == 2 else f"the other {count - 1}"
     return (
         f"error: not all of the {count} processes (cluster.num_processes) came to {coordinator} {end}: this is process "
         f"{index}; look at the logs of {others}, and start all of them"
     )
-
-
-def _answers(coordinator: str) -> bool:
-    host, _, port = coordinator.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
-            return True
-    except OSError:
-        return False

@@ -35,9 +35,15 @@ class Doctor:
     """One examination. `failures` are those of all hosts, the same on each."""
 
     def __init__(self, recipe: Any, hosts: Any, say: Callable[[str], object]) -> None:
+        from ejdist.training.places import check_folder, is_url, place
+
+        check_folder("run.dir", recipe.run.dir)
         self._recipe, self._hosts, self.failures = recipe, hosts, []
         self._say = say if hosts.index == 0 else lambda line: None
         self._folder = Path(recipe.run.dir).expanduser()
+        self._checkpoints: Any = self._folder / "checkpoints"
+        if (given := recipe.checkpoint.dir) is not None:
+            self._checkpoints = place("checkpoint.dir", given) if is_url(given) else Path(given).expanduser()
 
     def _found(self, failures: Sequence[str], otherwise: str) -> None:
         """Says what is wrong, or that nothing is."""
@@ -65,7 +71,9 @@ class Doctor:
         ahead = self._ahead()
         worst = hosts.judged("the time", ahead, lambda said: max(abs(seconds) for _, seconds in said.values()))
         self._found(hosts.judged("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
-        self._storage(health)
+        self._free = self._storage("run.dir", self._folder)
+        if self._checkpoints != self._folder / "checkpoints":
+            self._free = self._storage("checkpoint.dir", self._checkpoints)
 
     def _ahead(self) -> float:
         """Returns by how many seconds this host's clock is ahead of host 0's, or a little more: what it took to hear of it."""
@@ -76,24 +84,28 @@ class Doctor:
             found.append(time.time() - theirs)
         return 0.0 if self._hosts.index == 0 else min(found)
 
-    def _storage(self, health: Any) -> None:
+    def _storage(self, key: str, folder: Any) -> float:
+        """Returns the bytes that may still be written to a folder, the fewest of all hosts."""
+        from ejdist.cluster import health
+
         hosts = self._hosts
         token = uuid.uuid4().hex
         # Host 0 makes the folder before the others look, and removes it after they have left it.
-        shared = health.SharedFolder(self._folder, 0, token) if hosts.index == 0 else None
+        shared = health.SharedFolder(folder, 0, token) if hosts.index == 0 else None
         token = hosts.say("a token", token)
-        shared = shared or health.SharedFolder(self._folder, hosts.index, token)
+        shared = shared or health.SharedFolder(folder, hosts.index, token)
         try:
             facts = {"writes": shared.failure, "sees": shared.failure is None and shared.sees_first()}
-            failures = hosts.judged("the look into run.dir", facts, health.folder_failures(self._folder))
+            failures = hosts.judged(f"the look into {key}", facts, health.folder_failures(key, folder))
             free = shared.free_bytes()
             if hosts.index > 0:
                 shared.close()
             free = hosts.judged("the disk", free, lambda said: min(mine for _, mine in said.values()))
         finally:
             shared.close()
-        self._free = free
-        self._found(failures, f"run.dir = {self._folder}: written and seen by all, {free / 1e9:,.1f} GB free")
+        room = "" if math.isinf(free) else f", {free / 1e9:,.1f} GB free"
+        self._found(failures, f"{key} = {folder}: written and seen by all{room}")
+        return free
 
     def devices(self) -> Any:
         """Returns the mesh, None where there is none: of the devices, and whether the run fits onto them and onto the disk."""
@@ -131,11 +143,12 @@ class Doctor:
         self._found(failures, f"mesh {used or 'of one device'}, {program.num_parameters:,} parameters{idle}")
         leaves = jax.tree.leaves(program.state)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        there = [p for p in (self._folder / "checkpoints").glob("*") if p.name.isdigit()]
-        self._found(
-            health.disk_failures(self._free, size, s.checkpoint.keep, len(there)),
-            f"room for {s.checkpoint.keep} checkpoints of {size / 1e9:,.3f} GB, and the one that is being written",
-        )
+        if math.isfinite(self._free):
+            there = [p for p in self._checkpoints.glob("*") if p.name.isdigit()]
+            self._found(
+                health.disk_failures(self._free, size, s.checkpoint.keep, len(there)),
+                f"room for {s.checkpoint.keep} checkpoints of {size / 1e9:,.3f} GB, and the one that is being written",
+            )
         return mesh
 
     def bandwidth(self, mesh: Any, file: Path) -> None:

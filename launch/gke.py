@@ -92,17 +92,23 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
             f"name = {o.name!r} is too long: a pod would be called {longest}, which may have 63 characters"
         )
     recipe = check_run(rest, "launch.gke says how the processes find each other")
-    if o.volume and not _inside(recipe.run.dir, o.mount):
-        raise ValueError(
-            f"run.dir = {recipe.run.dir!r} is not in the volume {o.volume}, which is mounted at {o.mount} (mount=), and what "
-            f"a container writes elsewhere is lost with it; use for example run.dir={posixpath.join(o.mount, 'first')}"
-        )
-    if not o.volume and "://" not in recipe.run.dir:
-        raise ValueError(
-            f"run.dir = {recipe.run.dir!r} is a folder of a container, and lost with it: give volume=CLAIM and a run.dir in "
-            "it, or one in an object store, as gs://BUCKET/NAME"
-        )
+    _check_folders(o, recipe)
     return o, rest
+
+
+def _check_folders(o: Options, recipe: Any) -> None:
+    run = recipe.run.dir
+    if not o.volume:
+        raise ValueError(
+            f"run.dir = {run!r} would be a folder of a container, which no other pod sees and which is lost with it: give "
+            "volume=CLAIM and a run.dir in it; checkpoints may go to checkpoint.dir=gs://BUCKET/FOLDER"
+        )
+    for key, folder in (("run.dir", run), ("checkpoint.dir", recipe.checkpoint.dir)):
+        if folder is not None and "://" not in folder and not _inside(folder, o.mount):
+            raise ValueError(
+                f"{key} = {folder!r} is not in the volume {o.volume}, which is mounted at {o.mount} (mount=), and what a "
+                f"container writes elsewhere is lost with it; use for example {key}={posixpath.join(o.mount, 'first')}"
+            )
 
 
 def _check_topology(o: Options) -> None:

@@ -87,7 +87,9 @@ def round_of(
         moment = chance.uniform(0, seconds)
         told = f"SIGTERM to host {host} {moment:.1f} s after the start"
         inside = {i: {"do": "sleep", "seconds": pace} for i in range(hosts)}
-        return Round(fault, told, Disturbance(told, (PREEMPTED, HOST_LOST), inside=inside), (moment, host))
+        return Round(
+            fault, told, Disturbance(told, (PREEMPTED, HOST_LOST, -6), ["cluster.timeout=60"], inside), (moment, host)
+        )
     step = chance.randint(saved + 1, max(saved + 1, min(saved + 3 * every, steps - 1)))
     inside[host] |= {"do": "signal", "number": int(signal.SIGKILL), "step": step}
     told = f"kill -9 of host {host} at step {step}"
@@ -99,7 +101,8 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
 
     No step may be lost beyond the interval of checkpoints: at most `every` between the last complete one and the last step, or
     the one that was being written when the end came. SIGTERM loses none: while steps are made the one at which the run
-    stopped is saved; before the first step nothing is written, and what was there stays.
+    stopped is saved, and all hosts end with 75; before the first step nothing is written, what was there stays, and the other
+    hosts end because one is gone.
     """
     found = []
     if not set(codes) <= set(r.disturbance.codes):

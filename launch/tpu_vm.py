@@ -48,9 +48,9 @@ exit $code"""
 class Options:
     """The machines; the rest of the command line is the recipe's."""
 
-    tpu: str = option("", "the name of a TPU VM, whose machines gcloud knows")
-    zone: str = option("", "of the TPU VM")
-    project: str = option("", "of the TPU VM; else that of gcloud")
+    tpu: str = option("", "the name of a TPU VM, whose machines gcloud knows; of several slices, as a,b in their order")
+    zone: str = option("", "of the TPU VMs")
+    project: str = option("", "of the TPU VMs; else that of gcloud")
     hosts: str = option("", "machines, as a,b,c, for plain ssh; the first is process 0")
     cluster: str = option(
         "auto", "auto: each machine of a slice knows the others; manual: any machines", choices=("auto", "manual")
@@ -67,6 +67,10 @@ class Options:
     def machines(self) -> list[str]:
         return self.hosts.split(",") if self.hosts else []
 
+    @property
+    def slices(self) -> list[str]:
+        return self.tpu.split(",") if self.tpu else []
+
 
 def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the machines, the run's arguments). Raises ValueError, naming the argument."""
@@ -78,8 +82,9 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
         raise ValueError(f"{given[0]}= is of {'hosts=' if o.tpu else 'tpu='}, which is not given")
     if o.tpu and (not o.zone or o.cluster != "auto"):
         raise ValueError("tpu= needs zone=, and cluster=auto: its machines know each other")
-    if o.hosts and (not all(o.machines) or len(set(o.machines)) < len(o.machines)):
-        raise ValueError(f"hosts = {o.hosts!r} must name each machine once, with a comma between two")
+    for name, given in (("hosts", o.machines), ("tpu", o.slices)):
+        if not all(given) or len(set(given)) < len(given):
+            raise ValueError(f"{name} = {','.join(given)!r} must name each once, with a comma between two")
     if o.coordinator and o.cluster != "manual":
         raise ValueError("coordinator= is of cluster=manual, which is not given")
     if o.sync and not o.dir:
@@ -108,28 +113,32 @@ def _quoted_path(path: str) -> str:
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
-def _of_gcloud(o: Options, *words: str) -> list[str]:
+def _of_gcloud(o: Options, verb: str, name: str, *more: str) -> list[str]:
     project = [f"--project={o.project}"] if o.project else []
-    return ["gcloud", "compute", "tpus", "tpu-vm", words[0], o.tpu, f"--zone={o.zone}", *project, *words[1:]]
+    return ["gcloud", "compute", "tpus", "tpu-vm", verb, name, f"--zone={o.zone}", *project, *more]
 
 
-def _workers(o: Options) -> int:
+def _workers(o: Options, name: str) -> int:
     """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says."""
-    ran = subprocess.run(_of_gcloud(o, "describe", "--format=json"), capture_output=True, text=True, check=False)
+    ran = subprocess.run(_of_gcloud(o, "describe", name, "--format=json"), capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise ValueError(f"tpu = {o.tpu!r}: gcloud says: {(ran.stderr.strip().splitlines() or ['nothing'])[-1]}")
+        raise ValueError(f"tpu = {name!r}: gcloud says: {(ran.stderr.strip().splitlines() or ['nothing'])[-1]}")
     return len(json.loads(ran.stdout)["networkEndpoints"])
 
 
-def lines_of(o: Options, arguments: Sequence[str]) -> list[list[str]]:
-    """Returns the command line of each connection."""
-    if o.tpu:
-        return [
-            _of_gcloud(o, "ssh", f"--worker={i}", f"--command={remote(o, arguments, i)}", "--", *_ALIVE)
-            for i in range(_workers(o))
-        ]
-    start = [*shlex.split(o.ssh), "-o", "BatchMode=yes", *_ALIVE]
-    return [[*start, host, remote(o, arguments, i)] for i, host in enumerate(o.machines)]
+def connections_of(o: Options, arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Returns (the name of the machine, the command line) of each connection. Raises ValueError."""
+    if o.machines:
+        start = [*shlex.split(o.ssh), "-o", "BatchMode=yes", *_ALIVE]
+        return [(host, [*start, host, remote(o, arguments, i)]) for i, host in enumerate(o.machines)]
+    workers = [(name, i) for name in o.slices for i in range(_workers(o, name))]
+    return [
+        (
+            f"worker {worker} of {name}",
+            _of_gcloud(o, "ssh", name, f"--worker={worker}", f"--command={remote(o, arguments, i)}", "--", *_ALIVE),
+        )
+        for i, (name, worker) in enumerate(workers)
+    ]
 
 
 def copy_code(o: Options) -> None:
@@ -151,17 +160,18 @@ def copy_code(o: Options) -> None:
 class Connections:
     """The commands on all machines: their lines are printed as they come, and signals go to all of them."""
 
-    def __init__(self, lines: Sequence[Sequence[str]], names: Sequence[str]) -> None:
-        self._names, self._told = names, 0
+    def __init__(self, commands: Sequence[tuple[str, Sequence[str]]]) -> None:
+        """Starts them: (the name of a machine, a command line) of each."""
+        self._names, self._told = [name for name, _ in commands], 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
-        for line in lines:
+        for _, line in commands:
             # Of a session of their own: Ctrl-C is for this process, which passes it on.
             made = subprocess.Popen(
                 line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
             )
             self._processes.append(made)
-        self._readers = [threading.Thread(target=self._tell, args=(i,), daemon=True) for i in range(len(lines))]
+        self._readers = [threading.Thread(target=self._tell, args=(i,), daemon=True) for i in range(len(commands))]
         for reader in self._readers:
             reader.start()
 
@@ -241,9 +251,7 @@ def _main(arguments: list[str]) -> int:
     try:
         if options.sync:
             copy_code(options)
-        lines = lines_of(options, rest)
-        names = options.machines or [f"worker {i} of {options.tpu}" for i in range(len(lines))]
-        connections = Connections(lines, names)
+        connections = Connections(connections_of(options, rest))
     except FileNotFoundError as error:
         raise ValueError(f"there is no {error.filename} here; install it, or start this where there is") from error
     before = {number: signal.signal(number, connections.stop) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -154,3 +154,31 @@ def test_every_bit_of_a_64_bit_number_is_in_the_digest(tmp_path, monkeypatch):
 def test_a_digest_is_what_checkpoints_on_disk_have():
     """Another hash would make every checkpoint that was ever written unreadable."""
     assert int(digest(jnp.arange(6.0).reshape(2, 3))) == 2967665986
+
+
+def test_what_jax_is_asked_about_grows_though_steps_go_back(monkeypatch):
+    """As after a rewind: JAX would agree on a step that has been made, and the run would not stop there."""
+    from ejdist.training import stop
+
+    asked = []
+    monkeypatch.setattr(stop.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        stop.multihost_utils, "reached_preemption_sync_point", lambda n: asked.append(n) or len(asked) == 5
+    )
+    told = stop.Stop()
+    assert [told.after(step) for step in (7, 8, 9, 7, 8)] == [False] * 4 + [True]
+    assert asked == sorted(set(asked))
+
+
+def test_no_save_tells_jax_where_the_run_is(tmp_path, monkeypatch):
+    """JAX stops all hosts after the last step that any of them asked about; Orbax would ask about one that was long ago."""
+    from jax.experimental import multihost_utils
+
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: asked.append(step) or False)
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"x": jnp.ones(3)}, BESIDE)
+    checkpoints.wait()
+    checkpoints.close()
+    assert checkpoints.steps() == [3, 2, 1] and asked == []

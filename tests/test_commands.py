@@ -223,12 +223,12 @@ seed = words["run.seed"]
 if seed == "9":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     open(os.environ["STUB_WAITS"], "w").close()
-    time.sleep(60)
+    time.sleep(20)
 os.makedirs(folder)
 open(folder + "/summary.json", "w").write('{"loss_last": %s.5}' % seed)
 if seed == "6":
     os.kill(os.getpid(), signal.SIGKILL)
-sys.exit({"4": 4, "7": 69}.get(seed, 0))
+sys.exit({"4": 4, "5": 75, "7": 69}.get(seed, 0))
 """
 
 
@@ -254,6 +254,7 @@ def stubbed(tmp_path, monkeypatch):
         ([1, 2], DONE, 2),
         ([1, 4, 6, 2], 4, 4),  # one that fails keeps no other from being made
         ([6, 4], 137, 2),
+        ([1, 5, 2], PREEMPTED, 2),  # told to stop by somebody else, as by its cluster
         ([1, 7, 2], 69, 2),  # the next one would wait for the same host
     ],
 )
@@ -266,7 +267,7 @@ def test_how_a_sweep_ends(stubbed, seeds, code, made, tmp_path, capfd):
     assert [line.split()[-1] for line in table] == [f"run.seed={seed}" for seed in seeds[:made]]
     assert table[0].split()[:3] == [{6: "137"}.get(seeds[0], "0"), "loss", f"{seeds[0]}.5000"]
     assert (f"{len(seeds) - made} of {len(seeds)} runs were not started" in said.err) is (made < len(seeds))
-    assert said.err.count("ended with exit code") == sum(seed in (4, 6, 7) for seed in seeds)
+    assert said.err.count("ended with exit code") == sum(seed in (4, 5, 6, 7) for seed in seeds)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -286,6 +287,7 @@ def test_a_sweep_that_is_told_to_stop_tells_its_run_and_starts_no_other(stubbed,
     thread.join()
     said = capfd.readouterr()
     assert said.out.count("made") == 2 and "1 of 3 runs were not started; the same command goes on" in said.err
+    assert "run 2 of 3 ended with exit code 75" in said.err, "it heard of it, and did not come to its end"
     assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
 
 

@@ -35,7 +35,7 @@ from recipes.schema import compose
 
 # The second stage has other rows, another mesh, and positions that turn much more slowly.
 FIRST = "{until: 3, sequence_length: 32, global_batch: 4, mesh: {dp: 2}, rope_base: 100.0}"
-PLAN = [*TINY, "run.steps=6", f"curriculum=[{FIRST}, {{}}]", "optimizer.learning_rate=0.03"]
+PLAN = [*TINY, "run.steps=6", "optimizer.warmup_steps=1", f"curriculum=[{FIRST}, {{}}]", "optimizer.learning_rate=0.03"]
 
 
 def run(directory, corpus, *overrides):
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, w
     ):
         opened = open_run(compose([*PLAN, *corpus, f"run.dir={whole}", *keys]), hosts)
         with pytest.raises(ValueError, match=re.escape(words)):
-            resume(opened, str)
+            resume(opened, opened.found, str)
 
 
 @pytest.mark.parametrize(

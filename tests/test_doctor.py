@@ -7,6 +7,7 @@ import time
 
 import jax
 import pytest
+from etils import epath
 from small_run import TINY
 from test_hosts import together  # noqa: F401
 
@@ -71,12 +72,27 @@ def test_a_folder_of_ones_own_is_not_the_one_of_the_run(tmp_path):
     sees = [f.sees_first(0.1) for f in folders]
     assert sees == [True, True, False]
     said = {i: [f"n{i}", {"writes": f.failure, "sees": seen}] for i, (f, seen) in enumerate(zip(folders, sees))}
-    (failure,) = health.folder_failures(tmp_path)(said)
+    (failure,) = health.folder_failures("run.dir", tmp_path)(said)
     assert "host 2 (n2) does not see" in failure and "what host 0 (n0) writes" in failure
     (tmp_path / "a" / "run" / "kept").write_text("by another")
     for f in folders:
         f.close()
     assert [p.name for p in (tmp_path / "a" / "run").iterdir()] == ["kept"] and not (tmp_path / "b").exists()
+
+
+def test_checkpoints_may_go_elsewhere(examine, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    recipe = compose([*TINY, f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={tmp_path / 'file' / 'kept'}"])
+    failures, said = examine(2, lambda i: recipe)
+    assert "run.dir = " in said and len(failures) == 2
+    assert "cannot write to checkpoint.dir = " in failures[0] and "Not a directory" in failures[0]
+    monkeypatch.setattr("ejdist.training.places._installed", lambda name: True)
+    bucket = epath.Path(tmp_path / "bucket" / "kept")  # as etils knows a bucket: not as a folder of this machine
+    monkeypatch.setattr("ejdist.training.places.place", lambda key, value: bucket)
+    recipe = compose([*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.dir=gs://bucket/kept"])
+    failures, said = examine(2, lambda i: recipe)
+    assert failures == [] and f"checkpoint.dir = {bucket}: written and seen by all\n" in f"{said}\n"
+    assert list(bucket.iterdir()) == []
 
 
 def test_devices_that_are_not_there():
@@ -96,7 +112,7 @@ def test_room_for_the_checkpoints(free, there, fits):
     """Three stay, and a fourth is written before the first of them goes."""
     failures = health.disk_failures(free * 10**9, 10 * 10**9, 3, there)
     assert (failures == []) is fits
-    assert fits or f"run.dir has {free} GB free, and" in failures[0]
+    assert fits or f"the folder of the checkpoints has {free} GB free, and" in failures[0]
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_the_doctor_is_not_started_again():
         ([*TPU, "env=A"], "env must be written env.NAME=VALUE"),
         ([*TPU, "image=again"], "image is given twice"),
         ([*TPU, "mount=/mnt/other"], "run.dir = '/mnt/runs/first' is not in the volume runs"),
-        ([*TPU[:3], "run.dir=outputs/a"], "run.dir = 'outputs/a' is a folder of a container, and lost with it"),
+        ([*TPU[:3], "run.dir=outputs/a"], "run.dir = 'outputs/a' would be a folder of a container"),
         ([*TPU, "command=plan"], "command=plan is unknown; there are train, doctor"),
     ],
 )
@@ -228,8 +228,10 @@ def test_called_wrongly(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_object_store_needs_no_volume():
-    assert "volumes" not in pod_of(made("image=i", "topology=v5p:2x2x1", "recipe=long_context", "run.dir=gs://b/run"))
+def test_checkpoints_may_go_to_a_bucket_and_not_into_a_container(capsys):
+    assert "checkpoint.dir=gs://b/run" in started(made(*TPU, "checkpoint.dir=gs://b/run"))
+    assert gke.main([*TPU, "checkpoint.dir=/fast/run"]) == WRONG
+    assert "checkpoint.dir = '/fast/run' is not in the volume runs" in capsys.readouterr().err
 
 
 def test_applying_it(tmp_path, monkeypatch, capsys):

@@ -10,12 +10,12 @@ import pytest
 from small_run import TINY, losses
 
 from ejdist.mesh import make_mesh
+from ejdist.planning.compiled import collectives_of
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
-from launch.plan import collectives_of
 from recipes.schema import compose
 
 E, LAYERS, K = 8, 2, 2

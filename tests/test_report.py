@@ -21,7 +21,8 @@ from recipes.schema import Recipe, compose
 
 HOSTILE = '</td><script>alert("x")</script><img src=http://evil.example/x onerror=y>\x00'
 SECTIONS = ["What is missing", "Summary", "Loss", "Throughput", "Goodput", "Balance of experts", "Recipe",
-            "Plan, doctor and rehearsals", "Checkpoints", "Pictures"]  # fmt: skip
+            "Plan, checks and evaluation", "Checkpoints", "Pictures"]  # fmt: skip
+HUGE = 400 * "1"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20) + b"IEND\xaeB`\x82"
 LEDGER = [
     {"at": 100.0, "phase": "restart", "start": True},
@@ -198,6 +199,13 @@ def test_what_is_hostile_is_text(tmp_path):
         ({"goodput__jsonl": None}, "goodput.jsonl is not there: where the time went is not known"),
         ({"goodput__jsonl": '{"at": 1.0, "phase": "restart", "start": true}\n{"at": 2'},
          "goodput.jsonl: lines that cannot be read and are left out: 1"),
+        ({"goodput__jsonl": '{"at": 1, "phase": "productive", "step": "x"}\n{"at": 2, "phase": "end", "resumed": 1}\n'},
+         "goodput.jsonl has rows that fit no ledger"),
+        ({"goodput__jsonl": '{"at": 1, "phase": "restart"}\n{"at": NaN, "phase": "end"}\n'},
+         "goodput.jsonl has rows that fit no ledger"),
+        ({"metrics__jsonl": None, "rehearsal__json": "[]"}, "this is a rehearsal, whose runs are in calm/run"),
+        ({"metrics__jsonl": f'{{"step": {HUGE}}}\n{{"step": 1, "loss": {HUGE}}}\n{{"step": {HUGE * 20}}}'},
+         "metrics.jsonl: loss is no number at step 1"),
         ({"plan__json": "x"}, "plan.json cannot be read: Expecting value"),
         ({"loss__png": PNG[:-6]}, "loss.png is no whole picture and is left out"),
     ],

@@ -7,7 +7,7 @@ import threading
 import pytest
 from small_run import TINY, losses
 
-from ejdist.training import checkpoint
+from ejdist.training import integrity
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows
 from ejdist.training.stop import Diverged
@@ -71,12 +71,12 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
 
 
 def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, monkeypatch):
-    from ejdist.training import loop
+    from ejdist.training import opening
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "make_program", interrupted)
+    monkeypatch.setattr(opening, "make_program", interrupted)
     assert main([*TINY, *corpus, f"run.dir={tmp_path}/run"]) == PREEMPTED
     assert "stopped at once by SIGINT" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
@@ -133,11 +133,11 @@ def test_rows_that_are_no_metrics_are_left_out(tmp_path):
 
 
 def test_the_cause_of_a_failed_write_is_not_cut_off():
-    reason = checkpoint._reason(ValueError("RESOURCE_EXHAUSTED: " + "x" * 900 + ": No space left on device\nmore"))
+    reason = integrity.reason_of(ValueError("RESOURCE_EXHAUSTED: " + "x" * 900 + ": No space left on device\nmore"))
     assert reason.startswith("ValueError: RESOURCE_EXHAUSTED") and reason.endswith("No space left on device")
     assert len(reason) < 350
     assert (
-        checkpoint._reason(ValueError("bad chunk. See full TensorStore details: <bound method>"))
+        integrity.reason_of(ValueError("bad chunk. See full TensorStore details: <bound method>"))
         == "ValueError: bad chunk"
     )
 

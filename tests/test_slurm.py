@@ -112,6 +112,12 @@ def test_what_the_script_asks_for():
     assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
 
 
+def test_the_doctor_is_started_once():
+    text = batch("nodes=2", "command=doctor", "recipe=long_context")
+    assert "-m launch.doctor recipe=long_context cluster=auto" in text and "scontrol" not in text
+    assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

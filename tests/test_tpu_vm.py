@@ -35,7 +35,7 @@ GCLOUD = """#!{python}
 import json, os, sys
 with open(os.environ["STUB_CALLS"], "a") as calls: print(json.dumps(sys.argv[1:]), file=calls)
 verb, name = sys.argv[4:6]
-if name != "there": print("ERROR: NOT_FOUND: no TPU of this name", file=sys.stderr); sys.exit(1)
+if not name.startswith("there"): print("ERROR: NOT_FOUND: no TPU of this name", file=sys.stderr); sys.exit(1)
 if verb == "describe": print(json.dumps({{"networkEndpoints": [{{"ipAddress": "10.0.0.1"}}, {{"ipAddress": "10.0.0.2"}}]}}))
 else:
     given = dict(a[2:].split("=", 1) for a in sys.argv[6:] if a.startswith("--") and "=" in a)
@@ -72,6 +72,7 @@ def program(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_two_machines_train_and_a_signal_stops_both(machines, corpus, tmp_path):
     """Real processes, which find each other by what the launcher tells them, are told to stop, save, and say so."""
     run = tmp_path / "run"
@@ -121,6 +122,8 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
         "compute", "tpus", "tpu-vm", "describe", "there", "--zone=us-east5-a", "--project=p", "--format=json",
     ]  # fmt: skip
     assert {c[7] for c in calls[1:]} == {"--worker=0", "--worker=1"}
+    assert tpu_vm.main(["tpu=there,there-too", *given[1:]]) == DONE
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"[{i}] worker {i % 2}" for i in range(4)]
     assert tpu_vm.main([given[0].replace("there", "gone"), *given[1:]]) == WRONG
     assert "tpu = 'gone': gcloud says: ERROR: NOT_FOUND" in capfd.readouterr().err
 
@@ -156,7 +159,7 @@ def test_a_connection_that_ends_stops_its_command(machines, program, tmp_path):
     waits = program(
         f"trap 'touch {tmp_path}/told; exit 75' TERM; touch {tmp_path}/up; for i in {{1..600}}; do sleep 0.1; done"
     )
-    (line,) = tpu_vm.lines_of(*tpu_vm.options_of(["hosts=a", "recipe=long_context", waits]))
+    ((_, line),) = tpu_vm.connections_of(*tpu_vm.options_of(["hosts=a", "recipe=long_context", waits]))
     made = subprocess.Popen(line, stdin=subprocess.PIPE)
     deadline = time.monotonic() + 20
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
@@ -185,10 +188,11 @@ def test_the_code_is_copied_first(machines, program, capfd, monkeypatch):
     [
         ([], "give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c"),
         (["hosts=a", "tpu=b"], "give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c"),
-        (["hosts=a,b,a"], "hosts = 'a,b,a' must name each machine once"),
-        (["hosts=a,,b"], "hosts = 'a,,b' must name each machine once"),
+        (["hosts=a,b,a"], "hosts = 'a,b,a' must name each once"),
+        (["hosts=a,,b"], "hosts = 'a,,b' must name each once"),
         (["hosts=a", "zone=z"], "zone= is of tpu=, which is not given"),
         (["tpu=a", "zone=z", "sync=true", "dir=x"], "sync= is of hosts=, which is not given"),
+        (["tpu=a,a", "zone=z"], "tpu = 'a,a' must name each once"),
         (["tpu=a"], "tpu= needs zone="),
         (["tpu=a", "zone=z", "cluster=manual"], "tpu= needs zone=, and cluster=auto"),
         (["hosts=a", "cluster=slurm"], "cluster=slurm is unknown; there are auto, manual"),

@@ -137,21 +137,21 @@ def test_flops_are_counted_from_the_documents_of_the_batches(stopped_run, corpus
 
 
 def test_a_signal_saves_and_the_run_goes_on(corpus, tmp_path, monkeypatch):
-    from ejdist.training import loop
+    from ejdist.training import steps
 
-    steps, calls = loop.step_flops, []
+    flops, calls = steps.step_flops, []
 
     def count(*arguments):
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGTERM)
-        return steps(*arguments)
+        return flops(*arguments)
 
-    monkeypatch.setattr(loop, "step_flops", count)
+    monkeypatch.setattr(steps, "step_flops", count)
     assert threading.current_thread() is threading.main_thread()
     outcome, said = run(tmp_path, corpus, "run.steps=6")
     assert outcome.step == 3 and not outcome.finished and any("SIGTERM after step 3" in line for line in said)
-    monkeypatch.setattr(loop, "step_flops", steps)
+    monkeypatch.setattr(steps, "step_flops", flops)
     run(tmp_path, corpus, "run.steps=6")
     run(tmp_path / "whole", corpus, "run.steps=6")
     assert losses(tmp_path) == losses(tmp_path / "whole")

@@ -25,6 +25,7 @@ from ejdist.weights.runs import nested, section_of, unnested
 from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves, expand, rule
 from ejdist.weights.writer import save
+from kernels.ops.rotary_embedding.contract import frequencies
 from recipes.schema import Recipe, compose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,6 +270,18 @@ def test_yarn_of_deepseek_is_in_the_scale_of_the_logits(tmp_path):
     assert family_of(section)[0] == "DeepseekV3ForCausalLM"
 
 
+@pytest.mark.parametrize("name", ["nano", "deepseek_v3"])
+def test_ntk_scaling_is_another_base_and_written_as_that(name):
+    c = compose([f"model={name}", "model.rope_scaling=ntk", "model.rope_factor=4.0"]).model
+    width = c.head_dim if name == "nano" else c.latent.rope_dim
+    theta = family_of(c)[1].config(c)["rope_theta"]
+    np.testing.assert_allclose(
+        frequencies(width, theta, None)[0], frequencies(width, c.rope_base, c.scaling())[0], rtol=1e-12
+    )
+    assert not differences(c, dataclasses.replace(c, rope_scaling=None, rope_factor=1.0, rope_base=theta))
+    assert differences(c, dataclasses.replace(c, rope_scaling=None, rope_factor=1.0)) == ["rope_base"]
+
+
 REFUSED = [
     ("llama", {"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", "not known here", "LlamaForCausalLM"]),
     ("llama", {"architectures": None, "model_type": None}, ["not known here"]),
@@ -316,7 +329,6 @@ UNWRITTEN = [
     ("nano", ["model.attention_soft_cap=30.0"], ["model.attention_soft_cap = 30.0", "Qwen3ForCausalLM"]),
     ("nano", ["model.logits_soft_cap=30.0"], ["model.logits_soft_cap"]),
     ("nano", ["model.attention_scale=0.3"], ["model.attention_scale = 0.3"]),
-    ("nano", ["model.rope_scaling=ntk", "model.rope_factor=2.0"], ["no family"]),
     ("moe_nano", ["model.experts.shared_dim=8"], ["model.experts.shared_dim = 8"]),
     ("moe_nano", ["model.experts.bias_rate=0.1"], ["model.experts.bias_rate"]),
     ("mixtral_8x7b", ["model.experts.scaling_factor=2.0"], ["model.experts.scaling_factor = 2.0"]),

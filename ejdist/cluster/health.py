@@ -6,6 +6,7 @@ Hosts say facts; the functions that judge them take what all hosts said, host ->
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import socket
@@ -74,55 +75,61 @@ class SharedFolder:
     Each host writes a file of its own, and looks for that of host 0, which has written first.
     """
 
-    def __init__(self, folder: Path, index: int, token: str) -> None:
+    def __init__(self, folder: Any, index: int, token: str) -> None:
+        """Writes this host's file to a folder: a `Path`, or an `etils.epath.Path` of an object store."""
         self._folder, self._index, self._token = folder, index, token
-        self._made = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
         self.failure: str | None = None
+        self._made: list[Path] = []
         try:
+            if isinstance(folder, Path):
+                self._made = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._file(index).write_bytes(b"seen")
-        except OSError as error:
-            self.failure = error.strerror or str(error)
+        except Exception as error:  # a library of an object store raises what it likes
+            self.failure = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
 
-    def _file(self, index: int) -> Path:
+    def _file(self, index: int) -> Any:
         return self._folder / f".doctor-{self._token}-{index}"
 
     def sees_first(self, seconds: float = _SEEN_WITHIN) -> bool:
         """Returns whether the file of host 0 is here, or comes within so many seconds."""
         end = time.monotonic() + seconds
         while True:
-            with contextlib.suppress(OSError):
-                os.listdir(self._folder)  # a network file system may remember for a while that a file was not there
+            with contextlib.suppress(Exception):
+                if isinstance(self._folder, Path):
+                    os.listdir(self._folder)  # a network file system may remember for a while that a file was not there
                 if self._file(0).exists():
                     return True
             if time.monotonic() > end:
                 return False
             time.sleep(0.2)
 
-    def free_bytes(self) -> int:
-        """Returns the bytes that may still be written there, or to where it would be."""
+    def free_bytes(self) -> float:
+        """Returns the bytes that may still be written there, or to where it would be; an object store has no end."""
+        if not isinstance(self._folder, Path):
+            return math.inf
         there = next(p for p in (self._folder, *self._folder.absolute().parents) if p.exists())
         return shutil.disk_usage(there).free
 
     def close(self) -> None:
         """Removes this host's file, and the folders that were made for it, unless something has come into them."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self._file(self._index).unlink(missing_ok=True)
             for path in self._made:
                 path.rmdir()
 
 
-def folder_failures(folder: Path) -> Callable[[Said], list[str]]:
+def folder_failures(key: str, folder: Any) -> Callable[[Said], list[str]]:
     """Returns the judge of `{"writes": None or why not, "sees": whether it sees the file of host 0}`."""
 
     def judge(said: Said) -> list[str]:
         cannot = [
-            f"host {i} ({name}) cannot write to run.dir = {folder}: {facts['writes']}; mend its permissions, or mount it there"
+            f"host {i} ({name}) cannot write to {key} = {folder}: {facts['writes']}; mend its permissions, or mount it there"
             for i, (name, facts) in sorted(said.items())
             if facts["writes"] is not None
         ]
         blind = [
-            f"host {i} ({name}) does not see in run.dir = {folder} what host 0 ({said[0][0]}) writes: it must be one folder "
+            f"host {i} ({name}) does not see in {key} = {folder} what host 0 ({said[0][0]}) writes: it must be one folder "
             "for all, on storage that all of them mount"
             for i, (name, facts) in sorted(said.items())
             if facts["writes"] is None and said[0][1]["writes"] is None and not facts["sees"]
@@ -164,19 +171,19 @@ def device_failures(said: Said) -> list[str]:
     return found
 
 
-def disk_failures(free: int, checkpoint: int, keep: int, there: int) -> list[str]:
+def disk_failures(free: float, checkpoint: int, keep: int, there: int) -> list[str]:
     """Returns whether what will be written does not fit.
 
     Args:
-      free: bytes of the folder of the run. checkpoint: bytes of one.
+      free: bytes of the folder of the checkpoints. checkpoint: bytes of one.
       keep: how many stay; one more is written before the oldest goes. there: how many there are.
     """
     more = max(1, keep + 1 - there)
     if free >= more * checkpoint:
         return []
     return [
-        f"run.dir has {_size(free)} free, and {more} more checkpoints of {_size(checkpoint)} are to be there at a time: make "
-        "room, choose another folder, or lower checkpoint.keep"
+        f"the folder of the checkpoints has {_size(free)} free, and {more} more of {_size(checkpoint)} are to be there at a "
+        "time: make room, choose another folder, or lower checkpoint.keep"
     ]
 
 

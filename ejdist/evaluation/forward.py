@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from ejdist.layout import replicated
 from ejdist.models.model import StepContext
 from ejdist.training.program import Program, TrainSections, bind, local_rows, make_program, place_batch
+from ejdist.training.step import LIMITS
 
 
 class Evaluator:
@@ -37,7 +39,11 @@ class Evaluator:
         Raises:
           ValueError: a size does not fit the mesh, or the model has no such functions; names the key.
         """
-        self._program = make_program(sections, mesh) if program is None else program
+        program = make_program(sections, mesh) if program is None else program
+        batch = {
+            name: like for name, like in program.batch.items() if name != LIMITS
+        }  # what a step skips is none of ours
+        self._program = replace(program, batch=batch)
         model, whole = self._program.model, replicated(mesh)
         if model.token_losses is None or model.logits_at is None:
             raise ValueError(

@@ -12,10 +12,11 @@ import jax
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.parameters import initialise
 from ejdist.training.leaves import name_of
+from ejdist.training.places import is_url
 from ejdist.training.program import Program
 from ejdist.weights.families import read_config
 from ejdist.weights.match import differences
-from ejdist.weights.runs import Run, nested
+from ejdist.weights.runs import Run, has_steps, nested
 from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves
 
@@ -71,6 +72,8 @@ def open_weights(where: str, step: int | None = None) -> Weights:
     Raises:
       ValueError: there are none, or a step is asked for that is not there. CheckpointError: a checkpoint cannot be read.
     """
+    if is_url(where):
+        return _of_run(Run(where, step))
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
         if step is not None:
@@ -80,12 +83,14 @@ def open_weights(where: str, step: int | None = None) -> Weights:
         section = read_config(folder)[1]
         source = open_source(where, section)
         return Weights(str(folder), section, source.load, source.digest)
-    if not (folder / "checkpoints").is_dir():
+    if not (folder / "checkpoints").is_dir() and not has_steps(folder):
         what = "has neither checkpoints nor config.json" if folder.is_dir() else "is no folder"
         raise ValueError(
             f"{where!r} {what}; give the run.dir of a run, or model.init_from=DIR with config.json and safetensors"
         )
-    run = Run(folder, step)
-    return Weights(
-        f"step {run.step} of the run in {folder}", run.model, run.load_and_close, run.digest, run.data, run.recipe
-    )
+    return _of_run(Run(folder, step))
+
+
+def _of_run(run: Run) -> Weights:
+    what = f"step {run.step} of the run in {run.folder}"
+    return Weights(what, run.model, run.load_and_close, run.digest, run.data, run.recipe)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Iterator
@@ -98,7 +99,7 @@ class Checkpoints:
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(timeout_secs=self._timeout),
             )
-            self._made = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+            self._made = _manager_class()(self.directory, options=options, item_handlers=handlers)
         return self._made
 
     def latest(self) -> int | None:
@@ -302,6 +303,21 @@ class Checkpoints:
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
+
+
+@functools.cache
+def _manager_class() -> Any:
+    import orbax.checkpoint as ocp
+
+    class Manager(ocp.CheckpointManager):
+        """Leaves it to the training loop to ask JAX whether the run is to stop. Orbax asks too, in the thread that ends a save
+        and for the step of that save; JAX takes the step of the last question for where the run is, and would have the hosts
+        stop at a step that they have made already: some or all would then never stop."""
+
+        def reached_preemption(self, step: int) -> bool:
+            return False
+
+    return Manager
 
 
 def _preservation(section: CheckpointSection) -> Any:

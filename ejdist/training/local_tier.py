@@ -218,7 +218,7 @@ def _flush(file: Any) -> None:
 
 
 def _pieces(arrays: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yields (array, span, piece) of what this host's devices hold, each piece once, in memory of its own."""
+    """Yields (array, span, piece) of what this host's devices hold, each piece once. What is yielded does not change."""
     leaves = leaves_of(arrays)
     for _, leaf in leaves:
         if isinstance(leaf, jax.Array):
@@ -229,8 +229,8 @@ def _pieces(arrays: Any) -> Iterator[tuple[str, str, np.ndarray]]:
             continue
         held = {_span(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
         for span, shard in held.items():
-            # On the CPU an array of NumPy is the device's own memory, which the next step writes to.
-            yield name, span, np.array(shard.data, copy=shard.device.platform == "cpu")
+            # Where this is the device's own memory, as on the CPU, JAX gives it to nobody else while the array is there.
+            yield name, span, np.asarray(shard.data)
 
 
 def _spans(leaf: Any) -> list[str]:

@@ -117,16 +117,16 @@ class Program:
     notes: list[str]  # what was chosen, and why; complete once the step is lowered
 
 
-def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
-    """Returns the step of a recipe on a mesh. Nothing runs and nothing is allocated: it may be compiled ahead of time.
+def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
+    """Returns the order of a recipe's tokens on a mesh, which may be abstract.
 
     Raises:
-      ValueError: a size does not fit the mesh; names the parameter or key, and the remedy.
+      ValueError: a size of the recipe or of its model does not fit the mesh; names the key, and the remedy.
     """
-    s, model = sections, sections.model.build()
+    s = sections
     order = Order(s.sequence.order, MeshSection.sequence_shards(mesh))
     length, rows = s.data.sequence_length, s.data.global_batch
-    order.indices(length)
+    order.check(length)
     if s.accumulation < 1 or rows % s.accumulation:
         raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
     if not (s.z_loss >= 0 and math.isfinite(s.z_loss)):
@@ -135,9 +135,32 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     s.experts.validate()
     s.guards.validate()
-    parameters = s.experts.table(PARAMETERS)
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
+    return order
+
+
+def stored_places(sections: TrainSections, declared: Any, mesh: Any, kind: str = "parameter") -> Any:
+    """Returns the tree with the sharding of each parameter as it is stored; the mesh may be abstract.
+
+    Raises:
+      ValueError: a dim does not divide; names the parameter.
+    """
+    table = sections.experts.table(PARAMETERS)
+    return map_declared(
+        lambda path, p: sharding(mesh, p.dims.split(), table, shape=p.shape, what=f"{kind} {path}"), declared
+    )
+
+
+def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
+    """Returns the step of a recipe on a mesh. Nothing runs and nothing is allocated: it may be compiled ahead of time.
+
+    Raises:
+      ValueError: a size does not fit the mesh; names the parameter or key, and the remedy.
+    """
+    s, model = sections, sections.model.build()
+    order = check_sizes(s, model, mesh)
+    length, rows = s.data.sequence_length, s.data.global_batch
     notes: list[str] = []
     if s.curriculum:
         notes.append(
@@ -160,14 +183,9 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
         return init_state(given["params"], optimizer, own)
 
-    def places(declared: Any, kind: str) -> Any:
-        return map_declared(
-            lambda path, p: sharding(mesh, p.dims.split(), parameters, shape=p.shape, what=f"{kind} {path}"), declared
-        )
-
-    placed = places(model.declared, "parameter")
+    placed = stored_places(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
-    shardings = _state_shardings(shapes, placed, mesh)._replace(buffers=places(model.buffers, "buffer"))
+    shardings = _state_shardings(shapes, placed, mesh)._replace(buffers=stored_places(s, model.buffers, mesh, "buffer"))
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")

@@ -17,10 +17,13 @@ class Stop:
 
     def __init__(self) -> None:
         self.signals: list[int] = []
+        self._asked = 0
 
     def after(self, step: int) -> bool:
         """Returns whether this step, which has been started, is the last. Every process asks after every step."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+        # JAX agrees on a number that no process has asked about yet, so it must grow: that of a step goes back with a rewind.
+        self._asked += 1
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._asked):
             self.signals.append(signal.SIGTERM)
         return bool(self.signals)
 

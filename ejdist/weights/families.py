@@ -26,7 +26,7 @@ from ejdist.weights.config import (
     write_rope,
 )
 from ejdist.weights.files import WeightsError, read_json
-from ejdist.weights.match import differences, flat, written
+from ejdist.weights.match import differences, flat, without_ntk, written
 from ejdist.weights.names import EXPERTS, FUSED_EXPERTS, GPT_OSS_EXPERTS, MIXTRAL_EXPERTS, Rules, rules
 
 # -- config.json ----------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Family:
         names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
         plain = {theirs: getattr(c, ours) for ours, theirs in PLAIN.items()}
         plain |= {"hidden_act": names[c.activation], "tie_word_embeddings": c.tie_embeddings, "attention_dropout": 0.0}
-        return {"model_type": self.model_type} | plain | write_rope(c) | self.write(c)
+        return {"model_type": self.model_type} | plain | write_rope(without_ntk(c)) | self.write(c)
 
 
 FAMILIES: dict[str, Family] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 from ejdist.models.config import KINDS, DecoderShape
@@ -29,8 +29,23 @@ def flat(section: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def without_ntk(c: DecoderShape) -> DecoderShape:
+    """Returns the same function with another base in the place of ntk scaling, which is nothing else, where all layers turn as
+    many dims."""
+    parts = {part for kind in c.kinds() for part in KINDS[kind]}
+    widths = {c.head_dim} if parts & {"attention", "window_attention"} else set()
+    widths |= {c.latent.rope_dim} if "latent_attention" in parts else set()
+    if c.rope_scaling != "ntk" or len(widths) != 1 or widths == {2}:
+        return c
+    (width,) = widths
+    return replace(
+        c, rope_scaling=None, rope_factor=1.0, rope_base=c.rope_base * c.rope_factor ** (width / (width - 2))
+    )
+
+
 def deciding(c: DecoderShape) -> dict[str, Any]:
     """Returns the keys that the model's function depends on, with one value for what is the same. `layers` has the kinds."""
+    c = without_ntk(c)
     parts = {part for kind in c.kinds() for part in KINDS[kind]}
     plain = bool(parts & {"attention", "window_attention"})
     found = {k: v for k, v in flat(c).items() if k not in _TRAINING}

@@ -16,8 +16,12 @@ _LEAST_ROWS = 1024
 
 def block_rows(call: Call, elements: int) -> int:
     """Returns the tokens whose logits exist at one time, for about that many logits."""
-    rows = max(_LEAST_ROWS, elements // call.dims["V"] // 128 * 128)
-    return max(1, min(math.prod(call.dims["lead"]), rows))
+    return rows_of_block(math.prod(call.dims["lead"]), call.dims["V"], elements)
+
+
+def rows_of_block(tokens: int, vocabulary: int, elements: int) -> int:
+    """Returns the same from the numbers."""
+    return max(1, min(tokens, max(_LEAST_ROWS, elements // vocabulary // 128 * 128)))
 
 
 def candidates(call: Call, most: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""The page about runs: what is in their folders (folder.py), charts (chart.py), its sections (sections.py), HTML (html.py)."""
+"""The page about runs: folders (folder.py), charts (chart.py), sections (sections.py, contents.py), and HTML (html.py)."""

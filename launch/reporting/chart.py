@@ -17,6 +17,7 @@ from launch.reporting.html import Markup, tag
 
 MOST = 400
 _HOVERS = 80  # columns that tell their numbers
+_MOST_NUMBER = 1e300
 _SIDE = 1000.0  # of the drawing, whatever its size on the page
 _SMOOTHED = 25  # a running mean is over the 25th part of a curve
 _WIDE_RANGE = 30.0  # ratio of largest to smallest beyond which a scale is logarithmic
@@ -41,7 +42,7 @@ class Series:
             whole[~np.isfinite(whole).all(axis=1)] = math.nan
             low, middle, high = whole.min(axis=1), whole.mean(axis=1), whole.max(axis=1)
             return cls(label, np.asarray(x, float), middle, low, high, color)
-        except (ValueError, TypeError):  # a word, a list among numbers, or lists of several lengths
+        except (ValueError, TypeError, OverflowError):  # a word, a list among numbers, or lists of several lengths
             parts = [_numbers(v) for v in values]
         low, middle, high = (
             np.array([how(p) if p.size else math.nan for p in parts]) for how in (np.min, np.mean, np.max)
@@ -69,7 +70,7 @@ class Series:
 
 def _numbers(value: Any) -> np.ndarray:
     flat = value if isinstance(value, list) else [value]
-    whole = all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in flat)
+    whole = all(isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < _MOST_NUMBER for v in flat)
     return np.array(flat, float) if whole and flat else np.empty(0)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from ejdist.training import goodput
 
-PICTURES = ("loss.png", "experts.png")
+DOCUMENTS = ("plan.json", "doctor.json", "bandwidth.json", "rehearsal.json", "evaluation.json")
+PICTURES = ("loss.png", "experts.png", "evaluation.png")
 _NEEDED = ("step", "loss", "step_time", "tokens_per_second")
 
 
@@ -25,7 +26,7 @@ class RunFolder:
       recipe: key -> value; `recipe_from` says where from. Empty where no file has it.
       checkpoints: step -> seconds since 1970 at which it was complete.
       goodput: rows of the ledger.
-      documents: file -> content of plan.json, doctor.json and rehearsal.json, where they are there.
+      documents: file -> content of those of DOCUMENTS that are there.
       pictures: file -> its bytes.
       missing: sentences about what is not there, or cannot be read.
       written: seconds since 1970 at which metrics.jsonl was last written; None if it is not there.
@@ -59,7 +60,10 @@ class RunFolder:
 
 def number(value: Any) -> float:
     """Returns a number, nan for what is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def open_folder(path: Path, name: str) -> RunFolder:
@@ -82,7 +86,7 @@ def open_folder(path: Path, name: str) -> RunFolder:
     _read_checkpoints(run)
     _read_recipe(run)
     _read_goodput(run)
-    for document in ("plan.json", "doctor.json", "rehearsal.json"):
+    for document in DOCUMENTS:
         content = _document(run, document, (dict, list))
         if content is not None:
             run.documents[document] = content
@@ -103,7 +107,9 @@ def _read_rows(run: RunFolder) -> None:
         text = path.read_text(errors="replace")
         run.written = path.stat().st_mtime
     except FileNotFoundError:
-        run.missing.append("metrics.jsonl is not there: no step has been made")
+        drills = (run.path / "rehearsal.json").exists()
+        why = "this is a rehearsal, whose runs are in calm/run and beside it" if drills else "no step has been made"
+        run.missing.append(f"metrics.jsonl is not there: {why}")
         return
     except OSError as error:
         run.missing.append(f"metrics.jsonl cannot be read: {error.strerror}")
@@ -113,9 +119,14 @@ def _read_rows(run: RunFolder) -> None:
     for at, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
+        if (
+            not isinstance(row, dict)
+            or not isinstance(row.get("step"), int)
+            or isinstance(row["step"], bool)
+            or abs(row["step"]) > 2**53
+        ):
             bad.append(at)
             continue
         twice += row["step"] in rows
@@ -206,11 +217,24 @@ def _read_goodput(run: RunFolder) -> None:
     try:
         run.goodput = goodput.read(path)
         lines = sum(1 for line in path.read_text(errors="replace").splitlines() if line.strip())
-    except OSError as error:
-        run.missing.append(f"{goodput.NAME} cannot be read: {error.strerror}")
+    except (OSError, ValueError, RecursionError) as error:
+        run.missing.append(f"{goodput.NAME} cannot be read: {error}")
         return
-    if lines > len(run.goodput):
+    if not math.isfinite(_wall(run.goodput)):
+        run.goodput = []
+        run.missing.append(f"{goodput.NAME} has rows that fit no ledger: where the time went is not known")
+    elif lines > len(run.goodput):
         run.missing.append(f"{goodput.NAME}: lines that cannot be read and are left out: {lines - len(run.goodput):,}")
+
+
+def _wall(rows: list[dict[str, Any]]) -> float:
+    """Returns the seconds of a ledger, nan where its rows do not go together."""
+    if not all(math.isfinite(number(row["at"])) for row in rows):
+        return math.nan
+    try:
+        return goodput.account(rows).wall
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError):
+        return math.nan
 
 
 def _read_picture(run: RunFolder, name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +9,7 @@ from typing import Any
 
 from ejdist.training import goodput
 from launch.reporting.chart import Series, chart, text_of
+from launch.reporting.contents import checkpoints, documents, dot, exact, headed, pictures, recipe
 from launch.reporting.folder import RunFolder, number
 from launch.reporting.html import Markup, page, table, tag
 
@@ -40,31 +39,21 @@ def report(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> str:
     sections = [
         _section("What is missing", _missing(runs)),
         _section("Summary", _summary(runs)),
-        _section("Loss", _charts(runs, _LOSS)),
+        _section("Loss", _charts(runs, _LOSS + _skipped(runs))),
         _section("Throughput", _charts(runs, _THROUGHPUT + _mfu(runs))),
         _section("Goodput", _goodput(runs)),
         _section("Balance of experts", _balance(runs)),
-        _section("Recipe", _recipe(runs, defaults)),
-        _section("Plan, doctor and rehearsals", _documents(runs)),
-        _section("Checkpoints", _checkpoints(runs)),
-        _section("Pictures", _pictures(runs)),
+        _section("Recipe", recipe(runs, defaults)),
+        _section("Plan, checks and evaluation", documents(runs)),
+        _section("Checkpoints", checkpoints(runs)),
+        _section("Pictures", pictures(runs)),
     ]
-    status = [tag("p", _dot(n, runs), tag("b", run.name), ": ", run.status()) for n, run in enumerate(runs)]
+    status = [tag("p", dot(n, runs), tag("b", run.name), ": ", run.status()) for n, run in enumerate(runs)]
     return page(title, tag("h1", title), status, tag("p", f"This page was made at {made}.", class_="soft"), sections)
 
 
 def _section(title: str, *content: Any) -> Markup:
     return tag("section", tag("h2", title), *content, id=title.split(",")[0].lower().replace(" ", "-"))
-
-
-def _dot(n: int, runs: Sequence[RunFolder]) -> Markup:
-    """Returns the colour of a run, where there are several."""
-    return tag("span", tag("i", style=f"background:var(--c{n})"), class_="key") if len(runs) > 1 else Markup()
-
-
-def _headed(runs: Sequence[RunFolder], make: Callable[[RunFolder], Any]) -> list[Any]:
-    """Returns what is made of each run, under its name where there are several."""
-    return [[tag("h3", _dot(n, runs), run.name) if len(runs) > 1 else "", make(run)] for n, run in enumerate(runs)]
 
 
 def _missing(runs: Sequence[RunFolder]) -> Any:
@@ -73,7 +62,7 @@ def _missing(runs: Sequence[RunFolder]) -> Any:
             return tag("p", "Nothing: every file was there and could be read.")
         return tag("ul", [tag("li", what) for what in run.missing], class_="bad")
 
-    return _headed(runs, of)
+    return headed(runs, of)
 
 
 _CARDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -90,10 +79,6 @@ _CARDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-def _exact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
-
-
 def _summary(runs: Sequence[RunFolder]) -> Any:
     if not any(run.summary for run in runs):
         return tag("p", "There is no summary.json; the charts below are of the steps that have been made.")
@@ -103,14 +88,14 @@ def _summary(runs: Sequence[RunFolder]) -> Any:
         for key, label, write in _CARDS:
             if math.isfinite(number(s.get(key))):
                 cards.append(
-                    tag("div", tag("b", write(number(s[key]))), tag("span", label), class_="card", title=_exact(s[key]))
+                    tag("div", tag("b", write(number(s[key]))), tag("span", label), class_="card", title=exact(s[key]))
                 )
         if runs[0].goodput:
             share = goodput.account(runs[0].goodput).fraction
             cards.append(tag("div", tag("b", f"{share:.1%}"), tag("span", "goodput"), class_="card"))
     keys = list(dict.fromkeys(key for run in runs for key in run.summary))
     rows = [
-        [key, *(tag("td", _exact(run.summary[key]) if key in run.summary else "–", data_key=key) for run in runs)]
+        [key, *(tag("td", exact(run.summary[key]) if key in run.summary else "–", data_key=key) for run in runs)]
         for key in keys
     ]
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
@@ -150,6 +135,12 @@ _THROUGHPUT: list[_Chart] = [
     ("Throughput", "tokens/s", _key("tokens_per_second"), {"zero": True}),
     ("Time of a step", "s", _key("step_time"), {}),
 ]
+
+
+def _skipped(runs: Sequence[RunFolder]) -> list[_Chart]:
+    """Returns the chart of updates that were not applied, where a guard watches them."""
+    watched = any("skipped" in row for run in runs for row in run.rows[:1])
+    return [("Skipped updates", "1 where a guard has skipped it", _key("skipped"), {"zero": True})] if watched else []
 
 
 def _mfu(runs: Sequence[RunFolder]) -> list[_Chart]:
@@ -208,7 +199,7 @@ def _goodput(runs: Sequence[RunFolder]) -> Any:
         said = f"{made.fraction:.1%} of {_seconds(made.wall)} were productive, in {starts}{rewinds}."
         return tag("p", said), tag("div", bar, class_="bar"), table(["", "", "time", "share"], rows), _hosts(run)
 
-    return _headed(runs, of)
+    return headed(runs, of)
 
 
 def _seconds(seconds: float) -> str:
@@ -217,6 +208,15 @@ def _seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+# Seconds a step: what the ledger calls them, and the heads of columns.
+_OF_HOSTS = {
+    "step_time": "s a step",
+    "host": "own time",
+    "data_wait": "waiting for data",
+    "waits": "waiting for others and devices",
+}
 
 
 def _hosts(run: RunFolder) -> Any:
@@ -229,9 +229,9 @@ def _hosts(run: RunFolder) -> Any:
     rows = []
     for host, needed in last["hosts"].items():
         needed = needed if isinstance(needed, dict) else {}
-        times = [text_of(number(needed.get(name))) for name in ("host", "data_wait")]
+        times = [text_of(number(needed[name])) if name in needed else "–" for name in _OF_HOSTS]
         rows.append([f"host {host}", *times, f"{slow.count(str(host))} of {len(told)}"])
-    head = [f"at step {last.get('step')}", "own time, s a step", "waiting for data, s a step", "times that it was slow"]
+    head = [f"at step {last.get('step')}", *_OF_HOSTS.values(), "times that it was slow"]
     return tag("h3", "Hosts"), table(head, rows)
 
 
@@ -259,7 +259,7 @@ def _balance(runs: Sequence[RunFolder]) -> Any:
         series = _of_rows(runs, _key(key))
         if any(key in row for run in mixed for row in run.rows[:1]):
             charts.append(chart(title, unit, series, zero=True, note=note))
-    return tag("div", charts, class_="charts"), _headed(mixed, _load)
+    return tag("div", charts, class_="charts"), headed(mixed, _load)
 
 
 def _load(run: RunFolder) -> Any:
@@ -292,103 +292,3 @@ def _cell(layer: int, expert: int, count: float, mean: float) -> Markup:
     share = min(count / mean / 2, 1.0) if mean > 0 and math.isfinite(count) else 0.0
     told = f"layer {layer}, expert {expert}: {count:,.0f} tokens, {count / mean if mean > 0 else 0:.2f} of the mean"
     return tag("td", style=f"background:color-mix(in srgb, var(--c1) {share:.0%}, var(--back))", title=told)
-
-
-# -- what the run is made from ---------------------------------------------------------------------------------------------
-
-
-def _recipe(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Any:
-    if not any(run.recipe for run in runs):
-        return tag("p", "No recipe was found.")
-    known = json.loads(json.dumps(defaults, default=str))
-    keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
-    sections: dict[str, list[str]] = {}
-    for key in keys:
-        sections.setdefault(key.partition(".")[0] if "." in key else "", []).append(key)
-    parts = []
-    for name, inside in sections.items():
-        rows = [_line(key, runs, known, len(name) + 1 if name else 0) for key in inside]
-        parts.append(tag("div", tag("h3", name or "other keys"), Markup(_body(runs, rows))))
-    marked = "not as the schema has it by default" if len(runs) == 1 else "not the same in all of these runs"
-    sources = [
-        tag(
-            "p", _dot(n, runs), f"From {run.recipe_from}." if run.recipe_from else "No recipe was found.", class_="soft"
-        )
-        for n, run in enumerate(runs)
-    ]
-    return (
-        sources,
-        tag("p", tag("mark", "Marked"), f": {marked}."),
-        tag("div", parts, class_="columns" if len(runs) == 1 else None),
-    )
-
-
-def _body(runs: Sequence[RunFolder], rows: list[Markup]) -> Markup:
-    head = [tag("th", name, scope="col") for name in ("", *(run.name for run in runs))] if len(runs) > 1 else []
-    top = tag("thead", tag("tr", head)) if head else ""
-    return tag("div", tag("table", top, tag("tbody", rows), class_="recipe"), class_="scroll")
-
-
-def _line(key: str, runs: Sequence[RunFolder], known: dict[str, Any], cut: int) -> Markup:
-    values = [run.recipe.get(key, _NOT_THERE) if run.recipe else _NOT_THERE for run in runs]
-    usual = known.get(key, _NOT_THERE)
-    there = [v for v in values if v is not _NOT_THERE]  # what is not known of a run is no difference
-    changed = values[0] != usual if len(runs) == 1 else any(v != there[0] for v in there)
-    was = f"by default {_exact(usual)}" if usual is not _NOT_THERE else "no key of this version"
-    cells = [tag("td", "–" if v is _NOT_THERE else _exact(v), data_key=key, title=was) for v in values]
-    return tag("tr", tag("th", key[cut:], scope="row"), cells, class_="changed" if changed else None)
-
-
-_NOT_THERE = object()
-
-
-def _documents(runs: Sequence[RunFolder]) -> Any:
-    def of(run: RunFolder) -> Any:
-        if not run.documents:
-            return tag("p", "Neither plan.json nor doctor.json nor rehearsal.json is in the folder.")
-        return [[tag("h3", name), _value(content)] for name, content in run.documents.items()]
-
-    return _headed(runs, of)
-
-
-def _value(content: Any, depth: int = 0) -> Any:
-    """Returns a value of JSON: tables as far as they can be read, and below that its text."""
-    if isinstance(content, dict) and content and depth < _DEEP:
-        return table([], [[str(key), _value(value, depth + 1)] for key, value in content.items()])
-    if isinstance(content, list) and content and depth < _DEEP and all(isinstance(row, dict) for row in content):
-        keys = list(dict.fromkeys(str(key) for row in content for key in row))
-        rows = [
-            [str(n), *(_value(row[key], depth + 1) if key in row else "–" for key in keys)]
-            for n, row in enumerate(content, 1)
-        ]
-        return table(["", *keys], rows)
-    if isinstance(content, str):
-        return tag("pre", content) if "\n" in content else content
-    return json.dumps(content, ensure_ascii=False)
-
-
-_DEEP = 3
-
-
-def _checkpoints(runs: Sequence[RunFolder]) -> Any:
-    def of(run: RunFolder) -> Any:
-        kept = [
-            [f"step {step:,}", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))]
-            for step, at in run.checkpoints.items()
-        ]
-        aside = tag("p", f"Set aside, or cut off: {', '.join(run.set_aside)}.", class_="bad") if run.set_aside else ""
-        return (table([], kept) if kept else tag("p", "There is no checkpoint.")), aside
-
-    return _headed(runs, of)
-
-
-def _pictures(runs: Sequence[RunFolder]) -> Any:
-    def of(run: RunFolder) -> Any:
-        if not run.pictures:
-            return tag("p", "The run has drawn none.")
-        return [
-            tag("img", src=f"data:image/png;base64,{base64.b64encode(content).decode()}", alt=f"{name} of {run.name}")
-            for name, content in run.pictures.items()
-        ]
-
-    return _headed(runs, of)

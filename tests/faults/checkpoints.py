@@ -41,6 +41,20 @@ FAULTS = (
         f"{DAMAGE} -k of_before",
     ),
     Fault(
+        "a save that ends in a thread tells JAX of a step that is over",
+        CHECKPOINT,
+        "        def reached_preemption(self, step: int) -> bool:\n            return False\n",
+        "        pass\n",
+        "tests/test_checkpoint.py -k where_the_run_is",
+    ),
+    Fault(
+        "a signal after a rewind is for a step that has been made",
+        "ejdist/training/stop.py",
+        "reached_preemption_sync_point(self._asked)",
+        "reached_preemption_sync_point(step)",
+        "tests/test_checkpoint.py -k though_steps_go_back",
+    ),
+    Fault(
         "what is kept for good goes",
         CHECKPOINT,
         "    if section.keep_every:\n",
@@ -81,13 +95,6 @@ FAULTS = (
         'return found["id"] if found["of"] == str(run_dir.absolute()) else None',
         'return found["id"]',
         f"{TIER} -k newer_of_both",
-    ),
-    Fault(
-        "the next step writes into what is being saved",
-        LOCAL,
-        'np.array(shard.data, copy=shard.device.platform == "cpu")',
-        "np.asarray(shard.data)",
-        f"{TIER} -k may_write",
     ),
     Fault(
         "pieces of another time are put together",

@@ -4,7 +4,7 @@ from faults import Fault
 
 ARGUMENTS, SCHEMA, SWEEP, ERRORS = "recipes/arguments.py", "recipes/schema.py", "launch/sweep.py", "launch/errors.py"
 TESTS, PAGE = "tests/test_commands.py", "tests/test_report.py"
-CHART, FOLDER, HTML, SECTIONS = (f"launch/reporting/{name}.py" for name in ("chart", "folder", "html", "sections"))
+CHART, FOLDER, HTML, CONTENTS = (f"launch/reporting/{name}.py" for name in ("chart", "folder", "html", "contents"))
 
 FAULTS = (
     Fault(
@@ -75,7 +75,14 @@ FAULTS = (
         SWEEP,
         "_ENDS_ALL = (PREEMPTED, HOST_LOST, ABORTED)",
         "_ENDS_ALL = (HOST_LOST, ABORTED)",
-        f"{TESTS} -k 'how_a_sweep_ends or told_to_stop'",
+        f"{TESTS} -k how_a_sweep_ends",
+    ),
+    Fault(
+        "a run of a sweep hears no signal",
+        SWEEP,
+        "            now.process.send_signal(number)\n\n",
+        "            pass\n\n",
+        f"{TESTS} -k told_to_stop",
     ),
     Fault(
         "a Ctrl-C reaches a run twice",
@@ -142,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "what differs from the defaults is not marked",
-        SECTIONS,
+        CONTENTS,
         "changed = values[0] != usual if len(runs) == 1",
         "changed = False if len(runs) == 1",
         f"{PAGE} -k differs_from_the_defaults",

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-CURRICULUM, OPENING, LOOP = "ejdist/training/curriculum.py", "ejdist/training/opening.py", "ejdist/training/loop.py"
+CURRICULUM, OPENING, STEPS = (f"ejdist/training/{name}.py" for name in ("curriculum", "opening", "steps"))
 FORWARD, RECALL, POSITIONS = (f"ejdist/evaluation/{name}.py" for name in ("forward", "recall", "positions"))
 STAGES, EVALUATE = "tests/test_curriculum.py", "tests/test_evaluate.py"
 
@@ -107,10 +107,10 @@ FAULTS = (
     ),
     Fault(
         "a stage goes on after its end",
-        OPENING,
-        "stage = stage_of(stages, (last or 0) + 1)",
-        "stage = stage_of(stages, last or 1)",
-        f"{STAGES} -k just_ended",
+        STEPS,
+        "run, until = begun.run, min(end, begun.run.stage.until)",
+        "run, until = begun.run, end",
+        f"{STAGES} -k one_schedule",
     ),
     Fault(
         "the second stage reads the rows of the first",

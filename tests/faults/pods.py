@@ -53,8 +53,8 @@ FAULTS = (
     Fault(
         "a run outside of the volume is started",
         GKE,
-        "if o.volume and not _inside(",
-        "if False and not _inside(",
+        "and not _inside(folder, o.mount)",
+        "and False",
         f"{OF_GKE} -k called_wrongly",
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-LOOP = "ejdist/training/loop.py"
+STEPS = "ejdist/training/steps.py"
 TRAIN = "tests/test_train.py"
 DECODER, MODEL, STACK = (f"ejdist/models/{name}.py" for name in ("decoder", "model", "stack"))
 STEP_OF_LAYERS = "tests/test_layers.py -k step_of_mixed"
@@ -59,14 +59,14 @@ FAULTS = (
     ),
     Fault(
         "data from the start after a stop",
-        LOOP,
+        STEPS,
         "data.iterator(start, end, rows,",
         "data.iterator(0, end - start, rows,",
         f"{TRAIN} -k bit_for_bit",
     ),
     Fault(
         "the loop counts FLOPs as if a row were one document",
-        LOOP,
+        STEPS,
         'step_flops(program.model.flops, batch["segment_ids"])',
         'step_flops(program.model.flops, batch["segment_ids"] * 0)',
         f"{TRAIN} -k flops",

@@ -275,9 +275,9 @@ FAULTS = (
     ),
     Fault(
         "a run with init_from begins again where it should go on",
-        "ejdist/training/loop.py",
-        "    if found:\n        step, state, beside",
-        "    if found and run.sections.model.init_from is None:\n        step, state, beside",
+        "ejdist/training/steps.py",
+        "    if found:\n        run, step, state, beside",
+        "    if found and run.sections.model.init_from is None:\n        run, step, state, beside",
         f"{RUNS} -k alike",
     ),
     Fault(

@@ -1,0 +1,73 @@
+"""What a kind of device can do: memory, speed and links. Data sheets, and what is taken from elsewhere says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ejdist.experts.choice import links_of
+from ejdist.training.flops import PEAKS
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A kind of device.
+
+    kind: as `jax.Device.device_kind` says it. memory: bytes of HBM. bandwidth: of HBM, bytes/s. link: bytes/s that a device
+    sends along one mesh axis in a collective, within the slice or the host. network: the same between hosts; None where the
+    links reach all devices. host: devices of a host. source: where link and network are from.
+    """
+
+    name: str
+    kind: str
+    platform: str
+    memory: int
+    bandwidth: float
+    link: float
+    host: int
+    network: float | None = None
+    source: str = ""
+
+    @property
+    def flops(self) -> float:
+        """Dense bf16 FLOP/s, of the data sheet."""
+        return PEAKS[max((n for n in PEAKS if self.kind.startswith(n)), key=len)]
+
+
+def _tpu(name: str, kind: str, memory: int, bandwidth: float, link: float, source: str) -> Chip:
+    return Chip(name, kind, "tpu", memory * GIB, bandwidth, link, 4, None, source)
+
+
+def _gpu(name: str, kind: str, memory: float, bandwidth: float, link: float, network: float, source: str) -> Chip:
+    return Chip(name, kind, "gpu", int(memory * GIB), bandwidth, link, 8, network, source)
+
+
+# A TPU's axis is a ring of links in both directions: twice the rate of one link in one direction.
+# A GPU's memory is 94% of what its driver shows, which JAX takes with XLA_PYTHON_CLIENT_MEM_FRACTION=0.94.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        _tpu("v4", "TPU v4", 32, 1228e9, 100e9, "2400 Gbit/s a chip over 6 links"),
+        _tpu("v5e", "TPU v5 lite", 16, 819e9, 100e9, "1600 Gbit/s a chip over 4 links"),
+        _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, "4800 Gbit/s a chip over 6 links"),
+        _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, "3584 Gbit/s a chip over 4 links"),
+        _tpu("tpu7x", "TPU7x", 192, 7380e9, 400e9, "9600 Gbit/s a chip over 6 links"),
+        _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "taken for that of an H200 (an assumption); 400 Gbit/s a GPU"),
+        _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured; 400 Gbit/s a GPU"),
+        _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice an H200's (an assumption); 400 Gbit/s a GPU"),
+    )
+}  # fmt: skip
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """Returns the device of a `jax.Device.device_kind`, None where it is not known (a CPU)."""
+    found = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
+    return max(found, key=lambda chip: len(chip.kind), default=None)
+
+
+def chip_of(name: str) -> Chip:
+    """Returns the device of that name. Raises ValueError for one that is not known."""
+    if name not in CHIPS:
+        raise ValueError(f"device = {name!r} is not known; use one of {', '.join(CHIPS)}")
+    return CHIPS[name]

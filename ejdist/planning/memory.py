@@ -1,0 +1,179 @@
+"""Bytes on a device at the height of a training step, by class, from shapes and shardings alone: nothing is compiled.
+
+State and batch are exact. What comes and goes is counted at three moments, of which the largest is the height: the loss, whose
+logits are there a block at a time; the backward of a layer; and the gradient of the embedding. Each holds what is kept for
+the backward, copies of the weights in the compute dtype, and gradients that wait for the update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ejdist.layout import axes_in
+from ejdist.mesh import SP, TP
+from ejdist.models.model import Model
+from ejdist.models.parameters import Param
+from ejdist.planning.activations import Share, bytes_of, counted_parts
+from ejdist.planning.candidates import rows_over
+from ejdist.training.program import check_sizes, stored_places
+from kernels._core.vocabulary import rows_of_block
+from kernels.ops.cross_entropy.blocks import BLOCK_ELEMENTS
+
+# A heap has gaps: what it takes over what is alive at its height. 0 to 12% in programs for TPUs, none in those for GPUs.
+GAPS = {"tpu": 1.04, "gpu": 1.0}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device at the height of a step. classes: of what. moment: when the height is. arguments: state and batch,
+    which are there all the time."""
+
+    classes: dict[str, int]
+    moment: str
+    arguments: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.classes.values())
+
+    @property
+    def temporaries(self) -> int:
+        return self.total - self.arguments
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter: its numbers in all, on a device, and on one where it is used, after what splits its D is gathered.
+    over: the axes that it is gathered over."""
+
+    path: str
+    param: Param
+    whole: int
+    local: int
+    used: int
+    over: tuple[str, ...]
+
+
+def stored(sections: Any, declared: Any, mesh: Any, kind: str = "parameter") -> list[Stored]:
+    """Returns every parameter as a mesh holds it. Raises ValueError where a dim does not divide."""
+    places = jax.tree.leaves(stored_places(sections, declared, mesh, kind))
+    parameters = jax.tree_util.tree_leaves_with_path(declared, is_leaf=lambda x: isinstance(x, Param))
+    found = []
+    for (path, param), place in zip(parameters, places, strict=True):
+        axes = [a for a in axes_in(place.spec) if mesh.shape[a] > 1]
+        stays = (TP, *sections.experts.axes) if "E" in param.dims.split() else (TP,)
+        local = param.size // math.prod(mesh.shape[a] for a in axes)
+        over = tuple(a for a in axes if a not in stays)
+        used = local * math.prod(mesh.shape[a] for a in over)
+        found.append(Stored(".".join(str(k.key) for k in path), param, param.size, local, used, over))
+    return found
+
+
+def share_of(sections: Any, mesh: Any) -> Share:
+    """Returns what a device has of a microbatch."""
+    s = sections
+    rows = s.data.global_batch // s.accumulation // rows_over(mesh.shape)
+    return Share(
+        tokens=rows * s.data.sequence_length // mesh.shape[SP],
+        itemsize=2 if s.model.compute_dtype == "bfloat16" else 4,
+        features=mesh.shape[TP],
+        sequence=mesh.shape[SP],
+        gathers=s.sequence.scheme == "all_gather",
+        experts=math.prod(mesh.shape[a] for a in s.experts.axes),
+        buffer=s.experts.buffer,
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a mesh holds of a recipe's model, whatever the batch and remat: parameters, and buffers."""
+
+    parameters: list[Stored]
+    buffers: list[Stored]
+
+
+def held(sections: Any, model: Model, mesh: Any) -> Held:
+    """Returns what a mesh, which may be abstract, holds of `model`, which is `sections.model.build()`.
+
+    Raises:
+      ValueError: a size of the recipe or the model does not fit the mesh.
+    """
+    check_sizes(sections, model, mesh)
+    return Held(stored(sections, model.declared, mesh), stored(sections, model.buffers, mesh, "buffer"))
+
+
+def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
+    """Returns the bytes of a recipe's step on a mesh, which may be abstract.
+
+    Args:
+      of: `held(sections, model, mesh)`, also of another batch and remat.
+      platform: tpu or gpu.
+    """
+    s, c, parameters = sections, sections.model, of.parameters
+    share = share_of(s, mesh)
+    b, x = share.itemsize, share.tokens * c.model_dim * share.itemsize
+    vocabulary = c.vocab_size // share.features
+    head = c.model_dim * vocabulary  # numbers of the output projection where it is used
+    split = any(p.over for p in parameters if p.path == ("embedding" if c.tie_embeddings else "lm_head"))
+
+    always = {
+        "parameters": 4 * sum(p.local for p in parameters),
+        "optimizer moments": 8 * sum(p.local for p in parameters),
+        "buffers": 4 * sum(p.local for p in of.buffers),
+        "batch": 4 * 4 * share.tokens * s.accumulation,
+    }
+    arguments = sum(always.values())
+    parts, each = counted_parts(c), bytes_of(c, share)
+    inputs = 0 if c.remat == "offload" else c.num_layers * x  # under which they wait in the host's memory
+    kept = inputs + sum(n * each[part].kept[c.remat] for part, n in parts.items())
+    work = max(p.work for p in each.values())
+    stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
+    copies = b * sum(p.local for p in stacks) if b < 4 else 0
+    gradients = b * sum(p.local for p in stacks)
+    sums = 4 * sum(p.local for p in parameters) if s.accumulation > 1 else 0
+    # The weights of the part that needs most, whole, and their gradients before they are scattered.
+    whole = max(_gathered(c, stacks, b).values())
+    gathered_head = b * head if split or b < 4 else 0
+    rows = rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
+
+    moments = {
+        "the loss": {
+            "activations kept": kept,
+            "weights in the compute dtype": copies,
+            "gathered weights": gathered_head,
+            "gradients": 4 * head + sums,
+            "logits": (4 + b) * rows * vocabulary,
+            "activations at work": 3 * x,
+        },
+        "the backward of a layer": {
+            "activations kept": kept,
+            "weights in the compute dtype": copies,
+            "gathered weights": 2 * whole,
+            "gradients": 4 * head + gradients + sums,
+            "activations at work": work,
+        },
+        "the gradient of the embedding": {
+            "gathered weights": 0,
+            "gradients": 4 * head + gradients + sums + 4 * (head if split else 0),
+            "activations at work": 2 * x,
+        },
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    classes = moments[moment]
+    if (gaps := GAPS[platform] - 1) > 0:
+        classes["gaps of the heap"] = int(gaps * sum(classes.values()))
+    return Memory({**always, **{name: n for name, n in classes.items() if n}}, moment, arguments)
+
+
+def _gathered(c: Any, stacks: list[Stored], itemsize: int) -> dict[str, int]:
+    """Returns part -> bytes of its weights in one layer where they are used, of those that are gathered."""
+    found = {"": 0}
+    for part in counted_parts(c):
+        names = part.declare(c)
+        mine = [p for p in stacks if p.path.removeprefix("layers.") in names and p.over]
+        found[part.name] = itemsize * sum(p.used // p.param.shape[0] for p in mine)
+    return found

@@ -1,0 +1,296 @@
+"""The search: every legal mesh, remat policy, accumulation and batch, by predicted memory and time; the best are compiled."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ejdist.mesh import AXES, EP, mesh_shape
+from ejdist.models.config import KINDS
+from ejdist.planning.candidates import Candidate, candidate_of, rows_over
+from ejdist.planning.compiled import Compiled
+from ejdist.planning.memory import Held, Memory, held, memory
+from ejdist.planning.step_time import StepTime, step_time
+from ejdist.planning.targets import Target
+
+REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
+# What is searched; offload waits for the host's memory, whose size and speed are not known.
+SEARCHED = (*(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH)
+POLICIES = ("none", "dots", "attention", "full")
+# Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
+# 405B's largest batch; a step has one row at least.
+ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
+# A prediction may be so much too small, and a faster plan by less than this is no reason for a larger batch.
+MARGIN, ALIKE = 0.10, 0.02
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A candidate, and what is expected of it on a device."""
+
+    candidate: Candidate
+    memory: Memory
+    time: StepTime
+    tokens: int  # of a step
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all devices."""
+        return self.tokens / self.time.total
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best,
+    predicted. refused: what did not compile or fit, and why. looked_at: legal candidates. smallest: what needs least, where
+    nothing is expected to fit.
+    """
+
+    best: Predicted | None
+    compiled: Compiled | None
+    others: Sequence[Predicted] = ()
+    refused: Sequence[tuple[Predicted, str]] = ()
+    looked_at: int = 0
+    smallest: Predicted | None = None
+
+
+class Predictor:
+    """Predicts the steps of one recipe on one target. What a mesh holds is computed once, whatever the batch and remat."""
+
+    def __init__(self, sections: Any, target: Target) -> None:
+        self.sections, self.target, self.model = sections, target, sections.model.build()
+        self._held: dict[tuple[int, ...], Held | None] = {}
+
+    def __call__(self, candidate: Candidate, room: float = math.inf) -> Memory | Predicted | None:
+        """Returns the prediction; memory alone where that is more than `room`, None for what is not legal."""
+        s, mesh = candidate.applied(self.sections), candidate.abstract_mesh()
+        if candidate.mesh not in self._held:
+            try:
+                self._held[candidate.mesh] = held(s, self.model, mesh)
+            except ValueError:
+                self._held[candidate.mesh] = None
+        of = self._held[candidate.mesh]
+        return None if of is None else self._predicted(s, candidate, of, room)
+
+    def checked(self, candidate: Candidate) -> Predicted:
+        """Returns the prediction. Raises ValueError, naming the size, for what is not legal."""
+        s = candidate.applied(self.sections)
+        made = self._predicted(s, candidate, held(s, self.model, candidate.abstract_mesh()), math.inf)
+        assert isinstance(made, Predicted)
+        return made
+
+    def _predicted(self, s: Any, candidate: Candidate, of: Held, room: float) -> Memory | Predicted:
+        mesh, chip = candidate.abstract_mesh(), self.target.chip
+        needed = memory(s, of, mesh, chip.platform)
+        if needed.total > room:
+            return needed
+        time = step_time(s, of, mesh, chip, per_host=self.target.per_host)
+        return Predicted(candidate, needed, time, s.data.global_batch * s.data.sequence_length)
+
+
+# -- candidates -------------------------------------------------------------------------------------------------------
+
+
+def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tuple[int, ...]]:
+    """Yields the sizes of the axes of every mesh of so many devices; given ones stay.
+
+    Raises:
+      ValueError: the given sizes do not divide the devices.
+    """
+    fixed = math.prod(given.values())
+    if count % fixed:
+        written = " x ".join(f"mesh.{a}={n}" for a, n in given.items())
+        raise ValueError(f"{written}: {count} devices cannot be divided by {fixed}; change one of the sizes")
+    free = [a for a in AXES if a not in given and (a != EP or has_experts)]
+    if not free and fixed != count:
+        raise ValueError(f"the mesh {given} has {fixed} devices, and there are {count}; leave the size of an axis open")
+    for sizes in _factors(count // fixed, len(free)):
+        of = {**given, **dict(zip(free, sizes, strict=True))}
+        yield tuple(of.get(a, 1) for a in AXES)
+
+
+@functools.cache
+def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
+    """Returns the ways to write n as an ordered product of so many numbers."""
+    if parts == 0:
+        return [()] if n == 1 else []
+    return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
+
+
+def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Candidate]:
+    """Yields what may be chosen on so many devices; keys that are given stay as the recipe has them."""
+    s = sections
+    sizes = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given and getattr(s.mesh, a) != -1}
+    mixed = any("experts" in KINDS[kind] for kind in s.model.kinds())
+    policies = (s.model.remat,) if REMAT in given else POLICIES
+    for mesh in meshes(count, sizes, mixed):
+        over = rows_over(dict(zip(AXES, mesh, strict=True)))
+        for rows, parts in _batches(s, over, given):
+            yield from (Candidate(mesh, policy, parts, rows) for policy in policies)
+
+
+def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yields (global batch, microbatches) that split evenly over so many devices."""
+    some = (s.accumulation,) if ACCUMULATION in given else MICROBATCHES
+    if BATCH in given:
+        rows = s.data.global_batch
+        yield from ((rows, parts) for parts in some if rows % parts == 0 and rows // parts % over == 0)
+        return
+    for each in ROWS:
+        for parts in some:
+            rows = over * each * parts
+            if rows == 1 or rows * s.data.sequence_length <= MOST_TOKENS:
+                yield rows, parts
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+def ranked(found: Sequence[Predicted]) -> list[Predicted]:
+    """Returns the predictions, best first: by tokens a second; among those within 2% of the fastest that is left, the smallest
+    batch, then the least memory."""
+    left, order = sorted(found, key=lambda p: -p.rate), []
+    while left:
+        fastest = left[0].rate
+        alike = [p for p in left if p.rate >= fastest * (1 - ALIKE)]
+        order += sorted(alike, key=lambda p: (p.candidate.global_batch, p.memory.total))
+        left = left[len(alike) :]
+    return order
+
+
+def search(
+    sections: Any,
+    target: Target,
+    given: Collection[str],
+    compile_step: Callable[[Any], Compiled | None] | None,
+    *,
+    finalists: int = 3,
+    told: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """Returns the best plan of a recipe.
+
+    Args:
+      given: keys of `SEARCHED` that stay as the recipe has them.
+      compile_step: sections -> what the compiler says, None where there is none to ask; raises `DoesNotFit` where it refuses.
+        None: predictions alone.
+      finalists: how many may be compiled until one fits.
+      told: takes a line before each compilation.
+
+    Raises:
+      ValueError: the given sizes fit no plan.
+    """
+    predictor, fitting, count = Predictor(sections, target), [], 0
+    smallest: tuple[int, Candidate] | None = None
+    room = target.chip.memory / (1 + MARGIN)
+    for candidate in candidates(sections, target.count, given):
+        made = predictor(candidate, room)
+        if made is None:
+            continue
+        count += 1
+        if isinstance(made, Predicted):
+            fitting.append(made)
+        elif smallest is None or made.total < smallest[0]:
+            smallest = made.total, candidate
+    if not count:
+        _explain(sections, target, given, predictor)
+    least = predictor.checked(smallest[1]) if smallest and not fitting else None
+    order, refused = ranked(fitting), []
+    if compile_step is None:
+        return Found(order[0] if order else None, None, order[1:4], (), count, least)
+    while order and len(refused) < finalists:
+        best, *order = order
+        told(f"compiling {overrides_text(best.candidate, given)}")
+        try:
+            made = compile_step(best.candidate.applied(sections))
+        except DoesNotFit as error:
+            refused.append((best, str(error)))
+            if error.memory:
+                order = [p for p in order if p.memory.total < (1 - MARGIN) * best.memory.total]
+            else:  # its fault, which plans of the same kind will meet again
+                order = [p for p in order if _kind(p) != _kind(best)]
+            continue
+        if made is None or made.peak <= target.chip.memory:
+            return Found(best, made, order[:3], refused, count, least)
+        refused.append((best, f"compiled, it takes {made.peak / 2**30:.1f} GiB"))
+        wrong = made.peak / best.memory.total
+        order = [p for p in order if p.memory.total * wrong <= target.chip.memory]
+    return Found(None, None, order[:3], refused, count, least)
+
+
+def _kind(p: Predicted) -> tuple[str, bool]:
+    return p.candidate.remat, p.candidate.accumulation > 1
+
+
+class DoesNotFit(Exception):
+    """A compiler refuses a program. memory: because a device's does not hold it, and the message says by how much."""
+
+    def __init__(self, message: str, *, memory: bool) -> None:
+        super().__init__(message)
+        self.memory = memory
+
+
+def _explain(sections: Any, target: Target, given: Collection[str], predictor: Predictor) -> None:
+    """Raises ValueError that says why there is no legal plan: what is wrong with the first one that there might be."""
+    if BATCH in given and not any(True for _ in candidates(sections, target.count, given)):
+        raise ValueError(
+            f"data.global_batch = {sections.data.global_batch} cannot be split over any mesh of {target.count} devices with "
+            f"the keys that are given; give a multiple, or leave {BATCH} open"
+        )
+    for candidate in candidates(sections, target.count, given):
+        predictor.checked(candidate)
+    raise ValueError(f"there is no plan for {target.count} devices with the keys that are given; leave one open")
+
+
+def overrides_text(candidate: Candidate, given: Collection[str]) -> str:
+    """Returns the overrides of a candidate that were not given, as a command line has them."""
+    return " ".join(f"{name}={value}" for name, value in candidate.overrides().items() if name not in given)
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def nearest(sections: Any, target: Target, given: Collection[str]) -> list[tuple[str, Predicted, dict[str, str]]]:
+    """Returns plans that fit, each with one thing changed: (what was changed, the plan, what to give in place of
+    what was given). All are predicted, and none is compiled."""
+    found = []
+
+    def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
+        try:
+            best = search(s, on, keys, None).best
+        except ValueError:
+            return False
+        if best is not None:
+            found.append((what, best, extra | {k: v for k, v in best.candidate.overrides().items() if k not in keys}))
+        return best is not None
+
+    kept = set(given)
+    if REMAT in kept:
+        attempt("another remat policy", sections, target, kept - {REMAT}, {})
+    if any(key.startswith("mesh.") for key in kept):
+        attempt("another mesh", sections, target, {k for k in kept if not k.startswith("mesh.")}, {})
+    if ACCUMULATION in kept or BATCH in kept:
+        attempt("another batch", sections, target, kept - {ACCUMULATION, BATCH}, {})
+    length = sections.data.sequence_length
+    for part in (2, 4, 8, 16, 32, 64):
+        shorter = replace(sections, data=replace(sections.data, sequence_length=length // part))
+        if length % part == 0 and attempt(
+            "fewer tokens", shorter, target, kept, {"data.sequence_length": str(length // part)}
+        ):
+            break
+    for times in (2, 4, 8):
+        count = target.count * times
+        free = {k for k in kept if not k.startswith("mesh.")}
+        # Chips of a larger slice are as those of this one; its shape is the reader's to choose.
+        if attempt(f"{count} devices", sections, replace(target, count=count), free, {}):
+            break
+    return found
+
+
+def as_given(sections: Any, target: Target) -> Candidate:
+    """Returns what the recipe says as it stands, on the devices of a target."""
+    return candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
