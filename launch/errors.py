@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,8 @@ DONE, NOT_COMPILED, WRONG, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED = 0, 1
 FAILED_DRILL, REPLICAS = 5, 6
 # Of Ctrl-C, as of any program, where the same command does not go on from where it was.
 INTERRUPTED = 130
+# Of a process whose output nobody reads any more, as a shell shows SIGPIPE.
+PIPE_CLOSED = 141
 # Of a process that JAX has ended by SIGABRT, as a shell shows it: the coordinator is gone.
 ABORTED = 134
 # After these the same command goes on, so a cluster starts it again.
@@ -81,9 +84,14 @@ def run_command(
     asked = any(a in ("-h", "--help") for a in arguments)
     try:
         if asked or (needs_arguments and not arguments):
-            print(usage(arguments))
+            print(usage(arguments), flush=True)
             return DONE if asked else WRONG
-        return body(arguments)
+        code = body(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read what is said, as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
+        return PIPE_CLOSED
     except Exception as error:
         return tell(error)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from small_run import TINY, losses
 
 from launch import export, local, plan, rehearse, report, slurm, sweep, tokenize, train
-from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PREEMPTED, WRONG, NotCompiled, run_command
+from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PIPE_CLOSED, PREEMPTED, WRONG, NotCompiled, run_command
 from launch.processes import Job
 from recipes import schema
 from recipes.arguments import jobs_of, quoted, read
@@ -334,6 +335,15 @@ def test_help_lists_the_variants_of_the_user(mine, capsys):
     assert train.main(["--help", mine(model__huge="num_layers: 99\n")]) == DONE
     assert "huge" in capsys.readouterr().out
     assert train.main(["--help", "--config-dir", "nowhere"]) == WRONG
+
+
+def test_who_reads_no_further_gets_no_traceback():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "launch.export", "--help"]
+    made = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writes)
+    assert (made.returncode, made.stderr) == (PIPE_CLOSED, "")
 
 
 def test_the_frame_of_a_command(capsys):

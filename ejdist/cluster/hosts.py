@@ -225,7 +225,8 @@ def tell_others(reason: str, *, wrong: bool = False) -> None:
 def lost(error: Exception) -> HostLost | None:
     """Returns what an error of a program that runs on several hosts means, if it is that one of them is gone."""
     text = str(error)
-    if jax.process_count() == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
+    # Not `jax.process_count()` of any error: that makes the devices where there are none yet.
+    if not isinstance(error, jax.errors.JaxRuntimeError) or jax.process_count() == 1:
         return None
     if not any(word in text.lower() for word in _OF_ANOTHER):
         return None
