@@ -149,11 +149,11 @@ def _replica(s: Scene) -> Disturbance:
 def _slow(s: Scene) -> Disturbance:
     host = s.host()
     return Disturbance(
-        f"host {host} sleeps 0.2 s before each step",
+        f"host {host} sleeps 1 s before each step",
         (DONE,),
         arguments=["guards.stragglers_every=4"],
-        inside={host: {"do": "sleep", "seconds": 0.2}},
-        says=(f"host {host} needs 0.",) if s.hosts > 1 else (),
+        inside={host: {"do": "sleep", "seconds": 1.0}},
+        says=(f"host {host} needs 1.",) if s.hosts > 1 else (),
     )
 
 
