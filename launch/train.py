@@ -64,6 +64,9 @@ def _devices_of(sizes: dict[str, int], cpu_devices: int) -> int:
 # Each costs memory and threads of one machine.
 _MOST_CPUS = 512
 
+# Of XLA's pool in a process of several.
+_LEAST_THREADS = 16
+
 # Device files of NVIDIA and AMD GPUs and of TPUs.
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 
@@ -79,6 +82,10 @@ def start_jax(recipe) -> None:
         jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only=jax.config.jax_platforms == "cpu"))
+    if recipe.cluster.kind != "local":
+        # XLA runs its CPU devices on as many threads as there are cores, and whoever waits for another process in a collective
+        # holds one: with few of them all may wait, each for a process whose threads wait too.
+        os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, os.cpu_count() or 1)))
     join(recipe.cluster)
 
 

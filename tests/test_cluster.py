@@ -1,8 +1,11 @@
 """The `cluster` section: what JAX is told of it."""
 
+import os
+
 import jax
 import pytest
 
+from launch import train
 from launch.cluster import join
 from recipes.schema import compose
 
@@ -56,3 +59,15 @@ def test_called_wrongly(joined, arguments, message):
     with pytest.raises(ValueError) as error:
         joined(*arguments)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("arguments", "asked", "least"), [(MANUAL, None, 16), ([], None, None), (MANUAL, "5", None)])
+def test_a_process_of_several_has_threads_for_whoever_waits(monkeypatch, arguments, asked, least):
+    monkeypatch.setattr(train, "join", lambda cluster: None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # as this process was started
+    monkeypatch.setenv("PJRT_NPROC", asked or "")
+    if asked is None:
+        monkeypatch.delenv("PJRT_NPROC")
+    train.start_jax(compose(arguments))
+    threads = os.environ.pop("PJRT_NPROC", None)
+    assert threads == asked if least is None else int(threads) >= least
