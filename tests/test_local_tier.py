@@ -163,6 +163,7 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
     assert losses(tmp_path / "copy") == losses(tmp_path / "calm")
 
 
+@pytest.mark.slow
 def test_a_lost_or_damaged_local_checkpoint_falls_back_and_says_so(corpus, tmp_path, capsys):
     assert command(tmp_path, corpus, "run.stop_after=5") == DONE
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
