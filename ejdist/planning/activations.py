@@ -42,8 +42,11 @@ class PartBytes:
     work: int
 
 
-def _attention(c: DecoderShape, s: Share, query: int, key: int, value: int, heads: int, extra: int) -> PartBytes:
-    """From the bytes of all heads' queries, keys and values; `extra` are further ones of the projections' way."""
+def _attention(
+    c: DecoderShape, s: Share, query: int, key: int, value: int, heads: int, narrow: int = 0, normed: int = 0
+) -> PartBytes:
+    """From bytes of all heads: queries, keys and values; `narrow` of products before these, `normed` of what norms make of
+    them, which "dots" computes again."""
     x, lse = s.tokens * c.model_dim * s.itemsize, 4 * s.tokens * heads // s.features
     out = query * value // key if key else query
     lean = out + lse
@@ -54,11 +57,11 @@ def _attention(c: DecoderShape, s: Share, query: int, key: int, value: int, head
         "full": 0,
         "offload": lse,
         "attention": lean,
-        "dots": lean + query + key + value + extra + x,
-        "none": lean + query + key + value + extra + 2 * x,
+        "dots": lean + query + key + value + narrow + x,
+        "none": lean + query + key + value + narrow + normed + 2 * x,
     }
     # Inputs and gradients of queries, keys and values, of the output, and the residual stream with its gradient.
-    work = 2 * (query + key + value) + 2 * out + extra + 3 * x + travelling
+    work = 2 * (query + key + value) + 2 * out + narrow + normed + 3 * x + travelling
     return PartBytes(kept, work)
 
 
@@ -66,7 +69,7 @@ def attention(c: DecoderShape, s: Share) -> PartBytes:
     """Plain and windowed attention."""
     head = s.tokens * c.head_dim * s.itemsize
     query, key = head * c.num_heads // s.features, head * c.num_kv_heads // s.features
-    return _attention(c, s, query, key, key, c.num_heads, query + key if c.qk_norm else 0)
+    return _attention(c, s, query, key, key, c.num_heads, normed=query + key if c.qk_norm else 0)
 
 
 def latent_attention(c: DecoderShape, s: Share) -> PartBytes:
