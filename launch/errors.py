@@ -44,6 +44,8 @@ def exit_code_of(error: Exception) -> int | None:
         Unsupported: WRONG,
         OSError: WRONG,
     }
+    if isinstance(error, HostLost) and error.code is not None:
+        return error.code
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
 
 

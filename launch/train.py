@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
-from launch.errors import DONE, HOST_LOST, PREEMPTED, run_command
+from launch.errors import DONE, HOST_LOST, PREEMPTED, exit_code_of, run_command
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -157,8 +157,10 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     # First of all: threads that start from here on leave it to the one that listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     from ejdist.cluster.ending import Codes, listen
+    from ejdist.cluster.hosts import end_with
 
     listen(Codes(PREEMPTED, HOST_LOST))
+    end_with(exit_code_of)
     before()
     code = body()
     if code not in (DONE, PREEMPTED):

@@ -3,6 +3,7 @@
 Processes that do the same are in tests/test_many_processes.py.
 """
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,9 @@ import jax
 import pytest
 
 import ejdist.cluster.hosts as hosts_module
-from ejdist.cluster import HostLost, Hosts, HostsDiffer, agreement
-from launch.errors import HOST_LOST, WRONG, exit_code_of
+from ejdist.cluster import HostLost, Hosts, HostsDiffer, agreement, ending
+from ejdist.training.stored import CheckpointError
+from launch.errors import BAD_CHECKPOINT, HOST_LOST, WRONG, exit_code_of
 
 HERE = threading.local()
 
@@ -130,6 +132,36 @@ def test_a_host_that_fails_ends_the_waits_of_the_others(together, failing, error
     assert found[failing] is error
     for i in {0, 1, 2} - {failing}:
         assert type(found[i]) is kind and f"host {failing} (" in str(found[i]) and str(error) in str(found[i])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(CheckpointError("no room"), BAD_CHECKPOINT), (KeyError("a fault"), HOST_LOST)]
+)
+def test_all_hosts_end_with_the_code_of_the_one_that_failed(together, monkeypatch, error, code):
+    """Else a cluster starts a run again and again that nobody but the user can mend."""
+    monkeypatch.setattr(hosts_module, "_code_of", hosts_module._code_of)
+    hosts_module.end_with(exit_code_of)
+
+    def act(hosts):
+        with hosts.together():
+            if hosts.index == 1:
+                raise error
+            hosts.compare("the first step", {})
+
+    found = together(3, act, limit=30)
+    assert [exit_code_of(found[i]) for i in (0, 2)] == [code, code]
+
+
+@pytest.mark.parametrize(("code", "ends", "words"), [(3, 3, "no room"), (None, 69, "the same command goes on")])
+def test_a_step_that_waits_for_a_host_that_failed_ends_with_its_code(monkeypatch, code, ends, words):
+    left = []
+    monkeypatch.setattr(ending, "_EVERY", 0.01)
+    monkeypatch.setattr(ending, "_GRACE", 0.01)
+    monkeypatch.setattr(ending, "leave", lambda message, code: left.append((message, code)) or sys.exit())
+    failed = hosts_module.Failed("host 1 (b) ended, and so do all: no room", False, code)
+    with pytest.raises(SystemExit):
+        ending._watch(ending.Codes(75, 69), lambda: failed, threading.Event())
+    assert len(left) == 1 and left[0][1] == ends and words in left[0][0]
 
 
 def test_the_first_host_that_says_something_is_heard_by_all(together):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ejdist.cluster.hosts import tell_others
+from ejdist.cluster.hosts import Failed, tell_others
 
 _EVERY = 2.0  # seconds between two looks at the other hosts
 _GRACE = 15.0  # seconds in which this host may find out for itself what another one has told
@@ -72,7 +72,7 @@ def _hear(codes: Codes) -> None:
 
 
 @contextlib.contextmanager
-def stepping(failed: Callable[[], str | None], limit: float) -> Iterator[None]:
+def stepping(failed: Callable[[], Failed | None], limit: float) -> Iterator[None]:
     """While steps are made: SIGTERM is for whoever saves, and a host that says that it has failed ends this one too.
 
     Args:
@@ -92,7 +92,7 @@ def stepping(failed: Callable[[], str | None], limit: float) -> Iterator[None]:
         ended.set()
 
 
-def _watch(codes: Codes, failed: Callable[[], str | None], ended: threading.Event) -> None:
+def _watch(codes: Codes, failed: Callable[[], Failed | None], ended: threading.Event) -> None:
     while not ended.wait(_EVERY):
         try:
             said = failed()
@@ -100,7 +100,9 @@ def _watch(codes: Codes, failed: Callable[[], str | None], ended: threading.Even
             return
         if said is not None:
             if not ended.wait(_GRACE):
-                leave(f"error: {said}; the same command goes on from the last checkpoint", codes.lost)
+                if said.code is not None:
+                    leave(f"error: {said.text}", said.code)
+                leave(f"error: {said.text}; the same command goes on from the last checkpoint", codes.lost)
             return
 
 

@@ -12,7 +12,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,7 +31,23 @@ class HostsDiffer(ValueError):
 
 
 class HostLost(RuntimeError):
-    """A host of the run does not answer; the message names it, or says what is known. The same command may go on."""
+    """A host of the run does not answer, or has ended; the message names it, or says what is known.
+
+    Attributes:
+      code: the exit code with which it ends, where it has said so: this one ends with it too. None: the same command may go on.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Failed(NamedTuple):
+    """What a host has said that failed: in words, whether what it was started with is wrong, and its exit code if it knows."""
+
+    text: str
+    wrong: bool
+    code: int | None
 
 
 class Hosts:
@@ -101,20 +117,20 @@ class Hosts:
         except (HostsDiffer, HostLost):
             raise  # the others have it too, or this is what they said
         except Exception as error:
-            tell_others((str(error).splitlines() or [type(error).__name__])[0], wrong=isinstance(error, ValueError))
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            tell_others(reason, wrong=isinstance(error, ValueError), code=_code_of(error))
             raise
 
-    def failed(self) -> str | None:
+    def failed(self) -> Failed | None:
         """Returns what a host has said that failed inside `together`, None if none has."""
-        said = {i: text for i, text in sorted(_under(_FAILED).items()) if i != self.index} if self.count > 1 else {}
-        return next(
-            (f"host {i} ({host}) ended, and so do all: {reason}" for i, (host, _, reason) in said.items()), None
-        )
+        said = {i: what for i, what in sorted(_under(_FAILED).items()) if i != self.index} if self.count > 1 else {}
+        for i, (host, wrong, code, reason) in said.items():
+            return Failed(f"host {i} ({host}) ended, and so do all: {reason}", wrong, code)
+        return None
 
     def _check_failed(self) -> None:
         if said := self.failed():
-            wrong = any(wrong for _, wrong, _ in _under(_FAILED).values())
-            raise (HostsDiffer if wrong else HostLost)(said)
+            raise HostsDiffer(said.text) if said.wrong else HostLost(said.text, said.code)
 
     def judged(self, moment: str, mine: Any, judge: Callable[[dict[int, Any]], Any]) -> Any:
         """Returns, on all hosts, what `judge` makes on host 0 of what all say: host -> [its name, what it says].
@@ -209,17 +225,36 @@ class Question:
             _store().key_value_delete(f"{self._at}/said/")
 
 
-def tell_others(reason: str, *, wrong: bool = False) -> None:
+def _no_code(error: Exception) -> int | None:
+    return None
+
+
+_code_of: Callable[[Exception], int | None] = _no_code
+
+
+def end_with(code_of: Callable[[Exception], int | None]) -> None:
+    """From here on a host that fails tells the others with which exit code it ends, so that all end with the same: what starts
+    runs again then sees that there is no use in it. For commands.
+
+    Args:
+      code_of: error -> exit code, None for a fault of the program.
+    """
+    global _code_of
+    _code_of = code_of
+
+
+def tell_others(reason: str, *, wrong: bool = False, code: int | None = None) -> None:
     """Lets the other hosts know that this one ends, if there are any and the coordinator answers.
 
     Args:
       wrong: what it was started with is, so that to start again changes nothing.
+      code: the exit code that it ends with; None where the others end with that of a lost host.
     """
     # Not `jax.process_index()`: that makes the devices where there are none yet, which waits for the other hosts.
     index = _index()
     if index is not None:
         with contextlib.suppress(Exception):  # the coordinator may be what has failed
-            _put(f"{_FAILED}{index}", [socket.gethostname(), wrong, reason])
+            _put(f"{_FAILED}{index}", [socket.gethostname(), wrong, code, reason])
 
 
 def lost(error: Exception) -> HostLost | None:
@@ -230,6 +265,9 @@ def lost(error: Exception) -> HostLost | None:
         return None
     if not any(word in text.lower() for word in _OF_ANOTHER):
         return None
+    with contextlib.suppress(Exception):  # the coordinator may be what is gone
+        if said := Hosts(1.0).failed():
+            return HostLost(said.text, said.code)
     return HostLost(
         f"another host is gone, or its network ({(text.splitlines() or [''])[0][:300]}); look at its log. The same command, "
         "started on all hosts, goes on from the last checkpoint"

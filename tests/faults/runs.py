@@ -106,4 +106,18 @@ FAULTS = (
         "same = True",
         f"{PROCESSES} -k tells_a_run_apart",
     ),
+    Fault(
+        "the exit code of a host that failed is not passed on",
+        "ejdist/cluster/hosts.py",
+        "HostLost(said.text, said.code)\n\n    def judged",
+        "HostLost(said.text)\n\n    def judged",
+        f"{TESTS} -k code_of_the_one",
+    ),
+    Fault(
+        "a step that waits for a host that failed ends as if it were lost",
+        "ejdist/cluster/ending.py",
+        "if said.code is not None:",
+        "if False:",
+        f"{TESTS} -k waits_for_a_host",
+    ),
 )
