@@ -176,7 +176,7 @@ def test_the_first_host_that_says_something_is_heard_by_all(together):
 
 def test_a_host_that_is_alone_waits_for_nobody():
     hosts = Hosts(1)
-    hosts.compare("the start", {"a": 1})
+    hosts.compare("the start", {"a": 1, "b": float("nan")})
     assert hosts.first("x", None) is None and hosts.first("x", "odd") == "odd" and hosts.say("x", 3) == 3
     assert hosts.failed() is None
 

@@ -281,7 +281,7 @@ def differences(said: dict[int, Any]) -> list[str]:
         host, mine = said[i]
         for name in {**theirs, **mine}:
             there, here = theirs.get(name, _NOTHING), mine.get(name, _NOTHING)
-            if there != here:
+            if json.dumps(there) != json.dumps(here):  # NaN is itself
                 found.append(
                     f"host {i} ({host}) has {name} = {here}, and host 0 ({first}) has {there}: start all with the same"
                 )
