@@ -84,6 +84,9 @@ def make_train_step(
 
             def add(total: Any, part: Any) -> tuple[Any, None]:
                 (metrics, sums), (more, grads) = total, gradient(state, *part)
+                # Without it XLA sees a sum of reductions, and makes it a reduction of the sum after the loop: of gradients that
+                # are whole on every device until then. For some programs its TPU compiler fails at that.
+                grads = jax.lax.optimization_barrier(grads)
                 joined = {name: m.plus(more[name]) for name, m in metrics.items()}
                 return (joined, jax.tree.map(jnp.add, sums, grads)), None
 
