@@ -36,7 +36,7 @@ def test_a_step_on_four_chips(capsys):
 
 
 def test_microbatches_are_summed_where_parameters_lie(capsys):
-    """Left alone the compiler sums whole gradients instead, and of this program ends in a RET_CHECK of its own (libtpu 0.0.51)."""
+    """Left alone the compiler sums whole gradients, and of this program ends in a RET_CHECK of its own (libtpu 0.0.51)."""
     shape = ["num_layers=1", "model_dim=512", "ffn_dim=1024", "vocab_size=1024", "num_heads=4", "num_kv_heads=2"]
     data = ["data.sequence_length=512", "data.global_batch=8", "accumulation=2"]
     keys = ["recipe=long_context", "model=8b", *(f"model.{k}" for k in shape), *data, "mesh.fsdp=4", "mesh.sp=1"]
