@@ -214,7 +214,8 @@ def text_of(r: dict[str, Any]) -> str:
         f"mesh {shown['mesh'] or 'of one'}, remat {shown['remat']}, accumulation {shown['accumulation']}, global batch "
         f"{shown['global_batch']}" + (f", {r['parameters']:,} parameters" if r["compiled"] else "")
     )
-    verdict = "fits" if r["fits"] else "DOES NOT FIT"
+    refused_here = r["refused"] and not r["compiled"] and said["bytes"] <= room
+    verdict = "fits" if r["fits"] else "DOES NOT COMPILE" if refused_here else "DOES NOT FIT"
     if r["compiled"]:
         error = said["bytes"] / r["peak"] - 1
         lines += [
