@@ -9,7 +9,7 @@ import pytest
 
 import ejdist
 from ejdist.embedding import embedding
-from launch.plan import collectives_of
+from ejdist.planning.compiled import collectives_of
 
 V, D, B, T = 16, 8, 8, 6
 
