@@ -147,11 +147,14 @@ def rehearse_series(
     """
     hosts, steps, every = shape
     folder.mkdir(parents=True)
-    before, passed, lost, during = Left(0, None, 0), 0, [], 0
+    before, passed, lost, during, done = Left(0, None, 0), 0, [0], 0, None
     for n in range(rounds):
         r = round_of(chance.choice(names), chance, hosts, steps, every, before.saved, seconds)
         codes, said = start(folder, r)
         after = left_by(folder / "run")
+        if after.saved >= steps and codes == [DONE] * hosts:
+            done = f"the run had made its {steps} steps after {n} of {rounds} rounds: give it more, by run.steps"
+            break
         faults = faults_of(r, codes, said, before, after, every) + went_on(said, before)
         lost.append(after.lost())
         passed += not faults
@@ -167,7 +170,7 @@ def rehearse_series(
     faults = [] if codes == [DONE] * hosts else [f"left alone it ended with {codes}"]
     faults += went_on(said, before)
     unlike = same(folder)
-    faults += [] if unlike is None else [unlike]
+    faults += [text for text in (unlike, done) if text is not None]
     say(
         f"{passed} of {rounds} ended as they should, {during} of them while steps were made; {sum(lost)} steps lost in all, at "
         f"most {max(lost)} at once with a checkpoint every {every}"

@@ -97,3 +97,20 @@ def test_a_series_tells_a_run_apart(tmp_path, goes_on_from, unlike, codes, words
     assert (
         "3 of 3 ended as they should, 3 of them while steps were made; 3 steps lost in all, at most 1 at once" in said
     )
+
+
+def test_a_run_that_is_done_before_its_rounds_are_is_told(tmp_path):
+    lines, starts = [], []
+
+    def start(folder, r):
+        starts.append(r)
+        (folder / "run" / "checkpoints" / str(STEPS)).mkdir(parents=True, exist_ok=True)
+        return [DONE] * HOSTS, ""
+
+    shape, chance = (HOSTS, STEPS, EVERY), random.Random(0)
+    assert not rehearse_series(
+        tmp_path / "s", 5, ("sigterm",), shape, 30.0, chance, start, lambda _: None, lines.append
+    )
+    assert (
+        f"the run had made its {STEPS} steps after 0 of 5 rounds: give it more" in "\n".join(lines) and len(starts) == 2
+    )

@@ -10,7 +10,7 @@ FAULTS = (
     Fault(
         "what hosts were started with is not compared",
         HOSTS,
-        "if there != here:",
+        "if json.dumps(there) != json.dumps(here):",
         "if False:",
         f"{TESTS} -k difference",
     ),
