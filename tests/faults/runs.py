@@ -38,8 +38,8 @@ FAULTS = (
     Fault(
         "a host that fails keeps it to itself",
         HOSTS,
-        "            tell_others((str(error)",
-        "            str((str(error)",
+        "            tell_others(reason, wrong",
+        "            dict(reason=reason, wrong",
         f"{TESTS} -k ends_the_waits",
     ),
     Fault(
