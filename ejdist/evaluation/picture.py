@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ejdist.training.metrics import save_picture
 
 _COLOURS = ("#1f4e79", "#c55a11", "#548235", "#7f6000", "#7030a0", "#404040")
 
@@ -26,12 +27,7 @@ def draw_evaluation(found: Mapping[str, Any], path: Path, title: str) -> None:
             _draw_loss(axes, found["loss"])
         else:
             _draw_cells(axes, figure, [cell for cell in found["recall"] if cell["task"] == name], name)
-    temporary = path.with_name(f"tmp{os.getpid()}.{path.name}")
-    try:
-        figure.savefig(temporary, dpi=120)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_picture(figure, path)
 
 
 def _draw_loss(axes: Any, loss: Mapping[str, Any]) -> None:

@@ -278,6 +278,11 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+    save_picture(figure, path)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib so that its file is there whole or not at all."""
     temporary = path.with_name(f"tmp{os.getpid()}.{path.name}")
     try:
         figure.savefig(temporary, dpi=120)
