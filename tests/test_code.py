@@ -34,8 +34,7 @@ SPILLS = {
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
 }
-# Kernels whose products the assembler lets follow one another (`serialized`), and why it is left so: (operation, case, target) ->
-# their names.
+# Names of kernels whose products the assembler lets follow one another (`serialized`), and why it is left so.
 SERIALIZED: dict[tuple[str, str, int], set[str]] = {}
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # what a block may have
 

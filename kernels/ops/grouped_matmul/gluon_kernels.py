@@ -157,8 +157,8 @@ def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexp
 @gluon.jit
 def specialised_matmul_kernel(
     a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
-    # [E * K, WIDTH] in blocks [BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or 2 N of
-    # a gate and an up projection
+    # [E * K, WIDTH] in blocks [BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or 2 N
+    # of a gate and an up projection
     b_desc,
     d_desc,  # [M, N] in blocks [ROWS, 64]: the cotangent of the result, or None
     bias_ptr,  # [E, WIDTH] or None

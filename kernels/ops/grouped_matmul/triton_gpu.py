@@ -106,7 +106,9 @@ def _product(
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
     if scale is None and _specialises(tile, a, b, (K, N)) and K % SPECIALISED[tile.specialised].block_k == 0:
-        return _specialised_product(a, b, transposed, gated, SPECIALISED[tile.specialised], maps, bias, activation, d_out)
+        return _specialised_product(
+            a, b, transposed, gated, SPECIALISED[tile.specialised], maps, bias, activation, d_out
+        )
     where = maps.of(tile.block_m)
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
@@ -391,8 +393,8 @@ def _tile(
     m = min(shape.rows, _power(max(1, int(1.25 * rows)), shape.rows))
     n, deep = _power(columns, shape.columns // halves), _power(depth, 64)
     warps = shape.warps if m * n * halves >= 64 * 128 else 4
-    # Of two sums a loop makes one of them zero, where a tile begins, by other instructions than those that multiply, and for that
-    # the assembler lets no product overlap another (C7515). Where the loops are two, none of it is inside of the inner one.
+    # Of two sums one loop makes one of them zero, where a tile begins, by other instructions than those that multiply. For
+    # that the assembler lets no product overlap another (C7515). Of two loops the inner one has none of it.
     flatten = ragged_rows and halves == 1
     return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, flatten)
 
