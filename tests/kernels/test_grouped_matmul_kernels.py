@@ -182,7 +182,7 @@ COMPILED = {("wide", False, None), ("tall", False, "silu")}
 )
 def test_specialised_warps_are_compiled(specialised, transposed, activation):
     """Columns that end in half of a tile, so that all bodies are there, with an activation those of a gate and a bias.
-    Registers are those that the kernels share out. What spills is 13 values at most: SPILLS of tests/test_code.py says where."""
+    Registers are those that the kernels share out. What spills is 13 values at most: tests/test_code.py says where."""
     kernels = compiled(specialised, transposed, activation)
     names = [kernel.name.removesuffix("_kernel") for kernel in kernels]
     assert names == ([SPECIALISED[0]] if activation else []) + SPECIALISED

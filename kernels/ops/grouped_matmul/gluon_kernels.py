@@ -1,6 +1,6 @@
 """Gluon kernels of grouped_matmul for Hopper: warps that load, warps that multiply, and warps that write.
 
-They make the plain products of `triton_kernels.py`, over the same map of tiles. A program has a multiprocessor to itself and
+They make the products of `triton_kernels.py` but those of 8-bit weights, over the same map of tiles. A program has a multiprocessor to itself and
 takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the others by as many as there are,
 across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of its columns, and hands its sums
 to a warp of its own that writes them. So the matrix units go on with the next tile while the last one is written, and while
@@ -50,8 +50,8 @@ def _product_tile(tile, tiles_m, tiles_ptr, BOUND: gl.constexpr, TILES_N: gl.con
 
 @gluon.jit
 def _columns(column, N: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """Returns how many columns of a tile are multiplied: half of them where that is enough. Of a gate and an up projection all,
-    which lie side by side in a stage."""
+    """Returns how many columns of a tile are multiplied: half of them where that is enough. Of a gate and an up projection all:
+    they are one block of a stage, in whose middle the up projection begins."""
     HALF: gl.constexpr = has_half(N, BLOCK_N) and not GATED
     return gl.where(HALF and N - column <= BLOCK_N // 2, BLOCK_N // 2, BLOCK_N)
 
