@@ -1,10 +1,11 @@
 """Gluon kernels of grouped_matmul for Hopper: warps that load, warps that multiply, and warps that write.
 
-They make the products of `triton_kernels.py` but those of 8-bit weights, over the same map of tiles. A program has a multiprocessor to itself and
-takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the others by as many as there are,
-across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of its columns, and hands its sums
-to a warp of its own that writes them. So the matrix units go on with the next tile while the last one is written, and while
-one warpgroup ends its tile the other one has them to itself. What is passed around is said in `gluon_parts.py`.
+They make the products of `triton_kernels.py` but those of 8-bit weights, over the same map of tiles. A program has a
+multiprocessor to itself and takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the
+others by as many as there are, across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of
+its columns, and hands its sums to a warp of its own that writes them. So the matrix units go on with the next tile while the
+last one is written, and while one warpgroup ends its tile the other one has them to itself. What is passed around is said in
+`gluon_parts.py`.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
