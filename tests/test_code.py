@@ -34,12 +34,8 @@ SPILLS = {
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
 }
-# Kernels whose products the assembler lets follow one another (`serialized`), and why it is left so.
-SERIALIZED = {
-    # The sums of gate and up, and the activation's sides beside them, are more registers than a thread has. The plain products
-    # have kernels of Hopper's own; this one has none yet.
-    ("grouped_matmul", "qwen3_gate_up", 90): {"grouped_matmul_kernel"},
-}
+# Names of kernels whose products the assembler lets follow one another (`serialized`), and why it is left so.
+SERIALIZED: dict[tuple[str, str, int], set[str]] = {}
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # what a block may have
 
 

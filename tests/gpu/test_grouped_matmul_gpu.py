@@ -34,12 +34,13 @@ SIZES = {
 REST = 45
 
 
-def arguments(sizes, D, F, dtype, transposed, offset):
+def arguments(sizes, D, F, dtype, transposed, offset, gated=False, bias=False):
     rng = np.random.default_rng(0)
     E, used = len(sizes) - 2 * (offset is not None), sum(sizes)
-    rows = used + REST
-    rhs = rng.standard_normal((E, D, F)) / np.sqrt(D)
+    rows, columns = used + REST, (2, F) if gated else (F,)
+    rhs = rng.standard_normal((E, D, *columns)) / np.sqrt(D)
     floats = {"lhs": rng.standard_normal((rows, D)), "rhs": np.moveaxis(rhs, 1, -1) if transposed else rhs}
+    floats |= {"rhs_bias": rng.standard_normal((E, *columns))} if bias else {}
     d = rng.standard_normal((rows, F))
     begin = sum(sizes[:offset]) if offset else 0
     end = sum(sizes[: offset + E]) if offset else used
@@ -47,14 +48,37 @@ def arguments(sizes, D, F, dtype, transposed, offset):
     return {n: jnp.asarray(x, dtype) for n, x in floats.items()}, jnp.asarray(d, dtype), jnp.asarray(mine)[:, None]
 
 
-def run(platform, cfg, sizes, offset, transposed, floats, d):
-    def forward(lhs, rhs):
-        weights = (None, rhs) if transposed else (rhs, None)
+def run(platform, cfg, sizes, offset, transposed, activation, floats, d):
+    def forward(floats):
+        weights = (None, floats["rhs"]) if transposed else (floats["rhs"], None)
         first = None if offset is None else jnp.int32(offset)
-        return op(lhs, *weights, jnp.int32(sizes), first, platform=platform, cfg=cfg)
+        options = {"activation": activation, "platform": platform, "cfg": cfg}
+        return op(floats["lhs"], *weights, jnp.int32(sizes), first, floats.get("rhs_bias"), **options)
 
-    out, pull = jax.vjp(forward, *floats.values())
-    return dict(zip(("out", "lhs", "rhs"), (out, *pull(d))))
+    out, pull = jax.vjp(forward, floats)
+    return {"out": out, **pull(d)[0]}
+
+
+def check(specialised, D, F, dtype, transposed, offset, sizes, activation=None, **how):
+    """Rows of no group hold NaN, in the rows and in the cotangent: nobody's business, and least of all the last step's."""
+    cfg = GroupedMatmulConfig(*[Tile(specialised=specialised)] * 3)
+    floats, d, mine = arguments(sizes, D, F, dtype, transposed, offset, **how)
+    wide = {n: x.astype(jnp.float32) for n, x in floats.items()}
+    exact = jax.jit(functools.partial(run, "xla", None, sizes, offset, transposed, activation))
+    want = exact(wide, jnp.where(mine, d, 0).astype(jnp.float32))
+    floats["lhs"], d = jnp.where(mine, floats["lhs"], jnp.nan), jnp.where(mine, d, jnp.nan)
+    ours = jax.jit(functools.partial(run, "triton", cfg, sizes, offset, transposed, activation))
+    made = ours.lower(floats, d).compile()
+    for again in range(3):
+        poison = [jnp.full(x.shape, jnp.nan, dtype) for x in want.values()]
+        jax.block_until_ready(poison)
+        del poison
+        got = made(floats, d)
+        for key in want:
+            far = np.abs(np.asarray(got[key], np.float32) - np.asarray(want[key])).max()
+            scale = np.sqrt(np.mean(np.square(np.asarray(want[key])))) + 1e-30
+            assert error(got[key], want[key]) < FLOOR[dtype], (key, again)
+            assert far < 64 * FLOOR[dtype] * scale, (key, again)  # one wrong row of many
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -62,24 +86,27 @@ def run(platform, cfg, sizes, offset, transposed, floats, d):
 @pytest.mark.parametrize(("D", "F"), [(128, 320), (64, 64), (320, 1408)])
 @pytest.mark.parametrize("specialised", ["tall", "wide"])
 def test_numbers_of_specialised_warps(specialised, D, F, transposed, dtype):
-    """Rows of no group hold NaN, in the rows and in the cotangent: nobody's business, and least of all the last step's."""
-    cfg = GroupedMatmulConfig(*[Tile(specialised=specialised)] * 3)
-    for name, sizes in SIZES.items():
+    for sizes in SIZES.values():
         for offset in (None, 1) if len(sizes) > 3 else (None,):
-            floats, d, mine = arguments(sizes, D, F, dtype, transposed, offset)
-            wide = {n: x.astype(jnp.float32) for n, x in floats.items()}
-            exact = jax.jit(functools.partial(run, "xla", None, sizes, offset, transposed))
-            want = exact(wide, jnp.where(mine, d, 0).astype(jnp.float32))
-            floats["lhs"], d = jnp.where(mine, floats["lhs"], jnp.nan), jnp.where(mine, d, jnp.nan)
-            made = jax.jit(functools.partial(run, "triton", cfg, sizes, offset, transposed)).lower(floats, d).compile()
-            for again in range(3):
-                poison = [jnp.full(x.shape, jnp.nan, dtype) for x in want.values()]
-                jax.block_until_ready(poison)
-                del poison
-                got = made(floats, d)
-                for key in want:
-                    far = np.abs(np.asarray(got[key], np.float32) - np.asarray(want[key])).max()
-                    scale = np.sqrt(np.mean(np.square(np.asarray(want[key])))) + 1e-30
-                    place = (name, offset, key, again)
-                    assert error(got[key], want[key]) < FLOOR[dtype], place
-                    assert far < 64 * FLOOR[dtype] * scale, place  # one wrong row of many
+            check(specialised, D, F, dtype, transposed, offset, sizes)
+
+
+# (activation, gated, bias, transposed, dtype); of a matrix whose last tile is half, or part, of one, or of whole ones.
+ACTIVATED = [
+    ("silu", True, False, False, "bfloat16"),
+    ("silu", True, True, True, "float16"),
+    ("gelu", True, True, False, "bfloat16"),
+    ("gelu_tanh", True, False, True, "bfloat16"),
+    ("relu", True, True, False, "float16"),
+    ("gelu", False, True, True, "bfloat16"),
+    ("relu", False, False, False, "bfloat16"),
+    (None, False, True, False, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("D", "F", "sizes"), [(128, 320, "ragged"), (320, 1408, "empty"), (64, 72, "one")])
+@pytest.mark.parametrize(("activation", "gated", "bias", "transposed", "dtype"), ACTIVATED)
+@pytest.mark.parametrize("specialised", ["tall", "wide"])
+def test_numbers_of_activations(specialised, activation, gated, bias, transposed, dtype, D, F, sizes):
+    offset = 1 if sizes == "ragged" and gated else None
+    check(specialised, D, F, dtype, transposed, offset, SIZES[sizes], activation, gated=gated, bias=bias)

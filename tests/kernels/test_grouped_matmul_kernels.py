@@ -1,5 +1,6 @@
 """grouped_matmul's Triton and Pallas kernels, interpreted: several tiles of each dim, ragged ends, and the map of tiles."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret
 from kernels.ops.grouped_matmul import op, quantized_op
-from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
+from kernels.ops.grouped_matmul.contract import ACTIVATIONS, GroupedMatmulConfig, Tile
 
 TRITON = Tile(32, 32, 16, 4, 2, 3, 2, True)
 PALLAS = Tile(16, 128, 128)
@@ -119,7 +120,7 @@ def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bflo
     given = {"lhs": jax.ShapeDtypeStruct((M, D), dtype), "rhs": weights, "rhs_transposed": None}
     given |= {"rhs": None, "rhs_transposed": weights} if transposed else {}
     given |= {"group_sizes": jax.ShapeDtypeStruct((E,), "int32"), "group_offset": None}
-    given["rhs_bias"] = jax.ShapeDtypeStruct((E, F), dtype) if bias else None
+    given["rhs_bias"] = jax.ShapeDtypeStruct((E, 2, F) if gated else (E, F), dtype) if bias else None
     options = {"activation": "silu" if gated else None}
     cfg = gpu.heuristic(op.bind(**given, **options), "cuda")
     if specialised is not None:
@@ -152,8 +153,11 @@ SPECIALISED = ["specialised_matmul", "specialised_matmul", "specialised_contract
         ({"M": 400}, PLAIN),  # short groups
         ({"F": 100}, PLAIN),  # rows that begin anywhere
         ({"F": 200}, [SPECIALISED[0], PLAIN[1], SPECIALISED[2]]),  # a contracted dim that is not of whole steps
-        ({"bias": True}, [PLAIN[0], *SPECIALISED[1:]]),
-        ({"gated": True}, [PLAIN[0], PLAIN[0], *SPECIALISED[1:]]),
+        ({"bias": True}, SPECIALISED),
+        ({"gated": True}, [SPECIALISED[0], *SPECIALISED]),
+        ({"gated": True, "bias": True, "transposed": True}, [SPECIALISED[0], *SPECIALISED]),
+        ({"gated": True, "D": 96}, [PLAIN[0], PLAIN[0], *SPECIALISED[1:]]),
+        ({"gated": True, "target": 80}, [PLAIN[0], *PLAIN]),
     ],
     ids=str,
 )
@@ -166,29 +170,53 @@ def test_nothing_is_specialised_where_kernels_are_interpreted(monkeypatch):
         assert kernels_of(monkeypatch, M=1024, E=1, D=64, F=64) == PLAIN
 
 
-@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("specialised", ["wide", pytest.param("tall", marks=pytest.mark.slow)])
-def test_specialised_warps_are_compiled(specialised, transposed):
-    """Columns that end in half of a tile, so that all bodies are there; registers are those that the kernels share out. What
-    spills is 13 values at most: SPILLS of tests/test_code.py says where."""
+COMPILED = {("wide", False, None), ("tall", False, "silu")}
 
-    def both(lhs, rhs, sizes):
-        def forward(lhs, rhs):
-            weights = (None, rhs) if transposed else (rhs, None)
-            return op(lhs, *weights, sizes, platform="triton", cfg=cfg)
 
-        out, pull = jax.vjp(forward, lhs, rhs)
-        return out, pull(jnp.ones_like(out))
-
-    cfg = GroupedMatmulConfig(*[Tile(specialised=specialised)] * 3)
-    shapes = ((2048, 320), (4, 320, 320), (4,))
-    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, ("bfloat16", "bfloat16", "int32"))]
-    report = checks.export_cuda(both, *arguments, compute_capability=90).kernels
-    kernels = [kernel for kernel in report if kernel.name != "tile_map_kernel"]
-    assert [kernel.name.removesuffix("_kernel") for kernel in kernels] == SPECIALISED
+@pytest.mark.parametrize(
+    ("specialised", "transposed", "activation"),
+    [
+        pytest.param(*how, marks=() if how in COMPILED else pytest.mark.slow)
+        for how in itertools.product(("wide", "tall"), (False, True), (None, *ACTIVATIONS))
+    ],
+)
+def test_specialised_warps_are_compiled(specialised, transposed, activation):
+    """Columns that end in half of a tile, so that all bodies are there, with an activation those of a gate and a bias.
+    Registers are those that the kernels share out. What spills is 13 values at most: tests/test_code.py says where."""
+    kernels = compiled(specialised, transposed, activation)
+    names = [kernel.name.removesuffix("_kernel") for kernel in kernels]
+    assert names == ([SPECIALISED[0]] if activation else []) + SPECIALISED
     for kernel in kernels:
         assert kernel.num_warps == 12 and "setmaxnreg" in kernel.ptx and "wgmma.mma_async" in kernel.ptx
         assert kernel.resources["registers"] == 168 and kernel.resources["spill_stores"] <= 52, kernel.resources
+        assert not kernel.resources["serialized"]
+
+
+def test_plain_products_of_a_gate_and_an_up_projection_overlap():
+    """Of groups too short for specialised warps: products of two sums in one loop would wait for one another (C7515)."""
+    forward, *_ = compiled(None, False, "silu", rows=64)
+    assert forward.name == "grouped_matmul_kernel" and "wgmma.mma_async" in forward.ptx
+    assert not forward.resources["serialized"]
+
+
+def compiled(specialised, transposed, activation, rows=512):
+    """Returns the kernels of products of 4 groups of so many rows, forward and backward, as they are for Hopper."""
+
+    def both(lhs, rhs, bias, sizes):
+        def forward(lhs, rhs, bias):
+            weights = (None, rhs) if transposed else (rhs, None)
+            return op(lhs, *weights, sizes, None, bias, activation=activation, platform="triton", cfg=cfg)
+
+        out, pull = jax.vjp(forward, lhs, rhs, bias)
+        return out, pull(jnp.ones_like(out))
+
+    cfg = None if specialised is None else GroupedMatmulConfig(*[Tile(specialised=specialised)] * 3)
+    columns = (2, 320) if activation else (320,)
+    shapes = ((4 * rows, 320), (4, *columns, 320) if transposed else (4, 320, *columns), (4, *columns), (4,))
+    dtypes = ("bfloat16", "bfloat16", "bfloat16", "int32")
+    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes)]
+    report = checks.export_cuda(both, *arguments, compute_capability=90).kernels
+    return [kernel for kernel in report if kernel.name not in ("tile_map_kernel", "group_sum_kernel")]
 
 
 # -- 8-bit weights -----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Tile:
       band: of Triton: so many rows of tiles go over the columns together, and find what they read of a matrix in the L2 cache.
       flatten: of Triton: the loops over tiles and over steps are one, so that a tile's first loads come before the last's end.
       specialised: of Triton: "tall" or "wide", the tile of warps that load, warps that multiply and warps that write. They take
-        the place of this tile in plain products of 16-bit arrays on Hopper; "none": they do not.
+        the place of this tile in products of 16-bit arrays on Hopper; "none": they do not.
     """
 
     block_m: int | None = None

@@ -1,10 +1,11 @@
 """Gluon kernels of grouped_matmul for Hopper: warps that load, warps that multiply, and warps that write.
 
-They make the plain products of `triton_kernels.py`, over the same map of tiles. A program has a multiprocessor to itself and
-takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the others by as many as there are,
-across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of its columns, and hands its sums
-to a warp of its own that writes them. So the matrix units go on with the next tile while the last one is written, and while
-one warpgroup ends its tile the other one has them to itself. What is passed around is said in `gluon_parts.py`.
+They make the products of `triton_kernels.py` but those of 8-bit weights, over the same map of tiles. A program has a
+multiprocessor to itself and takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the
+others by as many as there are, across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of
+its columns, and hands its sums to a warp of its own that writes them. So the matrix units go on with the next tile while the
+last one is written, and while one warpgroup ends its tile the other one has them to itself. What is passed around is said in
+`gluon_parts.py`.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
@@ -16,9 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from kernels._core.gluon import after
+from kernels._core.gluon import SWIZZLED, after
 from kernels.ops.grouped_matmul.gluon_parts import (
     hand_over,
+    hand_over_activated,
     has_half,
     hear,
     make_hands,
@@ -48,11 +50,21 @@ def _product_tile(tile, tiles_m, tiles_ptr, BOUND: gl.constexpr, TILES_N: gl.con
 
 
 @gluon.jit
-def _load_products(a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K: gl.constexpr, N: gl.constexpr,
-                   E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
-                   BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _columns(column, N: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+    """Returns how many columns of a tile are multiplied: half of them where that is enough. Of a gate and an up projection all:
+    they are one block of a stage, in whose middle the up projection begins."""
+    HALF: gl.constexpr = has_half(N, BLOCK_N) and not GATED
+    return gl.where(HALF and N - column <= BLOCK_N // 2, BLOCK_N // 2, BLOCK_N)
+
+
+@gluon.jit
+def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K: gl.constexpr, N: gl.constexpr,
+                   E: gl.constexpr, BOUND: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr,
+                   ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     a_tiles, b_tiles, full, free = ring
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    SIDES: gl.constexpr = 2 if GATED else 1
+    SIDE: gl.constexpr = b_desc.block_type.shape
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < tiles_m * TILES_N:
@@ -62,65 +74,83 @@ def _load_products(a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue,
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
             arrived = full.index(stage)
-            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
+            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + SIDES * b_desc.nbytes_per_cta)
             tma.async_load(a_desc, [row, k], arrived, a_tiles.index(2 * stage))
             tma.async_load(a_desc, [row + ROWS, k], arrived, a_tiles.index(2 * stage + 1))
-            if TRANSPOSED:
-                tma.async_load(b_desc, [expert * N + column, k], arrived, b_tiles.index(stage))
-            else:
-                tma.async_load(b_desc, [expert * K + k, column], arrived, b_tiles.index(stage))
+            sides = b_tiles.index(stage).reinterpret(shape=[SIDES, SIDE[0], SIDE[1]], layout=SWIZZLED)
+            for i in gl.static_range(SIDES):
+                if TRANSPOSED:
+                    tma.async_load(b_desc, [(SIDES * expert + i) * N + column, k], arrived, sides.index(i))
+                else:
+                    tma.async_load(b_desc, [expert * K + k, i * N + column], arrived, sides.index(i))
             stage, phase = after(stage, phase, STAGES)
+        if d_desc is not None:
+            for first in range(column, column + _columns(column, N, BLOCK_N, GATED), 64):
+                mbarrier.wait(free.index(stage), phase ^ 1)
+                arrived = full.index(stage)
+                mbarrier.expect(arrived, 2 * d_desc.nbytes_per_cta)
+                tma.async_load(d_desc, [row, first], arrived, a_tiles.index(2 * stage))
+                tma.async_load(d_desc, [row + ROWS, first], arrived, a_tiles.index(2 * stage + 1))
+                stage, phase = after(stage, phase, STAGES)
 
 
 @gluon.jit
-def _multiply_products(out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K: gl.constexpr, N: gl.constexpr,
-                       E: gl.constexpr, BOUND: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr,
-                       ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K: gl.constexpr, N: gl.constexpr,
+                       E: gl.constexpr, BOUND: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
+                       ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                       BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
                        WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    HALF: gl.constexpr = has_half(N, BLOCK_N)
+    SIDES: gl.constexpr = 2 if GATED else 1
+    HALF: gl.constexpr = has_half(N, BLOCK_N) and not GATED
     STEPS: gl.constexpr = K // BLOCK_K
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
     while tile < tiles_m * TILES_N:
         expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
+        bias = None if bias_ptr is None else bias_ptr + expert * (SIDES * N)
         if row + WHICH * ROWS >= end:
-            stage, phase = skip(ring, stage, phase, STEPS, STAGES)
+            rest = _columns(column, N, BLOCK_N, GATED) // 64 if COTANGENT else 0
+            stage, phase = skip(ring, stage, phase, STEPS + rest, STAGES)
         elif HALF and N - column <= BLOCK_N // 2:
             half, stage, phase = multiply(sums(ROWS, BLOCK_N // 2), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
                                            STAGES)  # fmt: skip
-            handed = hand_over(half, hands, handed, WHICH)
+            handed, stage, phase = hand_over_activated(half, ring, stage, phase, hands, handed, bias, column, N, GATED,
+                                                       ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
         else:
-            acc, stage, phase = multiply(sums(ROWS, BLOCK_N), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
+            acc, stage, phase = multiply(sums(ROWS, SIDES * BLOCK_N), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
                                           STAGES)  # fmt: skip
-            handed = hand_over(acc, hands, handed, WHICH)
+            handed, stage, phase = hand_over_activated(acc, ring, stage, phase, hands, handed, bias, column, N, GATED,
+                                                       ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
         tile = hear(queue, turn)
         turn += 1
     # Rows of no group.
+    WRITTEN: gl.constexpr = SIDES * N if COTANGENT else N
+    TILES_WRITTEN: gl.constexpr = (WRITTEN + BLOCK_N - 1) // BLOCK_N
     empty = gl.load(bounds_ptr + 2 * E + 1) - tiles_m
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     zeros = gl.zeros([ROWS, BLOCK_N], out_ptr.dtype.element_ty, layout)
-    for tile in range(gl.program_id(0), empty * TILES_N, gl.num_programs(0)):
-        which = tiles_m + tile // TILES_N
+    for tile in range(gl.program_id(0), empty * TILES_WRITTEN, gl.num_programs(0)):
+        which = tiles_m + tile // TILES_WRITTEN
         rows = gl.load(tiles_ptr + BOUND + which) + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        columns = tile % TILES_N * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        mask = (rows < gl.load(tiles_ptr + 2 * BOUND + which))[:, None] & (columns < N)[None, :]
-        gl.store(out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :], zeros, mask=mask)
+        columns = tile % TILES_WRITTEN * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        mask = (rows < gl.load(tiles_ptr + 2 * BOUND + which))[:, None] & (columns < WRITTEN)[None, :]
+        gl.store(out_ptr + rows.to(gl.int64)[:, None] * WRITTEN + columns[None, :], zeros, mask=mask)
 
 
 @gluon.jit
 def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr,
-                    BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+                    GATED: gl.constexpr, COTANGENT: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                    BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    HALF: gl.constexpr = has_half(N, BLOCK_N)
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, handed = gl.program_id(0), 0, 0
     while tile < tiles_m * TILES_N:
         expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
         row += WHICH * ROWS
         if row < end:
-            columns = gl.where(HALF and N - column <= BLOCK_N // 2, BLOCK_N // 2, BLOCK_N)
-            handed = write(hands, handed, out_ptr, row, end, column, columns, N, WHICH)
+            columns = _columns(column, N, BLOCK_N, GATED)
+            handed = write(hands, handed, out_ptr, row, end, column, columns, N, 2 if GATED and COTANGENT else 1, WHICH)
         tile = hear(queue, turn)
         turn += 1
 
@@ -128,37 +158,49 @@ def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexp
 @gluon.jit
 def specialised_matmul_kernel(
     a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
-    b_desc,  # [E * K, N] in blocks [BLOCK_K, BLOCK_N], or transposed [E * N, K] in blocks [BLOCK_N, BLOCK_K]
+    # [E * K, WIDTH] in blocks [BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or 2 N
+    # of a gate and an up projection
+    b_desc,
+    d_desc,  # [M, N] in blocks [ROWS, 64]: the cotangent of the result, or None
+    bias_ptr,  # [E, WIDTH] or None
     tiles_ptr,  # as of `grouped_matmul_kernel`, of 2 * ROWS rows
     bounds_ptr,
     turn_ptr,
-    out_ptr,  # [M, N]
+    out_ptr,  # [M, N]; with a cotangent, that of the products, [M, WIDTH]
     K: gl.constexpr,
     N: gl.constexpr,
     E: gl.constexpr,
     BOUND: gl.constexpr,
+    GATED: gl.constexpr,
     TRANSPOSED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     BAND: gl.constexpr,
     ROWS: gl.constexpr,  # of either warpgroup
-    BLOCK_N: gl.constexpr,
+    BLOCK_N: gl.constexpr,  # of the result
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,  # of either warpgroup
     MULTIPLYING: gl.constexpr,  # registers of a thread that multiplies
     OTHERS: gl.constexpr,  # and of one that does not
 ):
-    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape)
+    COTANGENT: gl.constexpr = d_desc is not None
+    # A gate's block of a matrix and that of its up projection lie one behind the other, and are one block to the matrix units.
+    COLUMNS: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, COLUMNS if TRANSPOSED else BLOCK_K,
+                     BLOCK_K if TRANSPOSED else COLUMNS)  # fmt: skip
     queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
-            (_multiply_products, (out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, TRANSPOSED, BAND, ROWS,
-                                  BLOCK_N, BLOCK_K, STAGES, 0)),
-            (_multiply_products, (out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, TRANSPOSED, BAND, ROWS,
-                                  BLOCK_N, BLOCK_K, STAGES, 1)),
-            (_load_products, (a_desc, b_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K, N, E, BOUND, TRANSPOSED, BAND,
-                              ROWS, BLOCK_N, BLOCK_K, STAGES)),
-            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, BAND, ROWS, BLOCK_N, 0)),
-            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, BAND, ROWS, BLOCK_N, 1)),
+            (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
+                                  TRANSPOSED, ACTIVATION, COTANGENT, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+            (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
+                                  TRANSPOSED, ACTIVATION, COTANGENT, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+            (_load_products, (a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K, N, E, BOUND, GATED,
+                              TRANSPOSED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND, ROWS,
+                               BLOCK_N, 0)),
+            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND, ROWS,
+                               BLOCK_N, 1)),
         ],
         [4, 1, 1, 1],
         [MULTIPLYING, OTHERS, OTHERS, OTHERS],
@@ -279,7 +321,7 @@ def _write_contractions(out_ptr, bounds_ptr, queue, hands, P: gl.constexpr, Q: g
         if p < P:
             out = out_ptr + expert.to(gl.int64) * (P * Q)
             columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
-            handed = write(hands, handed, out, p, P, q, columns, Q, WHICH)
+            handed = write(hands, handed, out, p, P, q, columns, Q, 1, WHICH)
         tile = hear(queue, turn)
         turn += 1
 
@@ -305,7 +347,7 @@ def specialised_contraction_kernel(
 ):
     TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
     TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
-    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, b_desc.block_type.shape)
+    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, BLOCK_K, BLOCK_Q)
     queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [

@@ -16,12 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernels._core.gluon import SWIZZLED, after
+from kernels.ops.grouped_matmul.triton_kernels import activated, slope
 
 
 @gluon.jit
-def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B: gl.constexpr):
+def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr):
     a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, A[0], A[1]], SWIZZLED)
-    b_tiles = gl.allocate_shared_memory(dtype, [STAGES, B[0], B[1]], SWIZZLED)
+    b_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -135,32 +136,106 @@ def _parts(x, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(acc, hands, handed, WHICH: gl.constexpr):
-    """Hands sums to the warp that writes them; returns how many parts it has had."""
+def _slabs(x):
+    """Returns the rows of sums 64 at a time, of which a thread has entries too."""
+    ROWS: gl.constexpr = x.shape[0]
+    if ROWS == 64:
+        return (x,)
+    else:
+        upper, lower = x.reshape((2, ROWS // 2, x.shape[1])).permute(1, 2, 0).split()
+        upper = gl.convert_layout(upper, x.type.layout, assert_trivial=True)
+        lower = gl.convert_layout(lower, x.type.layout, assert_trivial=True)
+        return _slabs(upper) + _slabs(lower)
+
+
+@gluon.jit
+def _hand_part(slabs, hands, handed, WHICH: gl.constexpr):
     buffers, filled, drained = hands
     BUFFERS: gl.constexpr = buffers.shape[0] // 2
+    at = WHICH * BUFFERS + handed % BUFFERS
+    mbarrier.wait(drained.index(at), (handed // BUFFERS & 1) ^ 1)
+    ROWS: gl.constexpr = slabs[0].shape[0]
+    for i in gl.static_range(len(slabs)):
+        buffers.index(at).slice(ROWS * i, ROWS, 0).store(slabs[i].to(buffers.dtype))
+    mbarrier.arrive(filled.index(at))
+    return handed + 1
+
+
+@gluon.jit
+def hand_over(acc, hands, handed, WHICH: gl.constexpr):
+    """Hands sums to the warp that writes them; returns how many parts it has had."""
     PARTS: gl.constexpr = acc.shape[1] // 64
     parts = _parts(acc, PARTS)
     for i in gl.static_range(PARTS):
-        at = WHICH * BUFFERS + handed % BUFFERS
-        mbarrier.wait(drained.index(at), (handed // BUFFERS & 1) ^ 1)
-        buffers.index(at).store(parts[i].to(buffers.dtype))
-        mbarrier.arrive(filled.index(at))
-        handed += 1
+        handed = _hand_part((parts[i],), hands, handed, WHICH)
     return handed
 
 
 @gluon.jit
-def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, WHICH: gl.constexpr):
-    """Writes the rows before `end` of a tile of so many columns, whose first row is `row`, to a matrix of N columns."""
+def _with_bias(part, bias_ptr, column, N: gl.constexpr):
+    if bias_ptr is None:
+        return part
+    else:
+        columns = column + gl.arange(0, 64, gl.SliceLayout(0, part.type.layout))
+        bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0)
+        return part + bias.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column, N: gl.constexpr, GATED: gl.constexpr,
+                        ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, STAGES: gl.constexpr,
+                        WHICH: gl.constexpr):  # fmt: skip
+    """Hands over the activation of sums and their bias; of sums of a gate and an up projection, times the up projection.
+
+    With a cotangent of that, of which the next stages hold 64 columns each in place of a, the cotangents of the sums, of
+    the gate and of the up projection in turn."""
+    a_tiles, b_tiles, full, free = ring
+    SIDES: gl.constexpr = 2 if GATED else 1
+    PARTS: gl.constexpr = acc.shape[1] // 64 // SIDES
+    parts = _parts(acc, SIDES * PARTS)
+    for i in gl.static_range(PARTS):
+        z = _with_bias(parts[i], bias_ptr, column + 64 * i, N)
+        if COTANGENT:
+            mbarrier.wait(full.index(stage), phase)
+            z_slabs, gates, ups = _slabs(z), (), ()
+            if GATED:
+                up = _with_bias(parts[PARTS + i], None if bias_ptr is None else bias_ptr + N, column + 64 * i, N)
+                up_slabs = _slabs(up)
+            for j in gl.static_range(len(z_slabs)):
+                d = a_tiles.index(2 * stage + WHICH).slice(64 * j, 64, 0).load(z.type.layout).to(gl.float32)
+                if GATED:
+                    gates += ((d * up_slabs[j] * slope(z_slabs[j], ACTIVATION)).to(a_tiles.dtype),)
+                    ups += ((d * activated(z_slabs[j], ACTIVATION)).to(a_tiles.dtype),)
+                else:
+                    gates += ((d * slope(z_slabs[j], ACTIVATION)).to(a_tiles.dtype),)
+            mbarrier.arrive(free.index(stage))
+            stage, phase = after(stage, phase, STAGES)
+            handed = _hand_part(gates, hands, handed, WHICH)
+            if GATED:
+                handed = _hand_part(ups, hands, handed, WHICH)
+        else:
+            y = activated(z, ACTIVATION)
+            if GATED:
+                y *= _with_bias(parts[PARTS + i], None if bias_ptr is None else bias_ptr + N, column + 64 * i, N)
+            handed = _hand_part((y,), hands, handed, WHICH)
+    return handed, stage, phase
+
+
+@gluon.jit
+def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SIDES: gl.constexpr, WHICH: gl.constexpr):
+    """Writes the rows before `end` of a tile of so many columns, whose first row is `row`, to a matrix of N columns; or of
+    SIDES times N, to every N of which there is such a tile."""
     buffers, filled, drained = hands
     BUFFERS: gl.constexpr = buffers.shape[0] // 2
     ROWS: gl.constexpr = buffers.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, 16, gl.SliceLayout(1, layout))
     inside = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    entries = rows[:, None] * N + inside[None, :]
-    for first in range(column, column + columns, 64):
+    entries = rows[:, None] * (SIDES * N) + inside[None, :]
+    for turn in range(column, column + SIDES * columns, 64):
+        first, side = turn, 0
+        if SIDES == 2:
+            first, side = column + (turn - column) // 128 * 64, (turn - column) // 64 % 2
         at = WHICH * BUFFERS + handed % BUFFERS
         mbarrier.wait(filled.index(at), handed // BUFFERS & 1)
         # 16 rows are what a warp has in its registers at a time.
@@ -168,7 +243,8 @@ def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, WH
         for i in range(ROWS // 16):
             top = row + 16 * i
             mask = (rows < end - top)[:, None] & (inside < N - first)[None, :]
-            gl.store(out_ptr + (top.to(gl.int64) * N + first) + entries, buffer.index(i).load(layout), mask=mask)
+            out = out_ptr + (top.to(gl.int64) * (SIDES * N) + (first + side * N)) + entries
+            gl.store(out, buffer.index(i).load(layout), mask=mask)
         mbarrier.arrive(drained.index(at))
         handed += 1
     return handed

@@ -105,9 +105,10 @@ def _product(
     `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, width] or [E, K])."""
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
-    plain = bias is None and activation is None and d_out is None and scale is None and not gated
-    if plain and _specialises(tile, a, b, (K, N)) and K % SPECIALISED[tile.specialised].block_k == 0:
-        return _specialised_product(a, b, transposed, SPECIALISED[tile.specialised], maps)
+    if scale is None and _specialises(tile, a, b, (K, N)) and K % SPECIALISED[tile.specialised].block_k == 0:
+        return _specialised_product(
+            a, b, transposed, gated, SPECIALISED[tile.specialised], maps, bias, activation, d_out
+        )
     where = maps.of(tile.block_m)
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
@@ -229,7 +230,7 @@ def _launch(
         kernel,
         *inputs,
         out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)),
-        input_output_aliases={len(inputs) - 1: 1},
+        input_output_aliases={sum(x is not None for x in inputs) - 1: 1},
         grid=(min(MULTIPROCESSORS, tiles),),
         num_warps=4,
         work=work,
@@ -244,18 +245,23 @@ def _launch(
     return result
 
 
-def _specialised_product(a, b, transposed: bool, shape: _Specialised, maps: _Maps) -> jax.Array:
-    (M, K), experts, N = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
-    where, layout, out = maps.of(2 * shape.rows), SWIZZLED.value, jax.ShapeDtypeStruct((M, N), a.dtype)
+def _specialised_product(
+    a, b, transposed: bool, gated: bool, shape: _Specialised, maps: _Maps, bias=None, activation=None, d_out=None
+) -> jax.Array:
+    (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
+    N, columns = (width // 2, shape.columns // 2) if gated else (width, shape.columns)
+    where, layout = maps.of(2 * shape.rows), SWIZZLED.value
+    out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
     a_desc = tensor_descriptor(a, (M, K), (shape.rows, shape.block_k), layout)
-    if transposed:
-        b_desc = tensor_descriptor(b, (experts * N, K), (shape.columns, shape.block_k), layout)
-    else:
-        b_desc = tensor_descriptor(b, (experts * K, N), (shape.block_k, shape.columns), layout)
-    inputs = a_desc, b_desc, where.tiles, where.bounds, where.turn
-    tiles, work = where.bound * triton.cdiv(N, shape.columns), _work(2 * M * K * N, a, b, out)
-    sizes = {"K": K, "N": N, "E": experts, "BOUND": where.bound, "TRANSPOSED": transposed, "BLOCK_N": shape.columns}
-    return _launch(specialised_matmul_kernel, shape, inputs, out, tiles, work, **sizes)
+    matrix = (experts * width, K) if transposed else (experts * K, width)
+    block = shape.block_k, columns
+    b_desc = tensor_descriptor(b, matrix, block[::-1] if transposed else block, layout)
+    d_desc = None if d_out is None else tensor_descriptor(d_out, (M, N), (shape.rows, 64), layout)
+    inputs = a_desc, b_desc, d_desc, bias, where.tiles, where.bounds, where.turn
+    tiles, work = where.bound * triton.cdiv(N, columns), _work(2 * M * K * width, a, b, d_out, out)
+    sizes = {"K": K, "N": N, "E": experts, "BOUND": where.bound, "BLOCK_N": columns}
+    how = {"GATED": gated, "TRANSPOSED": transposed, "ACTIVATION": activation}
+    return _launch(specialised_matmul_kernel, shape, inputs, out, tiles, work, **sizes, **how)
 
 
 def _specialised_contraction(a, b, experts: int, shape: _Specialised, where: _Map) -> jax.Array:
@@ -387,7 +393,10 @@ def _tile(
     m = min(shape.rows, _power(max(1, int(1.25 * rows)), shape.rows))
     n, deep = _power(columns, shape.columns // halves), _power(depth, 64)
     warps = shape.warps if m * n * halves >= 64 * 128 else 4
-    return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, ragged_rows)
+    # Of two sums one loop makes one of them zero, where a tile begins, by other instructions than those that multiply. For
+    # that the assembler lets no product overlap another (C7515). Of two loops the inner one has none of it.
+    flatten = ragged_rows and halves == 1
+    return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, flatten)
 
 
 # Groups of so many rows in the mean are worth a tile of 256.
@@ -408,7 +417,7 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
         large = () if turned or depth < LONG_PRODUCT else (LARGE,)
         shapes = (shape,) if shape else PRODUCTS + large
         tile = _tile(rows, columns, depth, itemsize, shapes, halves=halves, widened=widened)
-        return replace(tile, specialised=specialised or short)
+        return replace(tile, specialised=specialised or ("wide" if halves == 2 and short != "none" else short))
 
     long = rows >= LONG_CONTRACTION
     shapes = (shape,) if shape else CONTRACTIONS + ((LARGE,) if long else ())

@@ -70,7 +70,7 @@ def tile_map_kernel(
 
 
 @triton.jit
-def _activated(z, ACTIVATION: tl.constexpr):
+def activated(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return z * tl.sigmoid(z)
     if ACTIVATION == "gelu":
@@ -83,7 +83,7 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _slope(z, ACTIVATION: tl.constexpr):
+def slope(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         s = tl.sigmoid(z)
         return s * (1 + z * (1 - s))
@@ -92,9 +92,7 @@ def _slope(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
         return s + z * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z)
-    if ACTIVATION == "relu":
-        return tl.where(z > 0, 1.0, 0.0)
-    return tl.full(z.shape, 1.0, tl.float32)
+    return (z > 0).to(tl.float32)  # of "relu"
 
 
 @triton.jit
@@ -150,7 +148,7 @@ def _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n, 
         if GATED:
             up += tl.load(bias + N, mask=inner, other=0.0).to(tl.float32)[None, :]
     if d_ptr is None:
-        y = _activated(acc, ACTIVATION)
+        y = activated(acc, ACTIVATION)
         if GATED:
             y *= up
         tl.store(out_ptr + at * N + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -158,9 +156,9 @@ def _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n, 
         d = tl.load(d_ptr + at * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         out = out_ptr + at * WIDTH + cols[None, :]
         if GATED:
-            tl.store(out + N, (d * _activated(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out + N, (d * activated(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
             d *= up
-        tl.store(out, (d * _slope(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out, (d * slope(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
