@@ -99,7 +99,8 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         by_of = {c.of: truth.reference(same[c.name].of).allowed for c in able}
         first = next((c for c in able if c.ours and c.name == "xla"), next((c for c in able if c.ours), None))
         if first is None:
-            raise Red(f"{op.name}, case {case.name}: no backend of ours runs here, so nothing can be compared")
+            why = "; ".join(f"{c.name}: {rows[c.name]['reason']}" for c in field_ if c.ours)
+            raise Red(f"{op.name}, case {case.name}: no backend of ours runs here, so nothing can be compared ({why})")
         checked["whole_case_against"] = first.name
 
         def allowed(of: Any) -> dict[str, float]:
@@ -109,21 +110,23 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
             return op(**arrays, platform=_name)
 
         oracle = Oracle(op, arguments, reference, allowed)
-        able = _check(op, able, arguments, oracle, rows)
+        able = _check(op, able, arguments, oracle, rows, "error_of_whole")
     for contestant in able:
         rows[contestant.name]["status"] = "right"
     sent = {c.name: oracle.reference(c.of).cotangents for c in able}
     return Prepared(case, case is not whole, arguments, checked, rows, able, lambda c: sent[c.name])
 
 
-def _check(op: Op, able: list[Contestant], arguments: dict, oracle: Oracle, rows: dict) -> list[Contestant]:
-    """Returns those whose numbers are right; marks the others in `rows`."""
+def _check(
+    op: Op, able: list[Contestant], arguments: dict, oracle: Oracle, rows: dict, entry: str = "error"
+) -> list[Contestant]:
+    """Returns those whose numbers are right; marks the others in `rows`, and writes how far each is off as `entry`."""
     right, red = [], []
     for contestant in able:
         row, reason = rows[contestant.name], ""
         try:
             found, reason = errors(contestant, arguments, oracle)
-            row["error"] = {n: short(max(e, row.get("error", {}).get(n, 0.0))) for n, e in found.items()}
+            row[entry] = {n: short(e) for n, e in found.items()}
             status = "wrong"
         except Exception as error:  # a kernel may fail in any way; one of ours that lacks memory is no wrong number
             reason, status = first_line(error), "failed"
