@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ejdist.cluster.hosts import HostLost
+from ejdist.training import checkpoint
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
 from ejdist.training.integrity import digest
 
@@ -182,3 +184,54 @@ def test_no_save_tells_jax_where_the_run_is(tmp_path, monkeypatch):
     checkpoints.wait()
     checkpoints.close()
     assert checkpoints.steps() == [3, 2, 1] and asked == []
+
+
+GLOO = "UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Read error [127.0.0.1]:33690: Connection reset by peer"
+
+
+def timed_out():
+    """As Orbax raises it where a host does not come to the end of a save."""
+    error = TimeoutError("Timed out while waiting for async_write_complete barrier.")
+    error.__cause__ = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: async_write_complete")
+    return error
+
+
+LOST = [jax.errors.JaxRuntimeError(GLOO), ValueError(GLOO), timed_out()]
+NOT_LOST = [ValueError("the other side of the connection is 3"), OSError("UNKNOWN: Gloo"), timed_out().__cause__]
+
+
+def fails(monkeypatch, where, name, error, hosts=2):
+    """Lets a function raise, in a run of several hosts: which this one becomes then, as its libraries ask for the others."""
+
+    def failing(*args, **options):
+        monkeypatch.setattr(jax, "process_count", lambda: hosts)
+        raise error
+
+    monkeypatch.setattr(where, name, failing)
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda e: type(e).__name__)
+def test_a_host_that_is_lost_while_arrays_are_saved_is_not_the_disk(error, tmp_path, monkeypatch):
+    saves = Checkpoints(tmp_path, CheckpointSection())
+    fails(monkeypatch, type(saves._manager()), "save", error)
+    with pytest.raises(HostLost, match="another host is gone"):
+        saves.save(1, {"w": jnp.ones(3)}, {})
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("at", ["restore", "check_digests"])
+def test_a_host_that_is_lost_while_arrays_are_read_has_damaged_nothing(at, error, tmp_path, monkeypatch):
+    saves = Checkpoints(tmp_path, CheckpointSection())
+    saves.save(1, {"w": jnp.ones(3)}, {})
+    saves.wait()
+    fails(monkeypatch, type(saves._manager()) if at == "restore" else checkpoint, at, error)
+    with pytest.raises(HostLost, match="another host is gone"):
+        saves.restore(1, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+@pytest.mark.parametrize(("error", "hosts"), [(e, 2) for e in NOT_LOST[:2]] + [(NOT_LOST[2], 1)], ids=str)
+def test_what_is_the_disk_is_no_lost_host(error, hosts, tmp_path, monkeypatch):
+    saves = Checkpoints(tmp_path, CheckpointSection())
+    fails(monkeypatch, type(saves._manager()), "save", error, hosts)
+    with pytest.raises(CheckpointError, match="check that the disk is there"):
+        saves.save(1, {"w": jnp.ones(3)}, {})

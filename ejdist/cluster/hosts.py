@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,8 @@ _FAILED = "ejdist/failed/"
 _POSTS = "ejdist/posts/"
 _NOTHING = "nothing"  # a fact that a host does not know
 # In the errors of Gloo, NCCL and JAX's coordinator where the other side has ended.
-_OF_ANOTHER = ("gloo", "nccl", "connection", "peer", "socket", "coordination service")
+_OF_ANOTHER = ("gloo", "nccl", "connection", "peer", "socket", "coordination service", "barrier")
+_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 _numbers = itertools.count()  # of comparisons in this process: all hosts make them in the same order
 
 
@@ -257,11 +259,17 @@ def tell_others(reason: str, *, wrong: bool = False, code: int | None = None) ->
             _put(f"{_FAILED}{index}", [socket.gethostname(), wrong, code, reason])
 
 
-def lost(error: Exception) -> HostLost | None:
-    """Returns what an error of a program that runs on several hosts means, if it is that one of them is gone."""
-    text = str(error)
+def lost(error: BaseException) -> HostLost | None:
+    """Returns what an error of a program that runs on several hosts means, if it is that one of them is gone.
+
+    Args:
+      error: one of JAX, or one that a library has raised from it; a HostLost is what it says.
+    """
+    if isinstance(error, HostLost):
+        return error
+    text = next((str(e) for e in _causes(error) if _of_runtime(e)), None)
     # Not `jax.process_count()` of any error: that makes the devices where there are none yet.
-    if not isinstance(error, jax.errors.JaxRuntimeError) or jax.process_count() == 1:
+    if text is None or jax.process_count() == 1:
         return None
     if not any(word in text.lower() for word in _OF_ANOTHER):
         return None
@@ -271,6 +279,19 @@ def lost(error: Exception) -> HostLost | None:
     return HostLost(
         f"another host is gone, or its network ({(text.splitlines() or [''])[0][:300]}); look at its log. The same command, "
         "started on all hosts, goes on from the last checkpoint"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _of_runtime(error: BaseException) -> bool:
+    # An array that cannot be read, since what was to compute it has failed, is a ValueError with the runtime's own words.
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
     )
 
 

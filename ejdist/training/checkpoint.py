@@ -26,6 +26,7 @@ from ejdist.training.stored import (
     check_same_model,
     described,
     keys_of,
+    raise_if_lost,
     split,
     whole,
     without_empty,
@@ -195,6 +196,7 @@ class Checkpoints:
             try:
                 found = self._manager().restore(step, args=ocp.args.Composite(**{what: args}))[what]
             except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
+                raise_if_lost(error)
                 reason = self._reason(step, error)
             if reason := first(f"the reading of checkpoint {step}", reason):
                 raise self._damaged(step, reason)
@@ -290,6 +292,7 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
+            raise_if_lost(error)
             raise self._damaged(step, self._reason(step, error)) from error
 
     def _kinds(self, step: int) -> dict[str, str]:
@@ -302,7 +305,8 @@ class Checkpoints:
 
     def close(self) -> None:
         if self._made is not None:
-            self._made.close()
+            with self._writing(None):
+                self._made.close()
 
 
 @functools.cache

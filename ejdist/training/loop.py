@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -13,7 +14,7 @@ import jax
 
 from ejdist.cluster.agreement import check_shared
 from ejdist.cluster.ending import stepping
-from ejdist.cluster.hosts import Hosts
+from ejdist.cluster.hosts import Hosts, lost
 from ejdist.cluster.watchdog import ending_hangs
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
@@ -101,9 +102,14 @@ def train(
             with ending_hangs(pace, hosts, s.guards.hang_seconds, SAVES):
                 steps = Steps(s, source, stop, pace, ledger, say)
                 run, last = steps.make(begun, compiled, end)
+    except BaseException as error:
+        if lost(error) is None:  # else a save that is being written would wait for that host
+            with contextlib.suppress(Exception):  # what has ended the run is to be told
+                run.saves.close()
+        raise
     finally:
         pace.close()
-        run.saves.close()
+    run.saves.close()
     if stop.signals and last < end:
         say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
     if main:

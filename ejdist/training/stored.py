@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ejdist.cluster.hosts import lost
 from ejdist.training.integrity import RUN_FILE, Changed, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
 from ejdist.training.leaves import from_arrays, is_key, kind_of, like_arrays
 
@@ -20,6 +21,12 @@ class CheckpointError(RuntimeError):
 
 class DamagedCheckpoint(CheckpointError):
     """What was saved cannot be read back; the message names the array or the file. An earlier checkpoint may be whole."""
+
+
+def raise_if_lost(error: BaseException) -> None:
+    """Raises HostLost if that is what an error means: nothing is known then of the disk, or of what is on it."""
+    if (gone := lost(error)) is not None:
+        raise gone
 
 
 def described(arrays: Any, keys: dict[str, str], run: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +83,8 @@ def check_same_model(where: str, like: Any, found: dict[str, str]) -> None:
 
 @dataclass
 class Writing:
-    """Turns whatever goes wrong while writing into one clear error."""
+    """Turns whatever goes wrong while writing into one clear error: HostLost where it is that a host is gone, of which arrays
+    that are still being computed tell here too."""
 
     directory: str
     step: int | None
@@ -87,6 +95,7 @@ class Writing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or not isinstance(error, Exception):
             return
+        raise_if_lost(error)
         what = "the last checkpoint" if self.step is None else f"checkpoint {self.step}, or the one before it,"
         full = "no space" in str(error).lower() or "quota" in str(error).lower()
         remedy = "free space on that disk" if full else "check that the disk is there and can be written"

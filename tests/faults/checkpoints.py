@@ -145,4 +145,32 @@ FAULTS = (
         "int(found[1]) > before.saved",
         "tests/test_series.py -k apart",
     ),
+    Fault(
+        "a host that is lost in a save is taken for a disk that fails",
+        STORED,
+        "        raise_if_lost(error)\n        what =",
+        "        what =",
+        "tests/test_checkpoint.py -k lost",
+    ),
+    Fault(
+        "a checkpoint is damaged because a host was lost while it was compared",
+        CHECKPOINT,
+        "            raise_if_lost(error)\n            raise self._damaged",
+        "            raise self._damaged",
+        "tests/test_checkpoint.py -k lost",
+    ),
+    Fault(
+        "a checkpoint is damaged because a host was lost while it was read",
+        CHECKPOINT,
+        "                raise_if_lost(error)\n",
+        "",
+        "tests/test_checkpoint.py -k lost",
+    ),
+    Fault(
+        "an array that a lost host has left without a value is a wrong argument",
+        "ejdist/cluster/hosts.py",
+        "isinstance(error, ValueError) and _STATUS",
+        "False and _STATUS",
+        "tests/test_checkpoint.py -k lost",
+    ),
 )
