@@ -128,7 +128,12 @@ def tables(folder: Path) -> str:
             parts.append(table(path.stem, result))
     if older:
         parts.append(f"Written by an older command, and not shown: {', '.join(f'`{name}`' for name in older)}.")
-    more = (steps(folder / "steps"), sequences(folder / "sequences"), tokenizing(folder / "tokenize"))
+    more = (
+        steps(folder / "steps"),
+        sequences(folder / "sequences"),
+        tokenizing(folder / "tokenize"),
+        resumed(folder / "resumed"),
+    )
     parts += [section for section in more if section]
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
@@ -193,6 +198,20 @@ def tokenizing(folder: Path) -> str:
         title = f"### Tokenizing {found['mb']:,.0f} MB with {found['tokenizer']}"
         where = f"{found['machine']}, load {found['load']} at the end"
         parts.append(f"{title}\n\n{rows_of(found)}\n\nMeasured {_origin(found)} on {where}.")
+    return "\n\n".join(parts)
+
+
+def resumed(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.resumed` in a folder; empty where there are none."""
+    from benchmarks.resumed import table as rows_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        title = f"### Killed and started again: {found['device']}, {found['processes']} processes"
+        recipe = ", ".join(f"{key} {value}" for key, value in found["recipe"].items())
+        text = f"Checkpoints of {found['checkpoint_gb']:.1f} GB; {recipe}."
+        parts.append(f"{title}\n\n{text}\n\n{rows_of(found)}\n\nMeasured {_origin(found)}.")
     return "\n\n".join(parts)
 
 

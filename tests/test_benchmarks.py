@@ -14,7 +14,7 @@ import pytest
 from small_run import TINY
 
 import kernels
-from benchmarks import measure, peers, race, ranking, report, sequence, step, timing
+from benchmarks import measure, peers, race, ranking, report, resumed, sequence, step, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
 from ejdist import make_mesh
@@ -476,3 +476,38 @@ def test_writing_makes_the_files_of_the_devices_that_were_measured(tmp_path, mon
     found = ranking.measured.of_device("A Chip 9")["rms_norm", "bfloat16 width<=4096 rows>=8192"]
     assert found.forward == {"triton_gpu": 3.0, "xla": 2.0} and found.backward == {"triton_gpu": 1.0, "xla": 1.0}
     ranking.measured.of_device.cache_clear()
+
+
+def test_what_each_start_of_a_run_took(tmp_path, capsys):
+    rows = [
+        {"at": 100.0, "phase": "restart", "start": True},
+        {"at": 102.0, "phase": "compile"},
+        {"at": 110.0, "phase": "restart"},
+        {"at": 111.0, "phase": "restart", "resumed": 0},
+        {"at": 112.0, "phase": "productive", "step": 0},
+        {"at": 113.0, "phase": "productive", "step": 7},
+        {"at": 113.5, "hosts": {}, "step": 7, "steps": 7},
+        {"at": 150.0, "phase": "restart", "start": True},
+        {"at": 151.0, "phase": "compile"},
+        {"at": 156.0, "phase": "restart"},
+        {"at": 166.0, "phase": "restart", "resumed": 5},
+        {"at": 167.0, "phase": "productive", "step": 5},
+        {"at": 168.0, "phase": "productive", "step": 6},
+        {"at": 169.0, "phase": "end", "step": 6},
+    ]
+    (tmp_path / "goodput.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "recipe.json").write_text(json.dumps({"mesh.sp": 2, "mesh.dp": 1, "run.steps": 6}))
+    resumed.main(
+        [str(tmp_path), "device=a chip", "checkpoint_gb=20", "commit=0123456789ab", f"out={tmp_path}/out.json"]
+    )
+    found = json.loads((tmp_path / "out.json").read_text())
+    first = {"made": 0, "from": 0, "down_s": 0, "compile_s": 8, "state_s": 1, "first_step_s": 13}
+    again = {"made": 7, "from": 5, "down_s": 36.5, "compile_s": 5, "state_s": 10, "first_step_s": 18}
+    assert found["starts"] == [first, again] and found["recipe"] == {"run.steps": 6, "mesh.sp": 2}
+    assert found["goodput"]["starts"] == 2 and found["goodput"]["lost"] > 0
+    (tmp_path / "goodput.jsonl").unlink()
+    (tmp_path / "recipe.json").unlink()
+    shown = report.resumed(tmp_path)
+    assert "| 7 | 5 | 36.5 | 5.0 | 10.0 | 2.0 | 18.0 |" in shown and "a chip, 1 processes" in shown
+    with pytest.raises(SystemExit, match="has a goodput"):
+        resumed.main([str(tmp_path)])
