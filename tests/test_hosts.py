@@ -117,7 +117,12 @@ def test_who_does_not_come_is_named_after_the_limit(together, monkeypatch, come,
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
-    ("error", "kind"), [(ValueError("data.source: no file"), HostsDiffer), (OSError("disk"), HostLost)]
+    ("error", "kind"),
+    [
+        (ValueError("data.source: no file"), HostsDiffer),
+        (OSError("disk"), HostLost),
+        (HostLost("another host is gone", known=False), HostLost),  # in a collective of which the others were no part
+    ],
 )
 def test_a_host_that_fails_ends_the_waits_of_the_others(together, failing, error, kind):
     def act(hosts):

@@ -72,17 +72,17 @@ def _hear(codes: Codes) -> None:
 
 
 @contextlib.contextmanager
-def stepping(failed: Callable[[], Failed | None], limit: float) -> Iterator[None]:
+def stepping(failed: Callable[[], Failed | None] | None, limit: float) -> Iterator[None]:
     """While steps are made: SIGTERM is for whoever saves, and a host that says that it has failed ends this one too.
 
     Args:
-      failed: returns what another host has said, None if nothing.
+      failed: returns what another host has said, None if nothing. None where there is no other.
       limit: seconds after SIGTERM in which the step is to end and to be saved.
     """
     global _limit
     _limit = limit
     ended = threading.Event()
-    if _codes is not None:
+    if _codes is not None and failed is not None:
         threading.Thread(target=_watch, args=(_codes, failed, ended), name="other hosts", daemon=True).start()
     _stepping.set()
     try:

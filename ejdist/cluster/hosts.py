@@ -37,11 +37,12 @@ class HostLost(RuntimeError):
 
     Attributes:
       code: the exit code with which it ends, where it has said so: this one ends with it too. None: the same command may go on.
+      known: the others know of it, or find out: not so where only this one was talking with the host.
     """
 
-    def __init__(self, message: str, code: int | None = None) -> None:
+    def __init__(self, message: str, code: int | None = None, *, known: bool = True) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.known = code, known
 
 
 class Failed(NamedTuple):
@@ -116,8 +117,12 @@ class Hosts:
         """What fails in here on one host ends the others too, with its reason; else they would wait for it."""
         try:
             yield
-        except (HostsDiffer, HostLost):
-            raise  # the others have it too, or this is what they said
+        except HostsDiffer:
+            raise  # the others have it too
+        except HostLost as error:
+            if not error.known:
+                tell_others(str(error))
+            raise
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             tell_others(reason, wrong=isinstance(error, ValueError), code=_code_of(error))
@@ -278,7 +283,8 @@ def lost(error: BaseException) -> HostLost | None:
             return HostLost(said.text, said.code)
     return HostLost(
         f"another host is gone, or its network ({(text.splitlines() or [''])[0][:300]}); look at its log. The same command, "
-        "started on all hosts, goes on from the last checkpoint"
+        "started on all hosts, goes on from the last checkpoint",
+        known=False,
     )
 
 

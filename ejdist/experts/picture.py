@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ejdist.training.metrics import save_picture
 
 _COLUMNS = 5  # moments of the run that are shown whole
 
@@ -62,9 +63,4 @@ def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
     below.grid(alpha=0.3)
     if layers <= 8:
         below.legend(frameon=False, ncols=4, fontsize="small")
-    temporary = path.with_name(f"tmp{os.getpid()}.{path.name}")
-    try:
-        figure.savefig(temporary, dpi=110)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_picture(figure, path)

@@ -96,7 +96,8 @@ def train(
         return Outcome(start, start >= s.run.steps, summary)
     pace = Pace(start, hosts, ledger, s.guards.stragglers_every, say)
     try:
-        with hosts.together(), stop_on_signals() as stop, stepping(hosts.failed, hosts.limit):
+        others = hosts.failed if hosts.count > 1 else None
+        with hosts.together(), stop_on_signals() as stop, stepping(others, hosts.limit):
             ledger.open(run.directory)
             ledger.phase("restart", resumed=start)
             with ending_hangs(pace, hosts, s.guards.hang_seconds, SAVES):

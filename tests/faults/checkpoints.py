@@ -173,4 +173,11 @@ FAULTS = (
         "False and _STATUS",
         "tests/test_checkpoint.py -k lost",
     ),
+    Fault(
+        "the others do not hear of a host that only one was talking with",
+        "ejdist/cluster/hosts.py",
+        "            if not error.known:",
+        "            if False:",
+        "tests/test_hosts.py -k ends_the_waits",
+    ),
 )
