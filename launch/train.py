@@ -64,9 +64,6 @@ def _devices_of(sizes: dict[str, int], cpu_devices: int) -> int:
 # Each costs memory and threads of one machine.
 _MOST_CPUS = 512
 
-# Of XLA's pool in a process of several.
-_LEAST_THREADS = 16
-
 # Device files of NVIDIA and AMD GPUs and of TPUs.
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 
@@ -82,17 +79,31 @@ def start_jax(recipe) -> None:
         jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only=jax.config.jax_platforms == "cpu"))
-    if recipe.cluster.kind != "local":
-        # XLA runs its CPU devices on as many threads as there are cores, and whoever waits for another process in a collective
-        # holds one: with few of them all may wait, each for a process whose threads wait too.
-        os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, os.cpu_count() or 1)))
+    if recipe.cluster.kind != "local" and jax.config.jax_platforms == "cpu":
+        # A program of CPU devices that was read from a cache does not keep the order of its collectives: beside a process that
+        # makes them in another order, it waits for ever. Seen in gdb with jaxlib 0.11.2; without a cache never.
+        jax.config.update("jax_enable_compilation_cache", False)
     join(recipe.cluster)
+
+
+def _hints() -> list[str]:
+    import jax
+
+    if jax.process_index() > 0:
+        return []
+    cache = jax.config.jax_compilation_cache_dir
+    off = cache is not None and not jax.config.jax_enable_compilation_cache and jax.process_count() > 1
+    without = (
+        f"{cache} is no cache for this run (jax_compilation_cache_dir): CPU devices of several processes may hang with what is "
+        "read from one"
+    )
+    return [hint for hint in (without if off else "", _how_to_scale()) if hint]
 
 
 def _how_to_scale() -> str:
     import jax
 
-    if jax.default_backend() != "cpu" or jax.process_index() > 0:
+    if jax.default_backend() != "cpu":
         return ""
     return (
         "no accelerator here: training the small model on virtual CPU devices. On GPUs or a TPU slice: "
@@ -126,8 +137,7 @@ def _main(arguments: list[str]) -> int:
 
     recipe = compose(arguments)
     start_jax(recipe)
-    hint = _how_to_scale()
-    if hint:
+    for hint in _hints():
         print(hint, flush=True)
     outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
     stopped_early = not outcome.finished and recipe.run.stop_after is None

@@ -8,6 +8,13 @@ TESTS, TRAIN, PROCESSES = "tests/test_hosts.py", "tests/test_train.py", "tests/t
 
 FAULTS = (
     Fault(
+        "processes of CPU devices read programs from a cache",
+        "launch/train.py",
+        'jax.config.update("jax_enable_compilation_cache", False)',
+        "pass",
+        "tests/test_cluster.py -k cache",
+    ),
+    Fault(
         "what hosts were started with is not compared",
         HOSTS,
         "if json.dumps(there) != json.dumps(here):",
