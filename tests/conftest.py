@@ -1,6 +1,7 @@
 """Every test runs on eight virtual CPU devices; tests marked gpu run on the CUDA device instead."""
 
 import atexit
+import gc
 import json
 import os
 import shutil
@@ -18,7 +19,8 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
     given = os.environ.get("XLA_FLAGS", "")
     flags = {"xla_force_host_platform_device_count": 8}
     # Programs of tests are small, and LLVM's optimisations of them cost more than they save: half of all the time. XLA's own
-    # passes are those of every program. XLA_FLAGS=--xla_backend_optimization_level=3 gives LLVM's back.
+    # passes are those of every program. XLA_FLAGS=--xla_backend_optimization_level=3 gives LLVM's back; the example trainer in
+    # tests/test_examples.py and the main job of .ci/run are compiled with none of these flags.
     flags |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": "true"}
     # A third of what is left: for each program, however small, XLA would make one MLIR context or more to write its fusions.
     # The other writer of fusions needs none. Which operations are fused is decided before, in the same way.
@@ -39,6 +41,12 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 pytest_plugins = ["budget"]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end, and what is traced has no cycles: garbage is looked for less often, and not in them."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="session")
