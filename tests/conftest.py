@@ -1,6 +1,7 @@
 """Every test runs on eight virtual CPU devices; tests marked gpu run on the CUDA device instead."""
 
 import atexit
+import gc
 import json
 import os
 import shutil
@@ -18,8 +19,12 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
     given = os.environ.get("XLA_FLAGS", "")
     flags = {"xla_force_host_platform_device_count": 8}
     # Programs of tests are small, and LLVM's optimisations of them cost more than they save: half of all the time. XLA's own
-    # passes are those of every program. XLA_FLAGS=--xla_backend_optimization_level=3 gives LLVM's back.
+    # passes are those of every program. XLA_FLAGS=--xla_backend_optimization_level=3 gives LLVM's back; the example trainer in
+    # tests/test_examples.py and the main job of .ci/run are compiled with none of these flags.
     flags |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": "true"}
+    # A third of what is left: for each program, however small, XLA would make one MLIR context or more to write its fusions.
+    # The other writer of fusions needs none. Which operations are fused is decided before, in the same way.
+    flags |= {"xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters=true"}
     added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
     # Runs that are stopped and go on compile the same programs again, in this process and in those that it starts. Each
@@ -30,10 +35,18 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
         cache = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ejdist-tests-")
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
+    # Threads of NumPy's products wait by spinning, on cores that the other worker could use.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 pytest_plugins = ["budget"]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end, and what is traced has no cycles: garbage is looked for less often, and not in them."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

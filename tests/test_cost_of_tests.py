@@ -32,11 +32,12 @@ def test_a_session_past_the_budget_of_an_operation_fails(workers, marks, code, t
     (tmp_path / "conftest.py").write_text("import budget\nbudget.MORE['rms_norm'] = (0.3, 'a test')\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "budget", "-n", workers, "-m", marks, str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-p", "budget", "-p", "xdist", "-n", workers, "-m", marks, str(tmp_path)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        # Plugins of other packages take longer to import than these tests to run.
+        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     assert run.returncode == code, run.stdout + run.stderr
     said = "rms_norm: its quick tests took 1 s of CPU, past its budget of 0 s" in run.stdout

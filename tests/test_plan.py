@@ -15,7 +15,7 @@ SMALL = [
     "model.num_heads=4",
     "model.num_kv_heads=2",
 ]
-SMALL += ["model.head_dim=128", "model.ffn_dim=512", "data.sequence_length=2048", "data.global_batch=2"]
+SMALL += ["model.head_dim=128", "model.ffn_dim=512", "data.sequence_length=1024", "data.global_batch=2"]
 
 
 def test_a_step_on_four_chips(capsys):
