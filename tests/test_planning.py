@@ -34,7 +34,7 @@ from ejdist.planning.search import (
     REMAT as REMAT_KEY,
 )
 from ejdist.planning.step_time import ring_hops
-from ejdist.planning.targets import target_of
+from ejdist.planning.targets import NoCompiler, target_of
 from ejdist.sequence.order import Order
 from ejdist.sequence.schedule import hops
 from ejdist.training.program import make_program
@@ -97,6 +97,16 @@ def test_gradients_of_microbatches_are_summed_in_float32():
     sums = twice.classes["gradients"] - once.classes["gradients"]
     assert sums == once.classes["parameters"]
     assert once.classes["activations kept"] == 2 * twice.classes["activations kept"]
+
+
+def test_zeros_of_a_gathered_table_are_there_early_on_a_gpu():
+    """XLA makes those of its gradient with those of the head's, before any layer's backward."""
+    words = "recipe=long_context model=8b data.sequence_length=8192 data.global_batch=64 mesh.sp=1 mesh.fsdp="
+    gpu, tpu = (predicted(f"{words}64", target).memory.classes["gradients"] for target in (GPU, TPU))
+    assert gpu - tpu == 4 * 128256 * 4096
+    alone = target_of(None, 1, "h200", None), target_of("v5p:1x1x1", None, None, None)
+    whole = [predicted(f"{words}1", target).memory for target in alone]
+    assert whole[0].classes["gradients"] == whole[1].classes["gradients"]
 
 
 def test_every_part_and_policy_has_bytes():
@@ -349,6 +359,19 @@ def test_the_batch_is_open_where_it_is_not_given():
 def test_targets_that_are_refused(given, words):
     with pytest.raises(ValueError, match=words):
         target_of(*given)
+
+
+def test_a_plugin_that_is_not_there_is_said_to_be_and_other_faults_are_raised(monkeypatch):
+    from jax.experimental import topologies
+
+    for error, expected in ((NotImplementedError("no cuda"), NoCompiler), (TypeError("a fault"), TypeError)):
+
+        def absent(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(topologies, "get_topology_desc", absent)
+        with pytest.raises(expected, match=str(error)):
+            target_of(None, 3, "h100", None).devices()
 
 
 @pytest.mark.parametrize(
