@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ejdist.experts.choice import links_of
-from ejdist.mesh import AXES
+from ejdist.mesh import AXES, DP, FSDP
 from ejdist.planning.chips import Chip
 from ejdist.planning.measured import COLLECTIVES, Measured, MeasuredAxis
 
@@ -130,7 +130,7 @@ class Links:
         if self.measured is None:
             return Source(False, sheet)
         over_dp = over_slices(sizes, self.slices)
-        size = over_dp["dp"] if axis == NETWORK else sizes[axis] // over_dp.get(axis, 1)
+        size = over_dp[DP] if axis == NETWORK else sizes[axis] // over_dp.get(axis, 1)
         alike = [a for a in self.measured.axes.values() if self._crossed(a) == over]
         if not alike:
             inside = "slice" if self.chip.network is None else "host"
@@ -155,8 +155,8 @@ class Links:
 
 def over_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
     """Returns over how many slices the axes go that go over any, as `ejdist.mesh.make_mesh` lays them."""
-    dp = math.gcd(sizes["dp"], slices)
-    return {"dp": dp, "fsdp": slices // dp}
+    dp = math.gcd(sizes[DP], slices)
+    return {DP: dp, FSDP: slices // dp}
 
 
 def _inner(axis: str, sizes: Mapping[str, int]) -> int:

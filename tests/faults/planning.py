@@ -152,7 +152,7 @@ FAULTS = (
     Fault(
         "an axis inside of a slice is said to go over several",
         LINKS,
-        'dp = math.gcd(sizes["dp"], slices)',
+        "dp = math.gcd(sizes[DP], slices)",
         "dp = 1",
         f"{COMMAND} -k bytes_between_slices",
     ),
