@@ -23,6 +23,7 @@ from ejdist.mesh import mesh_shape
 from ejdist.planning.candidates import candidate_of
 from ejdist.planning.chips import chip_of_kind
 from ejdist.planning.compiled import compiled_step
+from ejdist.planning.links import Links
 from ejdist.planning.memory import held
 from ejdist.planning.search import Predictor
 from ejdist.planning.step_time import step_time
@@ -135,7 +136,7 @@ def predicted_ms(sections: Any, kind: str, devices: int, flops: float) -> float 
     sections, mesh, model = candidate.applied(sections), candidate.abstract_mesh(), sections.model.build()
     tokens = sections.data.global_batch * sections.data.sequence_length
     pairs = (flops / 3 - matmul_flops_per_token(model.flops) * tokens) / sum(p.pair for p in model.flops)
-    return 1e3 * step_time(sections, held(sections, model, mesh), mesh, chip, per_host=chip.host, pairs=pairs).total
+    return 1e3 * step_time(sections, held(sections, model, mesh), mesh, Links(chip, chip.host), pairs=pairs).total
 
 
 def tables(compiled: dict[str, Any]) -> str:

@@ -94,7 +94,7 @@ def make_mesh(
     sizes, count = tuple(shape.values()), math.prod(shape.values())
     slices = slices_of(devices)
     if count > len(slices[0]) and len(slices) > 1:
-        slices, between = _between_slices(shape, slices, fsdp_across_slices)
+        slices, between = between_slices(shape, slices, fsdp_across_slices)
         inside = [size // outer for size, outer in zip(sizes, between)]
         used = [device for one in slices for device in one]
         laid = mesh_utils.create_hybrid_device_mesh(inside, between, used, allow_split_physical_axes=True)
@@ -116,10 +116,10 @@ def slices_of(devices: Sequence[Any]) -> list[list[Any]]:
     return [found[number] for number in sorted(found)]
 
 
-def _between_slices(
-    shape: dict[str, int], slices: list[list[Any]], fsdp_across: bool
-) -> tuple[list[list[Any]], tuple[int, ...]]:
-    """Returns (the slices that a mesh is over, over how many of them each axis goes). Raises ValueError."""
+def between_slices[Devices: Sequence[Any]](
+    shape: dict[str, int], slices: list[Devices], fsdp_across: bool
+) -> tuple[list[Devices], tuple[int, ...]]:
+    """Returns (the slices that a mesh of a `shape` is over, over how many of them each axis goes). Raises ValueError."""
     written = " x ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1)
     numbers = {len(one) for one in slices}
     if len(numbers) > 1:

@@ -1,12 +1,14 @@
 """`python -m launch.plan topology=v5p:8x8x8 | devices=64 device=h200 [GROUP=VARIANT ...] [KEY=VALUE ...]`: how to train a
 recipe on devices that need not be there.
 
-Searches mesh, remat, accumulation and batch by predicted memory and time; keys that are given stay. The best plan is compiled
-with the real compiler of the devices, and printed as overrides, with bytes on a device by class, bytes along each axis, step
-time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is; so is any with search=false.
+Searches mesh, remat, accumulation, batch, and how keys and tokens travel, by predicted memory and time; keys that are given
+stay. The best plan is compiled with the real compiler of the devices, and printed as overrides, with bytes on a device by
+class, bytes along each axis, step time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is;
+so is any with search=false. The stages of a curriculum are planned one by one.
 
-topology=GENERATION:SHAPE   a TPU slice
+topology=GENERATION:SHAPE   a TPU slice; slices=N of them, joined by the data-centre network
 devices=N device=NAME       GPUs: h100, h200, b200; devices_per_host=8
+bandwidth=FILE              of launch.doctor: how fast the devices communicate, in place of data sheets
 search=auto                 true searches what is left open beside a given mesh too; false nothing
 finalists=3                 plans that may be compiled until one fits; 0 predicts only
 --json                      prints JSON
@@ -23,9 +25,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.errors import DONE, NOT_COMPILED, run_command
+from launch.planned import summary, text_of
 
-GIB = 2**30
-OWN = ("topology", "devices", "device", "devices_per_host", "search", "finalists")
+OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth", "search", "finalists")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Asked:
     finalists: int
     recipe: list[str]
     as_json: bool
+    slices: int | None = None
+    bandwidth: str | None = None
 
 
 def asked_of(argv: Sequence[str]) -> Asked:
@@ -62,12 +66,15 @@ def asked_of(argv: Sequence[str]) -> Asked:
             raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
         return int(own[name])
 
+    if own.get("bandwidth") == "":
+        raise ValueError("bandwidth= must name a file that launch.doctor has written")
     if own.get("search", "auto") not in ("auto", "true", "false"):
         raise ValueError(f"search must be auto, true or false, got {own['search']!r}")
     finalists = number("finalists", 0)
     return Asked(
         own.get("topology"), number("devices", 1), own.get("device"), number("devices_per_host", 1),
         own.get("search", "auto"), 3 if finalists is None else finalists, recipe, "--json" in argv,
+        number("slices", 1), own.get("bandwidth"),
     )  # fmt: skip
 
 
@@ -89,54 +96,91 @@ def searches(asked: Asked, sections: Any, given: set[str], count: int) -> bool:
 
 
 def plan(asked: Asked) -> dict[str, Any]:
-    """Returns everything that was found, as JSON has it.
+    """Returns everything that was found, as JSON has it; of a curriculum `stages`, each as a recipe's.
 
     Raises:
       ValueError: an option, a key, or a size that fits no mesh; names it, and the remedy.
+      OSError: the file of bandwidths cannot be read.
       jax.errors.JaxRuntimeError: the compiler refuses the given recipe for another reason than memory.
     """
-    from ejdist.planning.search import SEARCHED, Predictor, as_given, nearest, overrides_text, search
+    from ejdist.planning import curriculum
+    from ejdist.planning.measured import read
     from ejdist.planning.targets import target_of
     from recipes.schema import compose
 
     start = time.perf_counter()
-    target = target_of(asked.topology, asked.devices, asked.device, asked.per_host)
+    target = target_of(asked.topology, asked.devices, asked.device, asked.per_host, asked.slices)
+    measured = read(asked.bandwidth, target.chip, target.per_host) if asked.bandwidth is not None else None
     sections, given = compose(asked.recipe), given_keys(asked.recipe)
-    wide = searches(asked, sections, given, target.count)
-    compiler = Compiler(target)
+    target.check()
     report: dict[str, Any] = {
         "topology": target.name,
         "devices": target.count,
         "memory_of_a_device": target.chip.memory,
+        "recipe": list(asked.recipe),
     }
-    report |= {"recipe": list(asked.recipe), "searched": wide}
+    compiler = Compiler(target)
+    if not sections.curriculum:
+        report |= plan_of(asked, sections, given, target, measured, compiler)
+    else:
+        stages = curriculum.stages(sections, given, "curriculum" in {w.partition("=")[0] for w in asked.recipe})
+        found: list[dict[str, Any]] = []
+        for stage, keys in stages:
+            _say(stage.told())
+            try:
+                made = plan_of(asked, stage.sections, keys, target, measured, compiler)
+            except ValueError as error:
+                raise ValueError(f"stage {stage.number} of the curriculum: {error}") from error
+            found.append({"stage": stage.number, "steps": [stage.start + 1, stage.until]} | made)
+        report |= {"stages": found, "fits": all(r["fits"] for r in found)}
+        plans = [r["plan"] if r["searched"] else None for r in found]
+        report["overrides"] = curriculum.overrides_text(sections, plans) if any(plans) else ""
+    return report | {"seconds": time.perf_counter() - start}
+
+
+def plan_of(
+    asked: Asked, sections: Any, given: set[str], target: Any, measured: Any, compiler: Compiler
+) -> dict[str, Any]:
+    """Returns what was found of one recipe or stage. Raises as `plan`.
+
+    Args:
+      given: keys of the search that stay as the recipe has them.
+    """
+    from ejdist.planning.search import SEARCHED, Predictor, as_given, nearest, overrides_text, search
+
+    wide, notes = searches(asked, sections, given, target.count), len(compiler.notes)
+    predictor = Predictor(sections, target, measured)
+    report: dict[str, Any] = {"searched": wide}
     if wide:
         found = search(
-            sections, target, given, compiler if asked.finalists else None, finalists=asked.finalists, told=_say
-        )
+            sections, target, given, compiler if asked.finalists else None,
+            finalists=asked.finalists, measured=measured, told=_say,
+        )  # fmt: skip
         best, made, refused = found.best, found.compiled, found.refused
         report |= {"looked_at": found.looked_at, "given": sorted(given)}
         report["refused"] = [{"overrides": overrides_text(p.candidate, given), "why": why} for p, why in refused]
         report["others"] = [summary(p, given) for p in found.others]
         shown = best or (refused[0][0] if refused else found.smallest)
     else:
-        shown = Predictor(sections, target).checked(as_given(sections, target))
+        shown = predictor.checked(as_given(sections, target))
         made, refused = compiler.tried(shown.candidate.applied(sections)) if asked.finalists else (None, "")
         expected = shown.memory.total if made is None else made.peak
         best = shown if not refused and expected <= target.chip.memory else None
         report["refused"] = [{"overrides": "", "why": refused}] if refused else []
     assert shown is not None
     report |= {"fits": best is not None, "plan": summary(shown, given if wide else set())}
+    sources = {axis: predictor.links.source(axis, shown.candidate.sizes) for axis in shown.time.sent}
+    report["links"] = {axis: {"measured": s.measured, "speed": s.words} for axis, s in sources.items()}
     report["overrides"] = overrides_text(shown.candidate, given) if wide else ""
     report |= {"compiled": made is not None, **(asdict(made) if made else {})}
-    report["notes"] = [*compiler.notes, *(made.notes if made else ())]
+    report["notes"] = [*compiler.notes[notes:], *(made.notes if made else ())]
     if best is None:
         keys, start_from = (given, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
         report["nearest"] = [
             summary(p, given) | {"changed": what, "overrides": " ".join(f"{key}={value}" for key, value in new.items())}
-            for what, p, new in nearest(start_from, target, keys)
+            for what, p, new in nearest(start_from, target, keys, measured)
         ]
-    return report | {"seconds": time.perf_counter() - start}
+    return report
 
 
 class Compiler:
@@ -151,6 +195,7 @@ class Compiler:
 
         from ejdist.planning.compiled import compiled_step, does_not_fit
         from ejdist.planning.search import DoesNotFit
+        from ejdist.planning.targets import NoCompiler
 
         try:
             return compiled_step(sections, self.target)
@@ -158,7 +203,7 @@ class Compiler:
             if not does_not_fit(error) and self.target.chip.platform == "gpu":
                 return self._absent(str(error).splitlines()[0][:300])
             raise DoesNotFit(f"the compiler refuses: {str(error)[:600]}", memory=does_not_fit(error)) from error
-        except RuntimeError as error:
+        except NoCompiler as error:
             return self._absent(str(error))
 
     def tried(self, sections: Any) -> tuple[Any, str]:
@@ -172,83 +217,6 @@ class Compiler:
 
     def _absent(self, why: str) -> None:
         self.notes.append(f"nothing was compiled, and memory is an estimate: {why}")
-
-
-def summary(p: Any, given: set[str]) -> dict[str, Any]:
-    """Returns a prediction as JSON has it: bytes on a device, seconds, bytes along axes."""
-    from ejdist.planning.search import overrides_text
-
-    return {
-        "mesh": {axis: n for axis, n in p.candidate.sizes.items() if n > 1},
-        "remat": p.candidate.remat,
-        "accumulation": p.candidate.accumulation,
-        "global_batch": p.candidate.global_batch,
-        "overrides": overrides_text(p.candidate, given),
-        "predicted": {
-            "bytes": p.memory.total,
-            "bytes_of": p.memory.classes,
-            "height": p.memory.moment,
-            "step_seconds": p.time.total,
-            "seconds_of": p.time.seconds,
-            "mfu": p.time.mfu,
-            "tokens_per_second": p.rate,
-            "bytes_sent_along": p.time.sent,
-        },
-    }
-
-
-def text_of(r: dict[str, Any]) -> str:
-    """Returns a report as it is printed."""
-    shown = r["plan"]
-    said = shown["predicted"]
-    room = r["memory_of_a_device"]
-    head = (
-        f"{r['topology']}: looked at {r['looked_at']:,} plans"
-        if r["searched"]
-        else f"{r['topology']}: the recipe as it is"
-    )
-    lines = [head + (f"; given: {', '.join(r['given'])}" if r.get("given") else "")]
-    for refusal in r["refused"]:
-        lines.append(f"refused: {refusal['overrides']}: {refusal['why']}".replace(": :", ":"))
-    lines.append(
-        f"mesh {shown['mesh'] or 'of one'}, remat {shown['remat']}, accumulation {shown['accumulation']}, global batch "
-        f"{shown['global_batch']}" + (f", {r['parameters']:,} parameters" if r["compiled"] else "")
-    )
-    refused_here = r["refused"] and not r["compiled"] and said["bytes"] <= room
-    verdict = "fits" if r["fits"] else "DOES NOT COMPILE" if refused_here else "DOES NOT FIT"
-    if r["compiled"]:
-        error = said["bytes"] / r["peak"] - 1
-        lines += [
-            f"memory per device, compiled: {r['peak'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}",
-            f"  state and batch {r['arguments'] / GIB:.2f} GiB, temporaries {r['temporaries'] / GIB:.2f} GiB",
-            f"  predicted: {said['bytes'] / GIB:.2f} GiB ({error:+.1%}), at its height in {said['height']}:",
-        ]
-    else:
-        lines.append(
-            f"memory per device, predicted and not compiled: {said['bytes'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}; "
-            f"at its height in {said['height']}:"
-        )
-    lines += [f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_of"].items() if n]
-    lines.append(
-        f"step time, predicted: {said['step_seconds']:.3g} s, {said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}"
-    )
-    lines += [f"    {s:9.3f} s    {name}" for name, s in said["seconds_of"].items()]
-    sent = ", ".join(f"{axis} {n / 1e9:.1f} GB" for axis, n in said["bytes_sent_along"].items()) or "nothing"
-    lines.append(f"sent by a device along each axis in a step, predicted: {sent}")
-    if r["compiled"]:
-        calls = ", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) or "none"
-        lines.append(f"collectives in the program: {calls}; compiled in {r['compile_seconds']:.0f} s")
-    lines += r["notes"]
-    for other in r.get("others", ()):
-        p = other["predicted"]
-        lines.append(f"next: {other['overrides']}: {p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s")
-    for near in r.get("nearest", ()):
-        lines.append(
-            f"would fit, with {near['changed']} (predicted {near['predicted']['bytes'] / GIB:.1f} GiB): {near['overrides']}"
-        )
-    if r["searched"] and r["fits"]:
-        lines += ["the plan:", f"  python -m launch.train {' '.join([*r['recipe'], r['overrides']])}"]
-    return "\n".join(lines)
 
 
 def _say(line: str) -> None:

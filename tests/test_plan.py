@@ -1,10 +1,19 @@
 """The plan command: what it says, and a training step compiled ahead of time by the real TPU compiler."""
 
+import copy
 import json
+import math
+import shlex
 
 import pytest
 
+from ejdist.cluster.bandwidth import measure
+from ejdist.mesh import AXES, make_mesh
+from ejdist.planning.chips import chip_of
 from ejdist.planning.compiled import Compiled, collectives_of
+from ejdist.planning.measured import COLLECTIVES, read
+from ejdist.planning.targets import NoCompiler
+from ejdist.training.curriculum import stages_of
 from launch.plan import main
 from recipes.schema import compose
 
@@ -106,7 +115,7 @@ def test_a_search_beside_a_given_mesh(compiler, capsys):
 
 def test_gpus_that_cannot_be_compiled_for_are_estimated(monkeypatch, capsys):
     def absent(sections, target):
-        raise RuntimeError("there is no plugin")
+        raise NoCompiler("there is no plugin")
 
     monkeypatch.setattr("ejdist.planning.compiled.compiled_step", absent)
     assert main(["devices=64", "device=h200", *LARGE]) == 0
@@ -118,6 +127,242 @@ def test_gpus_that_cannot_be_compiled_for_are_estimated(monkeypatch, capsys):
 def test_nothing_is_compiled_where_no_finalist_is_asked_for(compiler, capsys):
     assert main(["devices=64", "device=h200", *LARGE, "finalists=0"]) == 0
     assert not compiler.asked and "predicted and not compiled" in capsys.readouterr().out
+
+
+def test_other_errors_of_a_compiler_are_no_estimates(monkeypatch):
+    """A fault of the program is not taken for a compiler that is not there."""
+
+    def broken(sections, target):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("ejdist.planning.compiled.compiled_step", broken)
+    with pytest.raises(RuntimeError, match="a fault"):
+        main(["devices=64", "device=h200", *LARGE])
+
+
+# -- bandwidth that was measured --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bandwidth(tmp_path):
+    """Returns a function: axis -> devices of the mesh that is measured, and changes -> the file."""
+
+    def write(sizes, kind="NVIDIA H200", crosses=None, change=lambda found: None, seconds=lambda n: 1e-4 + n / 50e9):
+        mesh = {axis: sizes.get(axis, 1) for axis in AXES}
+        rows = [
+            {"collective": name, "message_bytes": 2 * n, "bytes": n, "seconds": seconds(n), "bytes_per_second": 0}
+            for name in COLLECTIVES
+            for n in (2**20, 2**24, 2**27)
+        ]
+        axes = {}
+        for i, (axis, n) in enumerate(mesh.items()):
+            span = math.prod(list(mesh.values())[i:])
+            over = crosses or ("devices" if span <= 8 else "hosts")
+            if n > 1:
+                axes[axis] = {"size": n, "crosses": over, "measured": copy.deepcopy(rows)}
+        found = {"device_kind": kind, "mesh": mesh, "axes": axes, "at": "2026-01-01T00:00:00Z"}
+        change(found)
+        file = tmp_path / "bandwidth.json"
+        file.write_text(json.dumps(found))
+        return file
+
+    return write
+
+
+H200S = ["devices=64", "device=h200", *LARGE, "mesh.fsdp=8", "mesh.sp=8", "finalists=0"]
+
+
+def planned(capsys, *arguments):
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_was_measured_takes_the_place_of_the_data_sheet(bandwidth, capsys):
+    words = [*H200S, "sequence.scheme=ring"]
+    plain = planned(capsys, *words)
+    file = bandwidth({"fsdp": 8, "sp": 8})
+    made = planned(capsys, *words, f"bandwidth={file}")
+    assert not any(link["measured"] for link in plain["links"].values())
+    assert {a: link["measured"] for a, link in made["links"].items()} == {"fsdp": True, "sp": True}
+    # Half of the time of every message, by hand: keys travel in 7 of 8 hops, forward and backward, and their gradients.
+    sent, key = plain["plan"]["predicted"]["bytes_sent_along"], "collectives, exposed"
+    assert sent == made["plan"]["predicted"]["bytes_sent_along"]
+    least = 0.5 * sum(sent.values()) / 50e9
+    took = made["plan"]["predicted"]["seconds_of"][key]
+    assert least < took < 1.2 * least
+    slow = bandwidth({"fsdp": 8, "sp": 8}, seconds=lambda n: 2 * (1e-4 + n / 50e9))
+    again = planned(capsys, *words, f"bandwidth={slow}")["plan"]["predicted"]["seconds_of"][key]
+    assert again == pytest.approx(2 * took)
+
+
+def test_what_was_not_measured_is_said_to_be_assumed(bandwidth, capsys):
+    assert main([*H200S, f"bandwidth={bandwidth({'sp': 8})}"]) == 0
+    said = capsys.readouterr().out
+    assert "speed of sp: measured over 8 devices" in said
+    assert "speed of fsdp: assumed: data sheet (400 Gbit/s a device), as nothing was measured between hosts" in said
+    assert main([*H200S, f"bandwidth={bandwidth({'sp': 4})}"]) == 0
+    assert "speed of sp: assumed: as measured along sp, over 4 devices" in capsys.readouterr().out
+    # Where processes are a device each, whether they share a host is not in the file.
+    assert main([*H200S, f"bandwidth={bandwidth({'sp': 8}, crosses='hosts')}"]) == 0
+    assert "its processes are taken for ones of a host of 8" in capsys.readouterr().out
+
+
+def _first(found):
+    return found["axes"]["sp"]["measured"][0]
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"kind": "NVIDIA H100 80GB HBM3"}, "was measured on NVIDIA H100 80GB HBM3, and the plan is for NVIDIA H200"),
+        ({"kind": "cpu"}, "was measured on cpu"),
+        ({"change": lambda f: f["axes"].clear()}, "axes.sp is missing"),
+        ({"change": lambda f: f.pop("mesh")}, "mesh is missing"),
+        ({"change": lambda f: f["mesh"].update(sp=3)}, "axes.sp has size 8"),
+        ({"change": lambda f: f["mesh"].pop("dp")}, "must have the devices along dp"),
+        ({"change": lambda f: f["axes"].update(sp=[])}, "axes.sp.size is missing"),
+        ({"change": lambda f: _first(f).update(seconds=0)}, "axes.sp.measured[0] has 1048576 bytes in 0 s"),
+        ({"change": lambda f: _first(f).update(seconds=math.nan)}, "bytes in nan s"),
+        ({"change": lambda f: _first(f).update(bytes=True)}, "axes.sp.measured[0].bytes is True"),
+        ({"change": lambda f: _first(f).update(bytes=2**24)}, "a size twice of all_gather"),
+        ({"change": lambda f: f["axes"]["sp"]["measured"].__delitem__(slice(3))}, "axes.sp has no all_gather"),
+        ({"sizes": {}}, "was measured on one device"),
+        ({"sizes": {"sp": 16}, "crosses": "devices"}, "devices_per_host = 8; give the hosts' real size"),
+    ],
+)
+def test_files_of_bandwidths_that_are_refused(made, words, bandwidth):
+    file = bandwidth(**({"sizes": {"sp": 8}} | made))
+    with pytest.raises(ValueError) as error:
+        read(file, chip_of("h200"), 8)
+    said = str(error.value)
+    assert words in said and str(file) in said and "\n" not in said
+
+
+def test_a_file_that_is_no_json_or_is_not_there(tmp_path, capsys):
+    (tmp_path / "half.json").write_text('{"device_kind": "NVIDIA H200", "mesh"')
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    for name, words in (
+        ("half.json", "is damaged: it is no JSON"),
+        ("bytes.json", "no JSON"),
+        ("no.json", "No such file"),
+    ):
+        assert main(["devices=8", "device=h200", *SMALL, f"bandwidth={tmp_path / name}"]) == 2
+        said = capsys.readouterr().err
+        assert words in said and name in said and said.count("\n") == 1
+
+
+def test_what_the_doctor_writes_can_be_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("ejdist.cluster.bandwidth._seconds", lambda run, given, calls, rounds: given.nbytes / 1e9)
+    found = json.loads(json.dumps(measure(make_mesh(dp=2, sp=4), [4096, 8192])))
+    (tmp_path / "b.json").write_text(json.dumps(found | {"device_kind": "NVIDIA H200"}))
+    made = read(tmp_path / "b.json", chip_of("h200"), 8)
+    assert made.mesh == {"dp": 2, "fsdp": 1, "ep": 1, "sp": 4, "tp": 1} and set(made.axes) == {"dp", "sp"}
+    assert len(made.axes["sp"].points["permute"]) == 2 and made.axes["dp"].size == 2
+
+
+# -- slices of TPUs ---------------------------------------------------------------------------------------------------
+
+
+def test_only_dp_goes_between_slices(compiler, capsys):
+    compiler.peak = 9 << 30
+    assert main(["topology=v5p:4x4x4", "slices=2", *LARGE]) == 0
+    said = capsys.readouterr().out
+    asked = compiler.asked[0]
+    assert asked.mesh.dp % 2 == 0 and math.prod(asked.mesh.sizes.values()) == 128
+    assert "2 slices of v5p:4x4x4: looked at" in said and "and between slices, over the data-centre network: 0." in said
+    assert "speed of network: assumed: data sheet (50 Gbit/s a device)" in said
+
+
+def test_bytes_between_slices_are_those_of_sums_that_were_made_inside(capsys):
+    """dp=4 over two slices: two replicas of a slice add up first, and each sends half of the sum to the other slice."""
+    words = [*LARGE[:-1], "data.global_batch=16", "mesh.dp=4", "mesh.fsdp=4", "mesh.sp=8", "finalists=0"]
+    made = planned(capsys, "topology=v5p:4x4x4", "slices=2", *words)
+    sent = made["plan"]["predicted"]["bytes_sent_along"]
+    local = made["plan"]["predicted"]["bytes_of"]["parameters"] / 4 * 2  # of the gradients, in bfloat16
+    assert sent["network"] == pytest.approx(local / 2, rel=0.15) and sent["dp"] == pytest.approx(local, rel=0.15)
+    one = planned(capsys, "topology=v5p:4x8x4", *words)["plan"]["predicted"]
+    assert "network" not in one["bytes_sent_along"] and one["bytes_sent_along"]["dp"] > sent["dp"]
+    assert made["plan"]["predicted"]["step_seconds"] > one["step_seconds"]
+
+
+def test_a_measured_network_is_taken_for_slices(bandwidth, capsys):
+    file = bandwidth({"dp": 2, "fsdp": 4}, kind="TPU v5p", change=lambda f: f["axes"]["dp"].update(crosses="slices"))
+    words = ["topology=v5p:2x2x1", "slices=2", *SMALL, "mesh.dp=2", "mesh.fsdp=4", "data.global_batch=8", "finalists=0"]
+    words.remove("data.global_batch=2")
+    made = planned(capsys, *words, f"bandwidth={file}")["links"]
+    assert {axis: link["measured"] for axis, link in made.items()} == {"network": True, "fsdp": True}
+
+
+def test_slices_that_the_compiler_does_not_know_are_predicted(monkeypatch, capsys):
+    from ejdist.planning import targets
+
+    def one(name, slices=1):
+        if slices > 1:
+            raise ValueError("not so many")
+        return real(name)
+
+    real = targets.tpu_topology
+    monkeypatch.setattr(targets, "tpu_topology", one)
+    words = [*SMALL, "mesh.dp=2", "mesh.fsdp=4", "data.global_batch=8"]
+    words.remove("data.global_batch=2")
+    assert main(["topology=v5p:2x2x1", "slices=2", *words]) == 0
+    said = capsys.readouterr().out
+    assert "memory is an estimate: the compiler knows v5p:2x2x1, and not 2 slices of it" in said
+
+
+@pytest.mark.slow  # a minute of the TPU compiler
+def test_a_step_over_two_slices_is_compiled(capsys):
+    words = [*SMALL, "mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2", "data.global_batch=4"]
+    words.remove("data.global_batch=2")
+    made = planned(capsys, "topology=v5p:2x2x1", "slices=2", *words)
+    assert made["compiled"] and made["mesh"]["dp"] == 2 and made["collectives"].get("all-reduce", 0) > 0
+
+
+# -- a curriculum -----------------------------------------------------------------------------------------------------
+
+
+def test_each_stage_of_a_curriculum_is_planned(compiler, capsys):
+    """And what is pasted is the curriculum with what was found, which composes to those stages."""
+    assert main(["devices=8", "device=h200", "recipe=length_curriculum"]) == 0
+    said = capsys.readouterr().out
+    lengths = [s.data.sequence_length for s in compiler.asked]
+    assert lengths == [512, 1024, 2048] and [s.model.rope_scaling for s in compiler.asked] == [None, "ntk", "ntk"]
+    assert all(f"stage {n}, steps " in said for n in (1, 2, 3)) and said.count("experts.dispatch, sequence.order") == 3
+    again = stages_of(compose(shlex.split(said.splitlines()[-1])[3:]))
+    for stage, asked in zip(again, compiler.asked, strict=True):
+        assert stage.sections.mesh.sizes == asked.mesh.sizes and stage.sections.model == asked.model
+        assert stage.sections.data == asked.data and stage.sections.accumulation == asked.accumulation
+
+
+def test_stages_of_the_command_line_stay(compiler, capsys):
+    first = "{until: 3, sequence_length: 1024, global_batch: 8, mesh: {fsdp: 8}, remat: full}"
+    words = ["devices=8", "device=h200", *SMALL, "run.steps=6", f"curriculum=[{first}, {{}}]", "--json"]
+    made = main(words), json.loads(capsys.readouterr().out)
+    stages = made[1]["stages"]
+    assert made[0] == 0 and [s["searched"] for s in stages] == [False, True] and made[1]["fits"]
+    assert compiler.asked[0].mesh.fsdp == 8 and compiler.asked[0].model.remat == "full"
+    again = stages_of(compose([*words[2:-2], *shlex.split(made[1]["overrides"])]))
+    assert [s.sections.mesh.sizes for s in again] == [s.mesh.sizes for s in compiler.asked] and "remat: full" in made[
+        1
+    ]["overrides"]
+    # An axis of the command line stays in every stage that has no mesh of its own.
+    first = "{until: 3, sequence_length: 1024}"
+    assert main([*words[:-2], "mesh.sp=2", f"curriculum=[{first}, {{}}]", "--json"]) == 0
+    pasted = json.loads(capsys.readouterr().out)["overrides"]
+    again = stages_of(compose([*words[2:-2], "mesh.sp=2", *shlex.split(pasted)]))
+    assert [s.sections.mesh.sp for s in again] == [2, 2] and math.prod(again[0].sections.mesh.sizes.values()) == 8
+
+
+def test_a_stage_that_is_wrong_or_does_not_fit_is_named(compiler, capsys):
+    bad = "{until: 3, sequence_length: 1023, mesh: {sp: 8}}"
+    words = ["devices=8", "device=h200", *SMALL, "run.steps=6", "finalists=0"]
+    assert main([*words, f"curriculum=[{bad}, {{}}]"]) == 2
+    said = capsys.readouterr().err
+    assert "error: stage 1 of the curriculum: " in said and "1023" in said
+    assert main([*words, "curriculum=[{until: 9}, {}]"]) == 2 and "curriculum[0]" in capsys.readouterr().err
+    large = "{until: 3, sequence_length: 1073741824, global_batch: 8, mesh: {fsdp: 8}}"
+    assert main([*words, f"curriculum=[{large}, {{}}]"]) == 1
+    assert "the curriculum does not fit: stage 1" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # a minute of XLA's compiler for GPUs
@@ -153,6 +398,27 @@ def test_what_it_says_of_eight_chips(capsys):
         (["devices=four", "device=h200"], "devices must be a number"),
         (["topology=v5p:2x2x1", "topology=v5p:4x4x4"], "topology is given twice"),
         (["topology=v5p:2x2x1", "search=yes"], "search must be auto, true or false"),
+        (["topology=v5p:3x3x3"], "'v5p:3x3x3' cannot be had"),
+        (["topology=v5p:4x4"], "a slice of v5p has 3 dims, for example v5p:4x4x4"),
+        (["topology=v5p:64x64x64"], "at most"),
+        (["devices=8", "device=h200", "bandwidth="], "bandwidth= must name a file"),
+        (["topology=v5p:2x2x1", "slices=2", "mesh.dp=1"], "mesh.dp = 1 must be a multiple of 2"),
+        (
+            ["devices=8", "device=h200", "recipe=moe", "mesh.ep=8", "experts.dispatch=local"],
+            "experts.dispatch = 'local'",
+        ),
+        (["topology=v5p:2x2x1", "slices=0"], "slices must be a number from 1 on"),
+        (["topology=v5p:2x2x1", "slices=2", "mesh.fsdp=8"], "only mesh.dp goes over the network"),
+        (["devices=8", "device=h200", "slices=2"], "slices= is of TPUs"),
+        (["devices=0", "device=h200"], "devices must be a number from 1 on"),
+        (["devices=8", "device=foo"], "device = 'foo' is not known; use one of h100, h200, b200"),
+        (["devices=8", "device=h200", "data.sequence_length=0"], "data.sequence_length must be at least 2, got 0"),
+        (["devices=8", "device=h200", "mesh.sp=0"], "mesh.sp must be a positive number"),
+        (
+            ["devices=8", "device=h200", "accumulation=3"],
+            "data.global_batch = 2 must be a multiple of accumulation = 3",
+        ),
+        (["devices=8", "device=h200", "sequence.scheme=foo"], "sequence.scheme = 'foo' is unknown"),
         (["topology=v5p:2x2x1", "mesh.sp=4", "model.num_hedas=4"], "model.num_heads"),
     ],
 )

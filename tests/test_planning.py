@@ -15,6 +15,8 @@ from ejdist.planning.activations import OF_PART, Share
 from ejdist.planning.candidates import Candidate, candidate_of
 from ejdist.planning.chips import CHIPS, chip_of
 from ejdist.planning.compiled import Compiled
+from ejdist.planning.links import Links
+from ejdist.planning.measured import MeasuredAxis
 from ejdist.planning.memory import held, memory
 from ejdist.planning.search import (
     BATCH,
@@ -31,9 +33,12 @@ from ejdist.planning.search import (
 from ejdist.planning.search import (
     REMAT as REMAT_KEY,
 )
-from ejdist.planning.step_time import rate_of
-from ejdist.planning.targets import target_of
+from ejdist.planning.step_time import ring_hops
+from ejdist.planning.targets import NoCompiler, target_of
+from ejdist.sequence.order import Order
+from ejdist.sequence.schedule import hops
 from ejdist.training.program import make_program
+from kernels._core.masks import MaskInfo
 from recipes.schema import compose
 
 TPU = target_of("v5p:4x4x4", None, None, None)
@@ -94,6 +99,16 @@ def test_gradients_of_microbatches_are_summed_in_float32():
     assert once.classes["activations kept"] == 2 * twice.classes["activations kept"]
 
 
+def test_zeros_of_a_gathered_table_are_there_early_on_a_gpu():
+    """XLA makes those of its gradient with those of the head's, before any layer's backward."""
+    words = "recipe=long_context model=8b data.sequence_length=8192 data.global_batch=64 mesh.sp=1 mesh.fsdp="
+    gpu, tpu = (predicted(f"{words}64", target).memory.classes["gradients"] for target in (GPU, TPU))
+    assert gpu - tpu == 4 * 128256 * 4096
+    alone = target_of(None, 1, "h200", None), target_of("v5p:1x1x1", None, None, None)
+    whole = [predicted(f"{words}1", target).memory for target in alone]
+    assert whole[0].classes["gradients"] == whole[1].classes["gradients"]
+
+
 def test_every_part_and_policy_has_bytes():
     assert set(OF_PART) == {part.name for part in PARTS.values()}
     models = ("deepseek_v3", "gpt_oss_20b", "8b", "qwen3_235b_a22b")
@@ -127,9 +142,27 @@ def test_flops_are_those_of_training():
 
 def test_a_link_is_slower_between_hosts():
     sizes = dict(zip(AXES, (1, 8, 1, 8, 1), strict=True))
-    inside, outside = (rate_of(axis, sizes, GPU.chip, 8) for axis in ("sp", AXES[1]))
+    inside, outside = (Links(GPU.chip, 8).rate(axis, sizes) for axis in ("sp", AXES[1]))
     assert inside == GPU.chip.link and outside == GPU.chip.network
-    assert rate_of("sp", sizes, TPU.chip, 4) == rate_of(AXES[1], sizes, TPU.chip, 4) == TPU.chip.link
+    assert Links(TPU.chip, 4).rate("sp", sizes) == Links(TPU.chip, 4).rate(AXES[1], sizes) == TPU.chip.link
+    assert Links(TPU.chip, 4, slices=2).rate("network", sizes) == TPU.chip.between_slices == 6.25e9
+
+
+def test_a_message_takes_the_time_that_one_of_its_size_took():
+    """Between two measured sizes linear; below the smallest its latency; above the largest its rate."""
+    points = dict.fromkeys(("all_gather", "all_to_all"), ((1000000.0, 0.0001), (100000000.0, 0.001)))
+    axis = MeasuredAxis("sp", 2, "devices", points)
+    assert axis.seconds("all_gather", 10) == axis.seconds("all_gather", 1e6) == 1e-4
+    assert axis.seconds("all_gather", (1e6 + 1e8) / 2) == pytest.approx(5.5e-4)
+    assert axis.seconds("all_gather", 1e9) == pytest.approx(1e-2) == axis.seconds("ragged_all_to_all", 1e9)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17, 33, 64, None])
+def test_a_window_takes_as_many_hops_as_the_ring_makes(order, window):
+    """As the ring itself counts them, before anything is traced."""
+    made = hops(Order(order, 8), 128, MaskInfo(causal=True, window=None if window is None else (window - 1, 0)))
+    assert ring_hops(order, 8, 16, window) == len(made) - 1
 
 
 def test_what_travels_along_each_axis():
@@ -139,6 +172,37 @@ def test_what_travels_along_each_axis():
     assert set(sent) == {AXES[1]} and 3 * gathered < sent[AXES[1]] < 4 * gathered
     ring = predicted(f"{EIGHT} mesh.fsdp=8 mesh.sp=8").time.sent
     assert set(ring) == {AXES[1], "sp"} and ring["sp"] > 32 * 2 * 2 * 8 * 128 * 8192 * 7
+
+
+def test_contiguous_parts_are_as_slow_as_the_last_rank():
+    zigzag, contiguous = (
+        predicted(f"{EIGHT} mesh.fsdp=8 mesh.sp=8 sequence.order={order}").time.seconds
+        for order in ("zigzag", "contiguous")
+    )
+    assert contiguous["attention"] == pytest.approx(zigzag["attention"] * 15 / 8)
+    assert contiguous["matmuls"] == zigzag["matmuls"]
+
+
+def test_keys_that_are_gathered_come_at_once():
+    ring, gathered = (
+        predicted(f"{EIGHT} mesh.fsdp=8 mesh.sp=8 sequence.scheme={scheme}") for scheme in ("ring", "all_gather")
+    )
+    assert gathered.time.sent["sp"] < ring.time.sent["sp"] and gathered.memory.total >= ring.memory.total
+
+
+def test_an_exchange_without_rates_of_its_own_is_as_slow_as_it_is_known_to_be():
+    """A ragged all-to-all is 27 times as slow on an H200; and on a ring of TPUs rows pass several links."""
+    words = "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=64 mesh.ep=64 experts.dispatch="
+    ways = ("all_to_all", "ragged_all_to_all")
+    gpu = {way: predicted(words + way, GPU).time.seconds["collectives, exposed"] for way in ways}
+    assert gpu["ragged_all_to_all"] > 10 * gpu["all_to_all"]
+    tpu = {way: predicted(words + way).time.seconds["collectives, exposed"] for way in ways}
+    assert tpu["ragged_all_to_all"] < tpu["all_to_all"]
+    # 64 chips are a ring of 64 at worst, and three of four sides each where they are a cube.
+    line = predicted(words + "all_to_all", target_of("v5p:64x1x1", None, None, None)).time.seconds[
+        "collectives, exposed"
+    ]
+    assert line > 4 * tpu["all_to_all"]
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -173,6 +237,41 @@ def test_given_keys_are_never_changed():
     assert found and {(c.sizes["sp"], c.remat, c.global_batch) for c in found} == {(8, "full", 8)}
     assert {c.accumulation for c in found} > {1} and len({c.mesh for c in found}) > 3
     assert all(c.global_batch // c.accumulation % math.prod(c.mesh[:3]) == 0 for c in found)
+
+
+def test_the_sequence_and_the_experts_are_searched_where_they_are_open():
+    dense = compose([*RECIPE.split(), "sequence.order=contiguous"])
+    dense.mesh.sp = 8
+    found = search(dense, TPU, {BATCH, "mesh.sp"}, None).best
+    assert found is not None and (found.candidate.scheme, found.candidate.order) == ("ring", "zigzag")
+    assert found.candidate.overrides()["sequence.order"] == "zigzag"
+    given = {BATCH, "mesh.sp", "sequence.order", "sequence.scheme"}
+    kept = search(dense, TPU, given, None).best
+    assert kept is not None and kept.candidate.scheme is kept.candidate.order is None and kept.rate < found.rate
+    assert kept.candidate.applied(dense).sequence == dense.sequence
+    mixed = compose("recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=256 mesh.ep=8".split())
+    best = search(mixed, GPU, {BATCH, "mesh.ep"}, None).best
+    assert best is not None and best.candidate.dispatch in ("all_to_all", "all_gather")
+    mixed.experts.dispatch = "ragged_all_to_all"
+    kept = search(mixed, GPU, {BATCH, "mesh.ep", "experts.dispatch"}, None).best
+    assert kept is not None and kept.candidate.dispatch is None and kept.rate < best.rate
+
+
+def test_a_length_that_a_zigzag_cannot_be_made_of_is_split_contiguously():
+    sections = compose(
+        ["recipe=long_context", "model=8b", "data.sequence_length=120", "data.global_batch=8", "mesh.sp=8"]
+    )
+    found = search(sections, TPU, {BATCH, "mesh.sp"}, None).best
+    assert found is not None and found.candidate.order == "contiguous"
+
+
+def test_tokens_that_are_gathered_need_the_room_of_all_ranks():
+    words = (
+        "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=256 mesh.ep=64 experts.dispatch="
+    )
+    gathered, sent = (predicted(words + way, GPU).memory for way in ("all_gather", "all_to_all"))
+    tokens = 256 * 4096 // 64
+    assert gathered.total - sent.total > 2 * tokens * 64 * 2048 * 2
 
 
 def test_the_first_that_compiles_and_fits_is_taken():
@@ -262,6 +361,19 @@ def test_targets_that_are_refused(given, words):
         target_of(*given)
 
 
+def test_a_plugin_that_is_not_there_is_said_to_be_and_other_faults_are_raised(monkeypatch):
+    from jax.experimental import topologies
+
+    for error, expected in ((NotImplementedError("no cuda"), NoCompiler), (TypeError("a fault"), TypeError)):
+
+        def absent(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(topologies, "get_topology_desc", absent)
+        with pytest.raises(expected, match=str(error)):
+            target_of(None, 3, "h100", None).devices()
+
+
 @pytest.mark.parametrize(
     ("words", "given", "said"),
     [
@@ -279,6 +391,18 @@ def test_sizes_that_fit_no_plan(words, given, said):
 def test_every_device_has_its_facts():
     assert all(chip.memory > 2**33 and chip.flops > 1e14 and chip.source for chip in CHIPS.values())
     assert chip_of("v5p").flops == 459e12 and chip_of("h200").flops == 989e12
+
+
+@pytest.mark.parametrize(
+    ("topology", "devices"), [("v4:2x2x1", 4), ("v5e:2x4", 8), ("v5p:2x2x1", 4), ("v6e:2x2", 4), ("tpu7x:2x2x1", 8)]
+)
+def test_a_slice_has_as_many_devices_as_the_compiler_knows(topology, devices):
+    """A chip of the seventh generation is two devices, which share its memory and its speed."""
+    target = target_of(topology, None, None, None)
+    assert target.count == len(target.devices()) == devices and target.devices()[0].device_kind == target.chip.kind
+    assert target.chip.memory <= 96 * 2**30
+    twice = target_of(topology, None, None, None, 2)
+    assert twice.count == len(twice.devices()) == 2 * devices and twice.slices == 2
 
 
 # -- the results that were kept ---------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ class Share:
 
     tokens: rows times the part of the sequence. itemsize: of the compute dtype. features, sequence: over how many devices heads
     and features, and the sequence, are split. gathers: all keys lie on a device at once (sequence.scheme = all_gather).
-    experts: over how many devices experts are split. buffer: experts.buffer.
+    experts: over how many devices experts are split. buffer: experts.buffer. gathers_tokens: tokens of all ranks lie on a
+    device at once (experts.dispatch = all_gather).
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class Share:
     gathers: bool = False
     experts: int = 1
     buffer: float = 1.25
+    gathers_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,11 @@ def experts(c: DecoderShape, s: Share) -> PartBytes:
     every = choices + 2 * wide + 3 * narrow + 3 * shared
     kept = {"full": 0, "offload": choices, "attention": choices, "dots": choices, "none": every}
     # Rows that were sent, that arrived, in the order of experts, what was made of them and their gradients; gate, up, product.
-    return PartBytes(kept, 5 * wide + 5 * narrow + 5 * shared + 3 * x + 4 * x // s.itemsize)
+    work = 5 * wide + 5 * narrow
+    if s.gathers_tokens and s.experts > 1:
+        # Tokens and cotangents of all ranks, the latter sorted, and sums in float32; rows are made of them on the spot.
+        work = 3 * wide + 3 * narrow + s.experts * (3 * x + 4 * x // s.itemsize)
+    return PartBytes(kept, work + 5 * shared + 3 * x + 4 * x // s.itemsize)
 
 
 OF_PART: dict[str, Callable[[DecoderShape, Share], PartBytes]] = {

@@ -14,12 +14,16 @@ from ejdist.mesh import AXES, BATCH_AXES
 
 @dataclass(frozen=True)
 class Candidate:
-    """A point of the search. mesh: devices along each axis of `AXES`."""
+    """A point of the search. mesh: devices along each axis of `AXES`. scheme, order: of the sequence. dispatch: of tokens to
+    experts. None: as the recipe has it, where the mesh leaves nothing to choose."""
 
     mesh: tuple[int, ...]
     remat: str
     accumulation: int
     global_batch: int
+    scheme: str | None = None
+    order: str | None = None
+    dispatch: str | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -36,11 +40,14 @@ class Candidate:
 
     def applied(self, sections: Any) -> Any:
         """Returns a copy of a recipe's sections with this choice."""
+        s = sections
         return replace(
-            sections,
-            mesh=replace(sections.mesh, **self.sizes),
-            model=replace(sections.model, remat=self.remat),
-            data=replace(sections.data, global_batch=self.global_batch),
+            s,
+            mesh=replace(s.mesh, **self.sizes),
+            model=replace(s.model, remat=self.remat),
+            data=replace(s.data, global_batch=self.global_batch),
+            sequence=replace(s.sequence, scheme=self.scheme or s.sequence.scheme, order=self.order or s.sequence.order),
+            experts=replace(s.experts, dispatch=self.dispatch or s.experts.dispatch),
             accumulation=self.accumulation,
         )
 
@@ -48,7 +55,9 @@ class Candidate:
         """Returns key -> value, as a command line has them."""
         found = {f"mesh.{axis}": str(size) for axis, size in self.sizes.items()}
         found |= {"model.remat": self.remat, "accumulation": str(self.accumulation)}
-        return found | {"data.global_batch": str(self.global_batch)}
+        found["data.global_batch"] = str(self.global_batch)
+        chosen = {"sequence.scheme": self.scheme, "sequence.order": self.order, "experts.dispatch": self.dispatch}
+        return found | {key: value for key, value in chosen.items() if value is not None}
 
 
 def candidate_of(sections: Any, sizes: Mapping[str, int]) -> Candidate:

@@ -16,7 +16,9 @@ class Chip:
 
     kind: as `jax.Device.device_kind` says it. memory: bytes of HBM. bandwidth: of HBM, bytes/s. link: bytes/s that a device
     sends along one mesh axis in a collective, within the slice or the host. network: the same between hosts; None where the
-    links reach all devices. host: devices of a host. source: where link and network are from.
+    links reach all devices. between_slices: the same between TPU slices, over the data-centre network; None for GPUs.
+    host: devices of a host. source: where link, network and between_slices are from. dims: of a TPU slice's shape, which counts
+    chips; per_chip: devices of one, as JAX shows them.
     """
 
     name: str
@@ -28,15 +30,30 @@ class Chip:
     host: int
     network: float | None = None
     source: str = ""
+    between_slices: float | None = None
+    dims: int = 0
+    per_chip: int = 1
 
     @property
     def flops(self) -> float:
-        """Dense bf16 FLOP/s, of the data sheet."""
-        return PEAKS[max((n for n in PEAKS if self.kind.startswith(n)), key=len)]
+        """Dense bf16 FLOP/s of a device, of the data sheet."""
+        return PEAKS[max((n for n in PEAKS if self.kind.startswith(n)), key=len)] / self.per_chip
 
 
-def _tpu(name: str, kind: str, memory: int, bandwidth: float, link: float, source: str) -> Chip:
-    return Chip(name, kind, "tpu", memory * GIB, bandwidth, link, 4, None, source)
+def _tpu(
+    name: str,
+    kind: str,
+    memory: int,
+    bandwidth: float,
+    link: float,
+    between: float,
+    source: str,
+    dims: int,
+    devices: int = 1,
+) -> Chip:
+    """Takes the facts of a chip, and returns those of one of its devices, which share them."""
+    each = (memory * GIB // devices, bandwidth / devices, link / devices, 4 * devices)
+    return Chip(name, kind, "tpu", *each, None, source, between / devices, dims, devices)
 
 
 def _gpu(name: str, kind: str, memory: float, bandwidth: float, link: float, network: float, source: str) -> Chip:
@@ -48,11 +65,11 @@ def _gpu(name: str, kind: str, memory: float, bandwidth: float, link: float, net
 CHIPS = {
     chip.name: chip
     for chip in (
-        _tpu("v4", "TPU v4", 32, 1228e9, 100e9, "2400 Gbit/s a chip over 6 links"),
-        _tpu("v5e", "TPU v5 lite", 16, 819e9, 100e9, "1600 Gbit/s a chip over 4 links"),
-        _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, "4800 Gbit/s a chip over 6 links"),
-        _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, "3584 Gbit/s a chip over 4 links"),
-        _tpu("tpu7x", "TPU7x", 192, 7380e9, 400e9, "9600 Gbit/s a chip over 6 links"),
+        _tpu("v4", "TPU v4", 32, 1228e9, 100e9, 6.25e9, "2400 Gbit/s a chip over 6 links; between slices as v5p, assumed", 3),
+        _tpu("v5e", "TPU v5 lite", 16, 819e9, 100e9, 3.125e9, "1600 Gbit/s a chip over 4 links; between slices 25 Gbit/s", 2),
+        _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, 6.25e9, "4800 Gbit/s a chip over 6 links; between slices 50 Gbit/s", 3),
+        _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, 12.5e9, "3584 Gbit/s a chip over 4 links; between slices 100 Gbit/s", 2),
+        _tpu("tpu7x", "TPU7x", 192, 7380e9, 400e9, 12.5e9, "9600 Gbit/s a chip over 6 links; between slices 100 Gbit/s", 3, 2),
         _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "taken for that of an H200 (an assumption); 400 Gbit/s a GPU"),
         _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured; 400 Gbit/s a GPU"),
         _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice an H200's (an assumption); 400 Gbit/s a GPU"),
@@ -69,5 +86,6 @@ def chip_of_kind(kind: str) -> Chip | None:
 def chip_of(name: str) -> Chip:
     """Returns the device of that name. Raises ValueError for one that is not known."""
     if name not in CHIPS:
-        raise ValueError(f"device = {name!r} is not known; use one of {', '.join(CHIPS)}")
+        known = ", ".join(n for n, chip in CHIPS.items() if chip.platform == "gpu")
+        raise ValueError(f"device = {name!r} is not known; use one of {known}, or topology=v5p:4x4x4 for TPUs")
     return CHIPS[name]

@@ -36,7 +36,7 @@ def compiled_step(sections: Any, target: Target) -> Compiled:
     """Returns what the recipe's step needs on a target.
 
     Raises:
-      ValueError: the recipe does not fit the mesh. RuntimeError: the compiler is not installed.
+      ValueError: the recipe does not fit the mesh. NoCompiler: none can be asked.
       jax.errors.JaxRuntimeError: the compiler refuses, as when a TPU's memory does not hold the program; its message says by
         how much.
     """

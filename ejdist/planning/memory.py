@@ -17,6 +17,7 @@ from ejdist.layout import axes_in
 from ejdist.mesh import SP, TP
 from ejdist.models.model import Model
 from ejdist.models.parameters import Param
+from ejdist.models.part import Part
 from ejdist.planning.activations import Share, bytes_of, counted_parts
 from ejdist.planning.candidates import rows_over
 from ejdist.training.program import check_sizes, stored_places
@@ -85,6 +86,7 @@ def share_of(sections: Any, mesh: Any) -> Share:
         gathers=s.sequence.scheme == "all_gather",
         experts=math.prod(mesh.shape[a] for a in s.experts.axes),
         buffer=s.experts.buffer,
+        gathers_tokens=s.experts.dispatch == "all_gather",
     )
 
 
@@ -110,7 +112,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     """Returns the bytes of a recipe's step on a mesh, which may be abstract.
 
     Args:
-      of: `held(sections, model, mesh)`, also of another batch and remat.
+      of: `held(sections, model, mesh)`, also of another batch and remat. `experts.dispatch` is a scheme; auto counts as one
+        that gathers nothing.
       platform: tpu or gpu.
     """
     s, c, parameters = sections, sections.model, of.parameters
@@ -130,7 +133,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     parts, each = counted_parts(c), bytes_of(c, share)
     inputs = 0 if c.remat == "offload" else c.num_layers * x  # under which they wait in the host's memory
     kept = inputs + sum(n * each[part].kept[c.remat] for part, n in parts.items())
-    work = max(p.work for p in each.values())
+    work = max(p.work + (_more_on_a_gpu(c, part, share) if platform == "gpu" else 0) for part, p in each.items())
     stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
     copies = b * sum(p.local for p in stacks) if b < 4 else 0
     gradients = b * sum(p.local for p in stacks)
@@ -139,13 +142,15 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     whole = max(_gathered(c, stacks, b).values())
     gathered_head = b * head if split or b < 4 else 0
     rows = rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
+    # XLA for GPUs makes the zeros that a gradient of a gathered table is added to in one go with those of the head.
+    early = 4 * head if platform == "gpu" and split and not c.tie_embeddings else 0
 
     moments = {
         "the loss": {
             "activations kept": kept,
             "weights in the compute dtype": copies,
             "gathered weights": gathered_head,
-            "gradients": 4 * head + sums,
+            "gradients": 4 * head + sums + early,
             "logits": (4 + b) * rows * vocabulary,
             "activations at work": 3 * x,
         },
@@ -153,7 +158,7 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
             "activations kept": kept,
             "weights in the compute dtype": copies,
             "gathered weights": 2 * whole,
-            "gradients": 4 * head + gradients + sums,
+            "gradients": 4 * head + gradients + sums + early,
             "activations at work": work,
         },
         "the gradient of the embedding": {
@@ -167,6 +172,15 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     if (gaps := GAPS[platform] - 1) > 0:
         classes["gaps of the heap"] = int(gaps * sum(classes.values()))
     return Memory({**always, **{name: n for name, n in classes.items() if n}}, moment, arguments)
+
+
+def _more_on_a_gpu(c: Any, part: Part, share: Share) -> int:
+    """Returns the bytes that a part's backward has there beside those of `bytes_of`."""
+    # A ring's sums begin as zeros in float32, which XLA takes out of the loop over layers: of two kernels, in every layer.
+    query = share.tokens * c.num_heads * c.head_dim // share.features
+    zeros = 2 * 4 * query if share.sequence > 1 else 0
+    # The kernel of the activation's product has three results of width F beside its three operands.
+    return zeros + (share.tokens * c.ffn_dim // share.features * share.itemsize if part.name == "mlp" else 0)
 
 
 def _gathered(c: Any, stacks: list[Stored], itemsize: int) -> dict[str, int]:

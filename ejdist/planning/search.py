@@ -1,25 +1,40 @@
-"""The search: every legal mesh, remat policy, accumulation and batch, by predicted memory and time; the best are compiled."""
+"""The search: every legal mesh, remat policy, accumulation and batch, by predicted memory and time; the best are compiled.
+
+How keys travel over sp, how tokens lie there and how tokens get to experts change little of a plan, so the fastest plans alone
+are looked at with each of these: all begin as a zigzag ring, and with an all-to-all.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejdist.mesh import AXES, EP, mesh_shape
+from ejdist.mesh import AXES, EP, SP, between_slices, mesh_shape
 from ejdist.models.config import KINDS
 from ejdist.planning.candidates import Candidate, candidate_of, rows_over
 from ejdist.planning.compiled import Compiled
-from ejdist.planning.memory import Held, Memory, held, memory
-from ejdist.planning.step_time import StepTime, step_time
+from ejdist.planning.links import Links
+from ejdist.planning.measured import Measured
+from ejdist.planning.memory import Held, Memory, held, memory, share_of
+from ejdist.planning.step_time import StepTime, dispatch_of, step_time
 from ejdist.planning.targets import Target
 
 REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
 # What is searched; offload waits for the host's memory, whose size and speed are not known.
-SEARCHED = (*(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH)
+SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
+SEARCHED = (*(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH)
 POLICIES = ("none", "dots", "attention", "full")
+# The first is where a plan begins. Striped tokens lie as evenly as a zigzag's, and are compared one by one.
+SCHEMES, ORDERS, DISPATCHES = (
+    ("ring", "all_gather"),
+    ("zigzag", "contiguous"),
+    ("all_to_all", "ragged_all_to_all", "all_gather"),
+)
+VARIED = 50  # plans that are looked at with each of these
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
 # 405B's largest batch; a step has one row at least.
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
@@ -62,16 +77,17 @@ class Found:
 class Predictor:
     """Predicts the steps of one recipe on one target. What a mesh holds is computed once, whatever the batch and remat."""
 
-    def __init__(self, sections: Any, target: Target) -> None:
+    def __init__(self, sections: Any, target: Target, measured: Measured | None = None) -> None:
         self.sections, self.target, self.model = sections, target, sections.model.build()
+        self.links = Links(target.chip, target.per_host, target.slices, measured, target.side)
         self._held: dict[tuple[int, ...], Held | None] = {}
 
     def __call__(self, candidate: Candidate, room: float = math.inf) -> Memory | Predicted | None:
         """Returns the prediction; memory alone where that is more than `room`, None for what is not legal."""
-        s, mesh = candidate.applied(self.sections), candidate.abstract_mesh()
+        s = candidate.applied(self.sections)
         if candidate.mesh not in self._held:
             try:
-                self._held[candidate.mesh] = held(s, self.model, mesh)
+                self._held[candidate.mesh] = self._legal(s, candidate)
             except ValueError:
                 self._held[candidate.mesh] = None
         of = self._held[candidate.mesh]
@@ -80,17 +96,55 @@ class Predictor:
     def checked(self, candidate: Candidate) -> Predicted:
         """Returns the prediction. Raises ValueError, naming the size, for what is not legal."""
         s = candidate.applied(self.sections)
-        made = self._predicted(s, candidate, held(s, self.model, candidate.abstract_mesh()), math.inf)
+        made = self._predicted(s, candidate, self._legal(s, candidate), math.inf)
         assert isinstance(made, Predicted)
         return made
 
+    def _legal(self, s: Any, candidate: Candidate) -> Held:
+        """Returns what the candidate's mesh holds. Raises ValueError, naming the size, where it does not fit."""
+        _check(s)
+        if (n := self.target.slices) > 1:
+            slices = [range(self.target.count // n)] * n
+            between_slices(candidate.sizes, slices, s.mesh.fsdp_across_slices)
+        ranks = math.prod(candidate.sizes[a] for a in s.experts.axes if a in AXES)
+        way, axes = s.experts.dispatch, list(s.experts.axes)
+        if ranks > 1 and s.model.experts.num and (way == "local" or (way == "two_level" and len(axes) < 2)):
+            needs = "one device" if way == "local" else "two axes"
+            raise ValueError(
+                f"{DISPATCH} = {way!r} is for experts on {needs}, and experts.axes = {axes} has {ranks} devices; leave it out, "
+                "or use auto"
+            )
+        return held(s, self.model, candidate.abstract_mesh())
+
     def _predicted(self, s: Any, candidate: Candidate, of: Held, room: float) -> Memory | Predicted:
-        mesh, chip = candidate.abstract_mesh(), self.target.chip
-        needed = memory(s, of, mesh, chip.platform)
+        mesh = candidate.abstract_mesh()
+        if s.experts.dispatch == "auto":
+            share = share_of(s, mesh)
+            if share.experts > 1 and s.model.experts.num:
+                s = replace(s, experts=replace(s.experts, dispatch=dispatch_of(s, share, self.links)))
+        needed = memory(s, of, mesh, self.target.chip.platform)
         if needed.total > room:
             return needed
-        time = step_time(s, of, mesh, chip, per_host=self.target.per_host)
+        time = step_time(s, of, mesh, self.links)
         return Predicted(candidate, needed, time, s.data.global_batch * s.data.sequence_length)
+
+
+def _check(s: Any) -> None:
+    """Raises ValueError for a value of the recipe that no mesh can mend."""
+    for key, value, least in (
+        ("data.sequence_length", s.data.sequence_length, 2),
+        (BATCH, s.data.global_batch, 1),
+        (ACCUMULATION, s.accumulation, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{key} must be at least {least}, got {value}")
+    if s.sequence.scheme not in SCHEMES:
+        raise ValueError(f"{SCHEME} = {s.sequence.scheme!r} is unknown; use one of {', '.join(SCHEMES)}")
+    for axis, size in s.mesh.sizes.items():
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"mesh.{axis} must be a positive number, or -1 for what is left of the devices; got {size}"
+            )
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -130,8 +184,24 @@ def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Ca
     policies = (s.model.remat,) if REMAT in given else POLICIES
     for mesh in meshes(count, sizes, mixed):
         over = rows_over(dict(zip(AXES, mesh, strict=True)))
+        first = next(_ways(s, mesh, given))
         for rows, parts in _batches(s, over, given):
-            yield from (Candidate(mesh, policy, parts, rows) for policy in policies)
+            yield from (Candidate(mesh, policy, parts, rows, *first) for policy in policies)
+
+
+def _ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:
+    """Yields (scheme, order, dispatch) of what a mesh leaves to choose; None as the recipe has it."""
+    sizes = dict(zip(AXES, mesh, strict=True))
+    split = sizes[SP] > 1
+    even = s.data.sequence_length % (2 * sizes[SP]) == 0
+    orders = ORDERS if even else ("contiguous",)
+    mixed = bool(s.model.experts.num) and math.prod(sizes[a] for a in s.experts.axes) > 1
+    two = ("two_level",) if len(s.experts.axes) == 2 else ()
+    yield from itertools.product(
+        SCHEMES if split and SCHEME not in given else (None,),
+        orders if split and ORDER not in given else (None,),
+        (*DISPATCHES, *two) if mixed and DISPATCH not in given else (None,),
+    )
 
 
 def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, int]]:
@@ -153,12 +223,14 @@ def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, i
 
 def ranked(found: Sequence[Predicted]) -> list[Predicted]:
     """Returns the predictions, best first: by tokens a second; among those within 2% of the fastest that is left, the smallest
-    batch, then the least memory."""
+    batch, then the least memory, then a ring, whose transfers hide under work."""
     left, order = sorted(found, key=lambda p: -p.rate), []
     while left:
         fastest = left[0].rate
         alike = [p for p in left if p.rate >= fastest * (1 - ALIKE)]
-        order += sorted(alike, key=lambda p: (p.candidate.global_batch, p.memory.total))
+        order += sorted(
+            alike, key=lambda p: (p.candidate.global_batch, p.memory.total, p.candidate.scheme == SCHEMES[1])
+        )
         left = left[len(alike) :]
     return order
 
@@ -170,6 +242,7 @@ def search(
     compile_step: Callable[[Any], Compiled | None] | None,
     *,
     finalists: int = 3,
+    measured: Measured | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> Found:
     """Returns the best plan of a recipe.
@@ -179,12 +252,14 @@ def search(
       compile_step: sections -> what the compiler says, None where there is none to ask; raises `DoesNotFit` where it refuses.
         None: predictions alone.
       finalists: how many may be compiled until one fits.
+      measured: how fast the devices communicate; None by the data sheet.
       told: takes a line before each compilation.
 
     Raises:
       ValueError: the given sizes fit no plan.
     """
-    predictor, fitting, count = Predictor(sections, target), [], 0
+    _check(sections)
+    predictor, fitting, count = Predictor(sections, target, measured), [], 0
     smallest: tuple[int, Candidate] | None = None
     room = target.chip.memory / (1 + MARGIN)
     for candidate in candidates(sections, target.count, given):
@@ -199,6 +274,12 @@ def search(
     if not count:
         _explain(sections, target, given, predictor)
     least = predictor.checked(smallest[1]) if smallest and not fitting else None
+    for plan in ranked(fitting)[:VARIED]:
+        of = plan.candidate
+        for scheme, order, dispatch in itertools.islice(_ways(sections, of.mesh, given), 1, None):
+            made = predictor(replace(of, scheme=scheme, order=order, dispatch=dispatch), room)
+            count += 1
+            fitting += [made] if isinstance(made, Predicted) else []
     order, refused = ranked(fitting), []
     if compile_step is None:
         return Found(order[0] if order else None, None, order[1:4], (), count, least)
@@ -236,9 +317,17 @@ class DoesNotFit(Exception):
 
 def _explain(sections: Any, target: Target, given: Collection[str], predictor: Predictor) -> None:
     """Raises ValueError that says why there is no legal plan: what is wrong with the first one that there might be."""
+    rows, parts = sections.data.global_batch, sections.accumulation
+    if {BATCH, ACCUMULATION} <= set(given) and rows % parts:
+        raise ValueError(f"{BATCH} = {rows} must be a multiple of {ACCUMULATION} = {parts}")
+    sizes, n = sections.mesh, target.slices
+    if "mesh.dp" in given and sizes.dp % n and sizes.dp != -1 and not sizes.fsdp_across_slices:
+        raise ValueError(
+            f"mesh.dp = {sizes.dp} must be a multiple of {n}: it alone goes over the network between {n} TPU slices"
+        )
     if BATCH in given and not any(True for _ in candidates(sections, target.count, given)):
         raise ValueError(
-            f"data.global_batch = {sections.data.global_batch} cannot be split over any mesh of {target.count} devices with "
+            f"{BATCH} = {rows} cannot be split over any mesh of {target.count} devices with "
             f"the keys that are given; give a multiple, or leave {BATCH} open"
         )
     for candidate in candidates(sections, target.count, given):
@@ -254,14 +343,16 @@ def overrides_text(candidate: Candidate, given: Collection[str]) -> str:
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def nearest(sections: Any, target: Target, given: Collection[str]) -> list[tuple[str, Predicted, dict[str, str]]]:
+def nearest(
+    sections: Any, target: Target, given: Collection[str], measured: Measured | None = None
+) -> list[tuple[str, Predicted, dict[str, str]]]:
     """Returns plans that fit, each with one thing changed: (what was changed, the plan, what to give in place of
     what was given). All are predicted, and none is compiled."""
     found = []
 
     def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
         try:
-            best = search(s, on, keys, None).best
+            best = search(s, on, keys, None, measured=measured).best
         except ValueError:
             return False
         if best is not None:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ejdist.experts.choice import choose
-from ejdist.mesh import AXES, BATCH_AXES, SP, TP
+from ejdist.mesh import BATCH_AXES, SP, TP
 from ejdist.models.part import Part
 from ejdist.planning.activations import Share, bytes_of, counted_parts
-from ejdist.planning.chips import Chip
+from ejdist.planning.links import NETWORK, Links, Traffic
 from ejdist.planning.memory import Held, Stored, share_of
 
-# Of the data sheet's FLOP/s: products, products of rows grouped by expert, attention; of its bytes/s; of a link's rate.
-MATMUL, GROUPED, ATTENTION, BANDWIDTH, LINK = 0.78, 0.5, 0.38, 0.85, 0.45
+# Of the data sheet's FLOP/s: products, products of rows grouped by expert, attention; of its bytes/s.
+MATMUL, GROUPED, ATTENTION, BANDWIDTH = 0.78, 0.5, 0.38, 0.85
 EXPOSED = 0.5  # of the time of collectives
 # Passes over what a part holds at the height of its backward, in a layer's forward and backward.
 PASSES = 4
@@ -31,8 +30,8 @@ LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient writte
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by term, bytes that a device sends along each axis, and FLOPs of the step on all devices, by the
-    convention `causal` of `ejdist.training.flops`."""
+    """Seconds of a step by term, bytes that a device sends along each axis (over slices: `NETWORK`), and FLOPs of the step on
+    all devices, by the convention `causal` of `ejdist.training.flops`."""
 
     seconds: dict[str, float]
     sent: dict[str, int]
@@ -50,14 +49,14 @@ class StepTime:
         return self.flops / self.total / self.devices / self.peak
 
 
-def step_time(sections: Any, of: Held, mesh: Any, chip: Chip, *, per_host: int, pairs: float | None = None) -> StepTime:
+def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float | None = None) -> StepTime:
     """Returns the time of a recipe's step on a mesh, which may be abstract.
 
     Args:
-      per_host: devices of a host.
+      links: of the devices.
       pairs: (query, key) pairs of a layer without a window, over the batch; default: those of one document a row.
     """
-    s, c = sections, sections.model
+    s, c, chip = sections, sections.model, links.chip
     share, length, rows = share_of(s, mesh), s.data.sequence_length, s.data.global_batch
     devices, tokens = math.prod(mesh.shape.values()), rows * length
     again = c.remat in ("attention", "full", "offload")
@@ -71,23 +70,24 @@ def step_time(sections: Any, of: Held, mesh: Any, chip: Chip, *, per_host: int, 
         recomputed = {"mlp": 2 / 3 * again, "experts": float(c.remat != "none")}.get(part.name, float(again))
         computed += token * (3 + recomputed) * (MATMUL / GROUPED if part.name == "experts" else 1)
         visible += seen
-        attention += seen * (3.5 + (c.remat == "full"))  # a backward has five products to the forward's two
+        uneven = imbalance(s.sequence.order, share.sequence, flops.window, length)
+        attention += seen * uneven * (3.5 + (c.remat == "full"))  # a backward has five products to the forward's two
     head = 2 * c.vocab_size * c.model_dim
     matmuls, computed = matmuls + head, computed + head * (4 if share.features > 1 else 3)
     each = bytes_of(c, share)
     work = sum(n * each[part].work for part, n in counted_parts(c).items())
     passed = s.accumulation * (PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features)
     state = STATE_BYTES * sum(p.local for p in of.parameters)
-    sent = traffic(s, of.parameters, share, mesh, chip)
+    sent = traffic(s, of.parameters, share, mesh, links)
     busy = {
         "matmuls": computed * tokens / devices / (MATMUL * chip.flops),
         "attention": attention / devices / (ATTENTION * chip.flops),
         "passes over memory": (passed + state) / (BANDWIDTH * chip.bandwidth),
     }
-    moving = sum(n / LINK / rate_of(axis, mesh.shape, chip, per_host) for axis, n in sent.items())
+    moving = links.seconds(sent, mesh.shape)
     exposed = max(EXPOSED * moving, moving - sum(busy.values()))
     flops = 3 * (matmuls * tokens + visible)
-    return StepTime(busy | {"collectives, exposed": exposed}, sent, flops, devices, chip.flops)
+    return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops)
 
 
 def _pairs(rows: int, length: int, window: int | None, given: float | None) -> float:
@@ -98,85 +98,116 @@ def _pairs(rows: int, length: int, window: int | None, given: float | None) -> f
     return whole if given is None else given
 
 
-def rate_of(axis: str, sizes: Mapping[str, int], chip: Chip, per_host: int) -> float:
-    """Returns bytes/s of a device along an axis. Devices of a host are neighbours along the last axes; between hosts every
-    device of a group has its own way out."""
-    if chip.network is None:
-        return chip.link
-    inner = math.prod(sizes[a] for a in AXES[AXES.index(axis) + 1 :])
-    if inner * sizes[axis] <= per_host:
-        return chip.link
-    return min(chip.link, chip.network * max(1, per_host // inner))
-
-
-def traffic(sections: Any, parameters: list[Stored], share: Share, mesh: Any, chip: Chip) -> dict[str, int]:
-    """Returns axis -> bytes that a device sends along it in a step."""
-    sent: Counter[str] = Counter()
+def traffic(sections: Any, parameters: list[Stored], share: Share, mesh: Any, links: Links) -> Traffic:
+    """Returns what a device sends in a step."""
+    micro, sent = Traffic(), Traffic()
     for p in parameters:
-        _weights(sent, sections, p, share, mesh.shape)
+        _weights(micro, sections, p, share, mesh.shape, links)
     for part, layers in counted_parts(sections.model).items():
-        for axis, n in _of_layer(sections, part, share, mesh.shape, chip).items():
-            sent[axis] += layers * n
-    return {axis: int(sent[axis] * sections.accumulation) for axis in AXES if sent[axis]}
+        micro.add_all(_of_layer(sections, part, share, mesh.shape, links), layers)
+    sent.add_all(micro, sections.accumulation)
+    return sent
 
 
-def _weights(sent: Counter[str], s: Any, p: Stored, share: Share, sizes: Mapping[str, int]) -> None:
+def _weights(sent: Traffic, s: Any, p: Stored, share: Share, sizes: Mapping[str, int], links: Links) -> None:
     """Adds the gathers of a parameter, forward and backward, and the sum of its gradient."""
     b = share.itemsize if p.param.cast and p.path != "embedding" else 4
     layers = p.path.startswith("layers.")
-    times = 3 if layers else 2  # a layer's weights are gathered again in its backward; its gradient goes back once
+    calls = p.param.shape[0] if layers else 1  # a layer is gathered by itself
+    # A layer's weights are gathered again in its backward; its gradient goes back once.
+    gathers = 2 if layers else 1
     held = p.used
-    for axis in p.over:  # the first axis has the least of it left to bring
-        held //= sizes[axis]
-        sent[axis] += times * b * held * (sizes[axis] - 1)
-    stays = [a for a in (*BATCH_AXES, SP) if sizes[a] > 1 and a not in p.over and a not in _experts_of(s, p)]
+    # What is gathered last is the most of it; what comes over slices comes first, and each device brings a part.
+    pieces = [piece for axis in p.over for piece in links.pieces(axis, sizes)]
+    for axis, size in sorted(pieces, key=lambda piece: piece[0] == NETWORK):
+        held //= size
+        sent.add(axis, "all_gather", gathers * b * held * (size - 1), gathers * calls)
+        sent.add(axis, "reduce_scatter", b * held * (size - 1), calls)
+    stays = [a for a in (*BATCH_AXES, SP) if a not in p.over and a not in _experts_of(s, p)]
     for axis in stays:
-        sent[axis] += 2 * b * p.local * (sizes[axis] - 1) // sizes[axis]
+        part = p.local
+        for name, size in links.pieces(axis, sizes):  # between slices goes what is summed inside of each
+            sent.add(name, "all_reduce", 2 * b * part * (size - 1) // size, calls)
+            part //= size
 
 
 def _experts_of(s: Any, p: Stored) -> tuple[str, ...]:
     return tuple(s.experts.axes) if "E" in p.param.dims.split() else ()
 
 
-def _of_layer(s: Any, part: Part, share: Share, sizes: Mapping[str, int], chip: Chip) -> Counter[str]:
-    """Returns what one part of one layer sends along each axis in a microbatch, beside its weights."""
-    sent: Counter[str] = Counter()
+def _of_layer(s: Any, part: Part, share: Share, sizes: Mapping[str, int], links: Links) -> Traffic:
+    """Returns what one part of one layer sends in a microbatch, beside its weights."""
+    sent = Traffic()
     c, b = s.model, share.itemsize
     x = share.tokens * c.model_dim * b
     again = c.remat in ("attention", "full", "offload")
     if (n := share.features) > 1:  # a sum of the result, and one of the gradient of the input
         sums = 2 + (again and part.name.endswith("attention"))
-        sent[TP] += int(sums * 2 * x * (n - 1) / n)
-    if part.name.endswith("attention") and (n := share.sequence) > 1:
-        heads = (c.num_heads, (c.latent.nope_dim + c.latent.rope_dim + c.latent.value_dim) / 2)
-        heads = heads if part.name == "latent_attention" else (c.num_kv_heads, c.head_dim)
-        keys = 2 * share.tokens * b * int(math.prod(heads)) // share.features
-        window = part.flops(c).window
-        own = s.data.sequence_length // n
-        hops = n - 1 if window is None or share.gathers else min(n - 1, -(-window // own))
-        forward = 2 if c.remat == "full" else 1
-        sent[SP] += (forward + 1) * keys * hops + 4 // b * keys * (hops if share.gathers else hops + 1)
-    if part.name == "experts" and (n := share.experts) > 1:
-        for axis, size in _by_axis(s.experts.axes, sizes):
-            sent[axis] += int(_experts(s, share, chip, n) * (size - 1) / (n - 1))
+        sent.add(TP, "all_reduce", int(sums * 2 * x * (n - 1) / n), sums)
+    if part.name.endswith("attention") and share.sequence > 1:
+        _keys(sent, s, part, share)
+    if part.name == "experts" and share.experts > 1:
+        _experts(sent, s, share, sizes, links)
     return sent
 
 
-def _by_axis(axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    return [(a, sizes[a]) for a in axes if sizes[a] > 1]
+def _keys(sent: Traffic, s: Any, part: Part, share: Share) -> None:
+    """Adds keys and values over sp, forward and backward, and their gradients in float32."""
+    c, b, n = s.model, share.itemsize, share.sequence
+    heads = (c.num_heads, (c.latent.nope_dim + c.latent.rope_dim + c.latent.value_dim) / 2)
+    heads = heads if part.name == "latent_attention" else (c.num_kv_heads, c.head_dim)
+    keys = 2 * share.tokens * b * int(math.prod(heads)) // share.features
+    forward = 2 if c.remat == "full" else 1
+    hops = ring_hops(s.sequence.order, n, s.data.sequence_length // n, part.flops(c).window)
+    if share.gathers and hops:
+        sent.add(SP, "all_gather", (forward + 1) * keys * (n - 1), 2 * (forward + 1))
+        sent.add(SP, "reduce_scatter", 4 // b * keys * (n - 1), 2)
+    elif hops:
+        sent.add(SP, "permute", (forward + 1) * keys * hops, 2 * (forward + 1) * hops)
+        sent.add(SP, "permute", 4 // b * keys * (hops + 1), 2 * (hops + 1))
 
 
-def _experts(s: Any, share: Share, chip: Chip, ranks: int) -> float:
-    """Returns the bytes of tokens that go to their experts and back, forward and backward; there a second time under remat."""
-    e, row = s.model.experts, s.model.model_dim * share.itemsize
-    times = 4 + (s.model.remat != "none")
-    scheme = s.experts.dispatch
-    scheme = _chosen(ranks, share, e.top_k, s.model.model_dim, chip.kind) if scheme == "auto" else scheme
-    if scheme == "all_gather":
-        return times * share.tokens * row * (ranks - 1)
-    rows = share.tokens * e.top_k * (share.buffer if scheme != "ragged_all_to_all" else 1)
-    crowded = max(ranks, 4) / 4 if chip.network is None else 1  # on a ring of devices most rows pass several links
-    return times * rows * row * (ranks - 1) / ranks * crowded
+def ring_hops(order: str, ranks: int, own: int, window: int | None) -> int:
+    """Returns how often keys are passed on: to every rank, or to those whose queries a window lets see them."""
+    if window is None or order == "striped":
+        return ranks - 1
+    if order == "contiguous":
+        return min(ranks - 1, -(-(window - 1) // own))
+    # A rank's two parts follow parts of both neighbours, so a window is met on either side.
+    return min(ranks - 1, 2 * -(-(window - 1) // (own // 2)))
+
+
+def imbalance(order: str, ranks: int, window: int | None, length: int) -> float:
+    """Returns the time of causal attention over that of an even split: of contiguous parts the last rank sees all others, and a
+    ring waits for it."""
+    if order != "contiguous" or ranks == 1 or (window is not None and window < length):
+        return 1.0
+    return (2 * ranks - 1) / ranks
+
+
+def _experts(sent: Traffic, s: Any, share: Share, sizes: Mapping[str, int], links: Links) -> None:
+    """Adds the tokens that go to their experts and back, forward and backward; there a second time under remat."""
+    e, row, ranks = s.model.experts, s.model.model_dim * share.itemsize, share.experts
+    again = int(s.model.remat != "none")
+    scheme = dispatch_of(s, share, links)
+    pieces = [piece for a in s.experts.axes for piece in links.pieces(a, sizes)]
+    for axis, size in pieces:
+        of = (size - 1) / (ranks - 1)
+        if scheme == "all_gather":
+            bytes_ = share.tokens * row * (ranks - 1) * of
+            sent.add(axis, "all_gather", (2 + again) * bytes_, 2 + again)
+            sent.add(axis, "reduce_scatter", 2 * bytes_, 2)
+            continue
+        rows = share.tokens * e.top_k * (share.buffer if scheme != "ragged_all_to_all" else 1)
+        collective = "ragged_all_to_all" if scheme == "ragged_all_to_all" else "all_to_all"
+        sent.add(axis, collective, (4 + again) * rows * row * (ranks - 1) / ranks * of, 4 + again)
+
+
+def dispatch_of(s: Any, share: Share, links: Links) -> str:
+    """Returns the scheme by which tokens get to their experts: `experts.dispatch`, or what auto chooses."""
+    if s.experts.dispatch != "auto":
+        return s.experts.dispatch
+    return _chosen(share.experts, share, s.model.experts.top_k, s.model.model_dim, links.chip.kind)
 
 
 @functools.lru_cache(maxsize=1024)

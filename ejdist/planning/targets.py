@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 import re
 import shutil
@@ -15,37 +16,70 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ejdist.planning.chips import CHIPS, Chip, chip_of
 from kernels._core.ahead_of_time import tpu_topology
 from kernels._core.target import compile_for
 
+MOST_DEVICES = 2**17  # beyond which a search takes minutes, for a machine that nobody has
+
+
+class NoCompiler(RuntimeError):
+    """There is no compiler for a target that can be asked here; the message says why."""
+
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of a kind. shape: of a TPU slice ("4x4x4"), "" for GPUs. per_host: devices of a host."""
+    """So many devices of a kind, in all. shape: of a TPU slice ("4x4x4"), "" for GPUs. per_host: devices of a host. slices: of
+    that shape."""
 
     chip: Chip
     count: int
     shape: str = ""
     per_host: int = 8
+    slices: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.chip.name}:{self.shape}" if self.shape else f"{self.count} x {self.chip.name}"
+        one = f"{self.chip.name}:{self.shape}" if self.shape else f"{self.count} x {self.chip.name}"
+        return f"{self.slices} slices of {one}" if self.slices > 1 else one
+
+    @property
+    def side(self) -> int | None:
+        """Chips along the longest side of a slice; None for GPUs."""
+        return max(map(int, self.shape.split("x"))) if self.shape else None
+
+    def check(self) -> None:
+        """Raises ValueError where the TPU compiler, if there is one to ask, knows no such slice."""
+        if self.shape:
+            with contextlib.suppress(NoCompiler):
+                self.devices()
 
     def devices(self) -> list[Any]:
         """Returns the devices, to compile for.
 
         Raises:
-          ValueError: there is no such slice. RuntimeError: the compiler is not installed.
+          ValueError: there is no such slice. NoCompiler: none is installed, or it knows the slice and not so many of it.
         """
         if self.shape:
-            found = list(tpu_topology(self.name).devices)
+            found = self._tpus()
         else:
             found = list(_gpus(self.chip.name, self.count, self.per_host).devices)
         if len(found) != self.count:
             raise ValueError(f"topology = {self.name!r} has {len(found)} devices, and not {self.count}")
         return found
+
+    def _tpus(self) -> list[Any]:
+        one = f"{self.chip.name}:{self.shape}"
+        try:
+            return list(tpu_topology(one, slices=self.slices).devices)
+        except RuntimeError as error:
+            raise NoCompiler(str(error)) from None
+        except ValueError as error:
+            if self.slices > 1 and tpu_topology(one):  # which raises where there is no such slice either
+                raise NoCompiler(f"the compiler knows {one}, and not {self.slices} slices of it ({error})") from None
+            raise
 
     @contextlib.contextmanager
     def lowering(self) -> Iterator[None]:
@@ -57,8 +91,10 @@ class Target:
                 yield
 
 
-def target_of(topology: str | None, devices: int | None, device: str | None, per_host: int | None) -> Target:
-    """Returns what a command line asks for: `topology`, or `devices` of a `device`.
+def target_of(
+    topology: str | None, devices: int | None, device: str | None, per_host: int | None, slices: int | None = None
+) -> Target:
+    """Returns what a command line asks for: `topology`, `slices` times, or `devices` of a `device`.
 
     Raises:
       ValueError: both or neither, a kind that is not known, or numbers that do not fit.
@@ -76,13 +112,27 @@ def target_of(topology: str | None, devices: int | None, device: str | None, per
             )
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
             raise ValueError(f"topology = {topology!r} must be GENERATION:SHAPE, for example topology=v5p:4x4x4")
-        count = functools.reduce(lambda a, b: a * b, map(int, shape.split("x")))
-        return Target(chip_of(name), count, shape, chip_of(name).host)
+        chip, sizes = chip_of(name), [int(n) for n in shape.split("x")]
+        if len(sizes) != chip.dims:
+            example = {2: "4x4", 3: "4x4x4"}[chip.dims]
+            raise ValueError(
+                f"topology = {topology!r}: a slice of {name} has {chip.dims} dims, for example {name}:{example}"
+            )
+        count = chip.per_chip * math.prod(sizes)
+        if count * (slices or 1) > MOST_DEVICES:
+            raise ValueError(
+                f"topology = {topology!r}: that is {count * (slices or 1):,} devices; at most {MOST_DEVICES:,}"
+            )
+        return Target(chip, (slices or 1) * count, shape, min(chip.host, count), slices or 1)
     if not devices or not device:
         raise ValueError("give topology=GENERATION:SHAPE, for example topology=v5p:4x4x4, or devices=64 device=h200")
+    if slices:
+        raise ValueError("slices= is of TPUs, and this is a plan for GPUs; leave it out")
     chip = chip_of(device)
     if chip.platform != "gpu":
         raise ValueError(f"device = {device!r} is a TPU: give topology={device}:SHAPE, for example topology=v5p:4x4x4")
+    if devices > MOST_DEVICES:
+        raise ValueError(f"devices = {devices:,} is more than there is anywhere; at most {MOST_DEVICES:,}")
     per_host = per_host or chip.host
     if devices > per_host and devices % per_host:
         raise ValueError(f"devices = {devices} must be a multiple of devices_per_host = {per_host}")
@@ -138,8 +188,8 @@ def _gpus(name: str, count: int, per_host: int) -> Any:
         return topologies.get_topology_desc(
             chip_of(name).kind, "cuda", target_config=_described(name), topology=f"1x{hosts}x{count // hosts}"
         )
-    except Exception as error:
-        raise RuntimeError(f"the CUDA plugin of JAX cannot be asked ({str(error).splitlines()[0][:200]})") from None
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # there is no plugin; it refuses
+        raise NoCompiler(f"the CUDA plugin of JAX cannot be asked ({str(error).splitlines()[0][:200]})") from None
 
 
 def _prefer_own_tools() -> None:

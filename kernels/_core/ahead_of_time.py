@@ -274,7 +274,9 @@ def tpu_topology(name: str, slices: int = 1) -> Any:
     """
     from jax.experimental import topologies
 
-    several = {"num_slices": slices} if slices > 1 else {}
+    several: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if name.startswith("v4:"):  # whose chips JAX shows as one device each
+        several["chip_config_name"] = "megacore"
     with _topology_lock, _libtpu_settings():
         try:
             return topologies.get_topology_desc(platform="tpu", topology_name=name, **several)

@@ -4,7 +4,8 @@ from faults import Fault
 
 MEMORY, ACTIVATIONS = "ejdist/planning/memory.py", "ejdist/planning/activations.py"
 TIME, SEARCH, PLAN = "ejdist/planning/step_time.py", "ejdist/planning/search.py", "launch/plan.py"
-TARGETS, BENCHMARK = "ejdist/planning/targets.py", "benchmarks/plan.py"
+TARGETS, CHIPS = "ejdist/planning/targets.py", "ejdist/planning/chips.py"
+LINKS, MEASURED, CURRICULUM = (f"ejdist/planning/{name}.py" for name in ("links", "measured", "curriculum"))
 TESTS, COMMAND = "tests/test_planning.py", "tests/test_plan.py"
 
 FAULTS = (
@@ -38,23 +39,23 @@ FAULTS = (
     ),
     Fault(
         "hosts are joined as fast as the devices of one",
-        TIME,
-        "if inner * sizes[axis] <= per_host:",
-        "if sizes[axis] <= per_host:",
+        LINKS,
+        "if _inner(axis, sizes) * sizes[axis] <= per_host",
+        "if sizes[axis] <= per_host",
         f"{TESTS} -k slower_between_hosts",
     ),
     Fault(
         "attention's backward takes no time",
         TIME,
-        "seen * (3.5 + ",
-        "seen * (1.0 + ",
+        "seen * uneven * (3.5 + ",
+        "seen * uneven * (1.0 + ",
         f"{TESTS} -k measured_steps",
     ),
     Fault(
         "weights are gathered once a step",
         TIME,
-        "times = 3 if layers else 2",
-        "times = 1",
+        "gathers = 2 if layers else 1",
+        "gathers = 0",
         f"{TESTS} -k travels_along",
     ),
     Fault(
@@ -112,5 +113,131 @@ FAULTS = (
         "if topology and (devices or device or per_host):",
         "if False:",
         f"{TESTS} -k targets_that_are_refused",
+    ),
+    Fault(
+        "what was measured is not read",
+        LINKS,
+        "if self.measured is None:",
+        "if True:",
+        f"{COMMAND} -k takes_the_place",
+    ),
+    Fault(
+        "the latency of small messages is forgotten",
+        MEASURED,
+        "            return points[0][1]\n",
+        "            return points[0][1] * sent / points[0][0]\n",
+        f"{TESTS} -k message_takes_the_time",
+    ),
+    Fault(
+        "what is assumed of an axis is called measured",
+        LINKS,
+        "if axis in (best.name, NETWORK) and best.size == size:",
+        "if True:",
+        f"{COMMAND} -k said_to_be_assumed",
+    ),
+    Fault(
+        "links of another kind of device are taken",
+        MEASURED,
+        "if there is None or there.name != chip.name:",
+        "if False:",
+        f"{COMMAND} -k bandwidths_that_are_refused",
+    ),
+    Fault(
+        "a damaged time of a collective is taken",
+        MEASURED,
+        "0 < seconds < 1e6",
+        "True",
+        f"{COMMAND} -k bandwidths_that_are_refused",
+    ),
+    Fault(
+        "an axis inside of a slice is said to go over several",
+        LINKS,
+        "dp = math.gcd(sizes[DP], slices)",
+        "dp = 1",
+        f"{COMMAND} -k bytes_between_slices",
+    ),
+    Fault(
+        "every replica sends its own sum to the other slices",
+        TIME,
+        "            part //= size\n",
+        "",
+        f"{COMMAND} -k bytes_between_slices",
+    ),
+    Fault(
+        "a plan whose ring leaves its slice is legal",
+        SEARCH,
+        "            between_slices(candidate.sizes, slices, s.mesh.fsdp_across_slices)\n",
+        "",
+        f"{COMMAND} -k only_dp_goes",
+    ),
+    Fault(
+        "contiguous parts are as even as a zigzag's",
+        TIME,
+        "return (2 * ranks - 1) / ranks",
+        "return 1.0",
+        f"{TESTS} -k contiguous_parts",
+    ),
+    Fault(
+        "a given order is searched",
+        SEARCH,
+        "orders if split and ORDER not in given else (None,)",
+        "orders if split else (None,)",
+        f"{TESTS} -k sequence_and_the_experts",
+    ),
+    Fault(
+        "a ragged exchange is as fast as a dense one on every device",
+        LINKS,
+        "return slower * known.all_to_all / getattr(known, collective)",
+        "return slower",
+        f"{TESTS} -k without_rates",
+    ),
+    Fault(
+        "tokens of all ranks take no room",
+        MEMORY,
+        'gathers_tokens=s.experts.dispatch == "all_gather"',
+        "gathers_tokens=False",
+        f"{TESTS} -k tokens_that_are_gathered",
+    ),
+    Fault(
+        "zeros that XLA makes early are not counted",
+        MEMORY,
+        'early = 4 * head if platform == "gpu"',
+        'early = 0 if platform == "gpu"',
+        f"{TESTS} -k zeros_of_a_gathered_table",
+    ),
+    Fault(
+        "the mesh of a stage on the command line is searched",
+        CURRICULUM,
+        "keys = keys | set(_MESH) if listed else keys - set(_MESH)",
+        "keys = keys - set(_MESH)",
+        f"{COMMAND} -k stages_of_the_command_line",
+    ),
+    Fault(
+        "what is pasted has the stages without what was found",
+        CURRICULUM,
+        '(mesh.sizes if plan is None else plan["mesh"])',
+        "mesh.sizes",
+        f"{COMMAND} -k each_stage",
+    ),
+    Fault(
+        "a fault of the program is taken for a missing compiler",
+        PLAN,
+        "except NoCompiler as error:",
+        "except RuntimeError as error:",
+        f"{COMMAND} -k are_no_estimates",
+    ),
+    Fault(
+        "any error of JAX is a plugin that is not there",
+        TARGETS,
+        "except (NotImplementedError, jax.errors.JaxRuntimeError) as error:",
+        "except Exception as error:",
+        f"{TESTS} -k a_plugin_that",
+    ),
+    Fault(
+        "a chip of the seventh generation is one device",
+        CHIPS,
+        'between slices 100 Gbit/s", 3, 2),',
+        'between slices 100 Gbit/s", 3),',
+        f"{TESTS} -k as_many_devices",
     ),
 )

@@ -1,0 +1,67 @@
+"""Plans of a length curriculum: one for each stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ejdist.mesh import AXES
+from ejdist.planning.search import ACCUMULATION, BATCH, DISPATCH, ORDER, REMAT, SCHEME
+from ejdist.training.curriculum import Stage, StageSection, stages_of
+
+_MESH = tuple(f"mesh.{axis}" for axis in AXES)
+# Keys that a stage does not have, and the rows of its batches, which say how many tokens the run sees.
+_OF_THE_RUN = (BATCH, SCHEME, ORDER, DISPATCH)
+
+
+def stages(sections: Any, given: set[str], listed: bool) -> list[tuple[Stage, set[str]]]:
+    """Returns each stage of a recipe with the keys of the search that stay as it has them.
+
+    Args:
+      given: keys of the command line.
+      listed: the stages are of the command line too, so what they name stays; what a recipe's file says of them is open.
+
+    Raises:
+      ValueError: a stage is wrong; names the key.
+    """
+    found = []
+    for stage, section in zip(stages_of(sections), sections.curriculum, strict=True):
+        keys = given | set(_OF_THE_RUN)
+        if section.mesh is not None:  # it is the whole of the stage's mesh
+            keys = keys | set(_MESH) if listed else keys - set(_MESH)
+        for key, value in ((REMAT, section.remat), (ACCUMULATION, section.accumulation)):
+            if value is not None:
+                keys = keys | {key} if listed else keys - {key}
+        found.append((stage, keys))
+    return found
+
+
+def overrides_text(sections: Any, plans: Sequence[Mapping[str, Any] | None]) -> str:
+    """Returns `curriculum=...` as a command line has it: every stage of the recipe, with what was found for it.
+
+    Args:
+      plans: of each stage its mesh (axis -> devices), and what was `chosen` (key -> value); None where nothing was searched.
+    """
+    return (
+        f"curriculum='[{', '.join(_text(sections, *pair) for pair in zip(sections.curriculum, plans, strict=True))}]'"
+    )
+
+
+def _text(sections: Any, section: StageSection, plan: Mapping[str, Any] | None) -> str:
+    named = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
+    words: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if plan is not None:
+        words |= {
+            key.rpartition(".")[2]: value for key, value in plan["chosen"].items() if key in (REMAT, ACCUMULATION)
+        }
+    mesh = section.mesh or (None if plan is None else sections.mesh)
+    if mesh is not None:  # it is the whole of the stage's mesh
+        sizes = {a: n for a, n in (mesh.sizes if plan is None else plan["mesh"]).items() if n != 1}
+        across = {"fsdp_across_slices": True} if mesh.fsdp_across_slices else {}
+        words["mesh"] = _braces(sizes | across or {AXES[0]: 1})
+    return _braces(words)
+
+
+def _braces(words: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {str(v).lower() if isinstance(v, bool) else v}" for key, v in words.items()) + "}"

@@ -1,0 +1,167 @@
+"""Seconds of collectives along the axes of a mesh: by data sheets, or as `python -m launch.doctor` has measured them.
+
+By a data sheet a collective has a share of the rate of the links. Where it was measured it takes the time of a message of as
+many bytes: between two sizes that were measured linear in the bytes, below the smallest as long as that one (its latency), and
+above the largest at its rate. An axis that was not measured itself takes what crosses the same as it does, which the plan says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ejdist.experts.choice import links_of
+from ejdist.mesh import AXES, DP, FSDP
+from ejdist.planning.chips import Chip
+from ejdist.planning.measured import COLLECTIVES, Measured, MeasuredAxis
+
+# Of a link's rate by the data sheet, what collectives of training steps reached on H200s.
+LINK = 0.45
+# What stands for an axis where it goes over TPU slices, beside the part of it inside of one.
+NETWORK = "network"
+
+
+class Traffic:
+    """What a device sends in a step: (axis, collective) -> bytes, and collectives that they go in."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[str, str], float] = {}
+        self.calls: dict[tuple[str, str], float] = {}
+
+    def add(self, axis: str, collective: str, sent: float, calls: float = 1) -> None:
+        """Adds `sent` bytes, of `calls` collectives together."""
+        key = axis, collective
+        self.bytes[key] = self.bytes.get(key, 0) + sent
+        self.calls[key] = self.calls.get(key, 0) + calls
+
+    def add_all(self, other: Traffic, times: int) -> None:
+        """Adds what another has, so many times."""
+        for (axis, collective), sent in other.bytes.items():
+            self.add(axis, collective, times * sent, times * other.calls[axis, collective])
+
+    def along(self) -> dict[str, int]:
+        """Returns axis -> bytes, of the axes along which something is sent."""
+        found = {axis: sum(n for (a, _), n in self.bytes.items() if a == axis) for axis in (*AXES, NETWORK)}
+        return {axis: int(n) for axis, n in found.items() if n}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the speed of an axis is from: measured there, or assumed, from which words follow."""
+
+    measured: bool
+    words: str
+    axis: MeasuredAxis | None = None
+
+
+@dataclass(frozen=True)
+class Links:
+    """How fast the devices of a target communicate.
+
+    Attributes:
+      per_host: devices of a host.
+      slices: TPU slices; mesh.dp goes over them, and mesh.fsdp where `fsdp_across_slices` lets it.
+      measured: what was measured; None for the data sheet alone.
+      side: chips along the longest side of a TPU slice, a ring; None where it is not known.
+    """
+
+    chip: Chip
+    per_host: int
+    slices: int = 1
+    measured: Measured | None = None
+    side: int | None = None
+
+    def pieces(self, axis: str, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+        """Returns the parts of an axis with more than one device each: inside of a slice, and over slices (`NETWORK`)."""
+        outer = over_slices(sizes, self.slices).get(axis, 1)
+        found = [(axis, sizes[axis] // outer), (NETWORK, outer)]
+        return [(name, n) for name, n in found if n > 1]
+
+    def crosses(self, axis: str, sizes: Mapping[str, int]) -> str:
+        """Returns what an axis goes over: "devices" of a host or slice, "hosts", or "slices"."""
+        if axis == NETWORK:
+            return "slices"
+        return "devices" if self.chip.network is None else _level(axis, sizes, self.per_host)
+
+    def rate(self, axis: str, sizes: Mapping[str, int]) -> float:
+        """Returns bytes/s of a device along an axis, by the data sheet. Devices of a host are neighbours along the last axes;
+        between hosts every device of a group has its own way out."""
+        over = self.crosses(axis, sizes)
+        if over == "slices":
+            assert self.chip.between_slices is not None
+            return self.chip.between_slices
+        if over == "devices":
+            return self.chip.link
+        assert self.chip.network is not None
+        return min(self.chip.link, self.chip.network * max(1, self.per_host // _inner(axis, sizes)))
+
+    def seconds(self, traffic: Traffic, sizes: Mapping[str, int]) -> float:
+        """Returns the time of all collectives, one after the other."""
+        total = 0.0
+        for (axis, collective), sent in traffic.bytes.items():
+            there = self.source(axis, sizes).axis
+            slower = self._slower(axis, collective, sizes, there)
+            if there is None:
+                total += slower * sent / LINK / self.rate(axis, sizes)
+            else:
+                calls = max(traffic.calls[axis, collective], 1)
+                total += calls * there.seconds(collective, slower * sent / calls)
+        return total
+
+    def _slower(self, axis: str, collective: str, sizes: Mapping[str, int], there: MeasuredAxis | None) -> float:
+        """Returns how many times as long an exchange takes as one of the same bytes at the known rate."""
+        slower = 1.0
+        if collective.endswith("all_to_all") and self.chip.network is None and axis != NETWORK:
+            # On a ring most rows pass several links. A longer axis lies along several sides of the slice, each a ring.
+            ring, known_ring = (min(n, self.side or n) for n in (sizes[axis], there.size if there else 4))
+            slower = max(ring, 4) / max(known_ring, 4)
+        if collective in COLLECTIVES:
+            return slower
+        known = links_of(self.chip.kind)  # the one that the doctor does not measure
+        return slower * known.all_to_all / getattr(known, collective)
+
+    def source(self, axis: str, sizes: Mapping[str, int]) -> Source:
+        """Returns where the speed of an axis is from."""
+        over = self.crosses(axis, sizes)
+        sheet = f"data sheet ({self.chip.source.partition(';')[0]})"
+        if over != "devices":
+            sheet = f"data sheet ({8e-9 * self.rate(axis, sizes):.3g} Gbit/s a device)"
+        if self.measured is None:
+            return Source(False, sheet)
+        over_dp = over_slices(sizes, self.slices)
+        size = over_dp[DP] if axis == NETWORK else sizes[axis] // over_dp.get(axis, 1)
+        alike = [a for a in self.measured.axes.values() if self._crossed(a) == over]
+        if not alike:
+            inside = "slice" if self.chip.network is None else "host"
+            where = f"inside of a {inside}" if over == "devices" else f"between {over}"
+            return Source(False, f"{sheet}, as nothing was measured {where}")
+        # The axis itself; else the one of the size nearest to it, and of two such the slower.
+        best = min(alike, key=lambda a: (a.name != axis, abs(math.log(a.size / size)), -a.seconds("all_gather", 2**24)))
+        between = (
+            f"; its processes are taken for ones of a host of {self.per_host}"
+            if best.crosses != over == "devices"
+            else ""
+        )
+        if axis in (best.name, NETWORK) and best.size == size:
+            return Source(True, f"measured over {best.told()}{between}", best)
+        return Source(False, f"as measured along {best.name}, over {best.told()}{between}", best)
+
+    def _crossed(self, axis: MeasuredAxis) -> str:
+        if self.chip.network is None:
+            return "slices" if axis.crosses == "slices" else "devices"
+        return _level(axis.name, self.measured.mesh if self.measured else {}, self.per_host)
+
+
+def over_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
+    """Returns over how many slices the axes go that go over any, as `ejdist.mesh.make_mesh` lays them."""
+    dp = math.gcd(sizes[DP], slices)
+    return {DP: dp, FSDP: slices // dp}
+
+
+def _inner(axis: str, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[a] for a in AXES[AXES.index(axis) + 1 :])
+
+
+def _level(axis: str, sizes: Mapping[str, int], per_host: int) -> str:
+    return "devices" if _inner(axis, sizes) * sizes[axis] <= per_host else "hosts"

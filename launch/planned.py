@@ -1,0 +1,115 @@
+"""What `launch.plan` says of a plan: as JSON has it, and as it is printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejdist.planning.links import NETWORK
+
+GIB = 2**30
+
+
+def summary(p: Any, given: set[str]) -> dict[str, Any]:
+    """Returns a prediction as JSON has it: bytes on a device, seconds, bytes along axes."""
+    from ejdist.planning.search import overrides_text
+
+    return {
+        "mesh": {axis: n for axis, n in p.candidate.sizes.items() if n > 1},
+        "remat": p.candidate.remat,
+        "accumulation": p.candidate.accumulation,
+        "global_batch": p.candidate.global_batch,
+        "chosen": {key: value for key, value in p.candidate.overrides().items() if key not in given},
+        "overrides": overrides_text(p.candidate, given),
+        "predicted": {
+            "bytes": p.memory.total,
+            "bytes_of": p.memory.classes,
+            "height": p.memory.moment,
+            "step_seconds": p.time.total,
+            "seconds_of": p.time.seconds,
+            "mfu": p.time.mfu,
+            "tokens_per_second": p.rate,
+            "bytes_sent_along": p.time.sent,
+        },
+    }
+
+
+def text_of(r: dict[str, Any]) -> str:
+    """Returns a report as it is printed."""
+    command = " ".join([*r["recipe"], r["overrides"]])
+    if "stages" not in r:
+        lines = _lines(r | {"topology": r["topology"]}, "the recipe")
+        return "\n".join([*lines, *(_pasted(command) if r["searched"] and r["fits"] else ())])
+    lines = []
+    for one in r["stages"]:
+        name = f"stage {one['stage']}, steps {one['steps'][0]} to {one['steps'][1]}"
+        lines += [name, *_lines(one | {n: r[n] for n in ("topology", "memory_of_a_device")}, "the stage"), ""]
+    if r["overrides"] and r["fits"]:
+        words = [w for w in r["recipe"] if not w.startswith("curriculum=")]
+        lines += _pasted(" ".join([*words, r["overrides"]]))
+    elif not r["fits"]:
+        lines.append(
+            "the curriculum does not fit: " + ", ".join(f"stage {s['stage']}" for s in r["stages"] if not s["fits"])
+        )
+    return "\n".join(lines).rstrip("\n")
+
+
+def _pasted(command: str) -> list[str]:
+    return ["the plan:", f"  python -m launch.train {command}"]
+
+
+def _lines(r: dict[str, Any], what: str) -> list[str]:
+    shown = r["plan"]
+    said = shown["predicted"]
+    room = r["memory_of_a_device"]
+    head = (
+        f"{r['topology']}: looked at {r['looked_at']:,} plans" if r["searched"] else f"{r['topology']}: {what} as it is"
+    )
+    lines = [head + (f"; given: {', '.join(r['given'])}" if r.get("given") else "")]
+    for refusal in r["refused"]:
+        lines.append(f"refused: {refusal['overrides']}: {refusal['why']}".replace(": :", ":"))
+    lines.append(
+        f"mesh {shown['mesh'] or 'of one'}, remat {shown['remat']}, accumulation {shown['accumulation']}, global batch "
+        f"{shown['global_batch']}" + (f", {r['parameters']:,} parameters" if r["compiled"] else "")
+    )
+    refused_here = r["refused"] and not r["compiled"] and said["bytes"] <= room
+    verdict = "fits" if r["fits"] else "DOES NOT COMPILE" if refused_here else "DOES NOT FIT"
+    if r["compiled"]:
+        error = said["bytes"] / r["peak"] - 1
+        lines += [
+            f"memory per device, compiled: {r['peak'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}",
+            f"  state and batch {r['arguments'] / GIB:.2f} GiB, temporaries {r['temporaries'] / GIB:.2f} GiB",
+            f"  predicted: {said['bytes'] / GIB:.2f} GiB ({error:+.1%}), at its height in {said['height']}:",
+        ]
+    else:
+        lines.append(
+            f"memory per device, predicted and not compiled: {said['bytes'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}; "
+            f"at its height in {said['height']}:"
+        )
+    lines += [f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_of"].items() if n]
+    lines.append(
+        f"step time, predicted: {said['step_seconds']:.3g} s, {said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}"
+    )
+    lines += [f"    {s:9.3f} s    {name}" for name, s in said["seconds_of"].items()]
+    along = {axis: n for axis, n in said["bytes_sent_along"].items() if axis != NETWORK}
+    sent = ", ".join(f"{axis} {n / 1e9:.1f} GB" for axis, n in along.items()) or "nothing"
+    lines.append(f"sent by a device along each axis in a step, predicted: {sent}")
+    if between := said["bytes_sent_along"].get(NETWORK):
+        lines.append(f"  and between slices, over the data-centre network: {between / 1e9:.2f} GB")
+    speeds: dict[str, list[str]] = {}
+    for axis, link in r["links"].items():
+        speeds.setdefault(("" if link["measured"] else "assumed: ") + link["speed"], []).append(axis)
+    lines += [f"  speed of {', '.join(axes)}: {speed}" for speed, axes in speeds.items()]
+    if r["compiled"]:
+        calls = ", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) or "none"
+        lines.append(f"collectives in the program: {calls}; compiled in {r['compile_seconds']:.0f} s")
+    lines += r["notes"]
+    for other in r.get("others", ()):
+        p = other["predicted"]
+        lines.append(f"next: {other['overrides']}: {p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s")
+    if r.get("nearest") == []:
+        lines.append("no plan with one thing changed fits either: change several, or take a smaller model")
+    for near in r.get("nearest", ()):
+        lines.append(
+            f"would fit, with {near['changed']} (predicted {near['predicted']['bytes'] / GIB:.1f} GiB): {near['overrides']}"
+        )
+    return lines
