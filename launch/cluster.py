@@ -30,7 +30,7 @@ def join(cluster: Any) -> None:
     given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
     facts = (*given, cluster.local_device_ids)
     if cluster.coordinator is not None:
-        _check_address(cluster.coordinator)
+        check_address("cluster.coordinator", cluster.coordinator)
     if cluster.kind == "manual":
         if None in given:
             raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
@@ -57,10 +57,11 @@ def join(cluster: Any) -> None:
         raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
 
 
-def _check_address(coordinator: str) -> None:
+def check_address(key: str, coordinator: str) -> None:
+    """Raises ValueError, naming the key, if the address of process 0 is none."""
     host, colon, port = coordinator.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
-        raise ValueError(f"cluster.coordinator = {coordinator!r} must be HOST:PORT, the address of process 0")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"{key} = {coordinator!r} must be HOST:PORT, the address of process 0")
 
 
 def _why_alone(coordinator: str | None, count: int | None, index: int | None, seconds: float) -> str:

@@ -65,7 +65,7 @@ def started(read, **variables):
     "more",
     [
         [],
-        ["slices=2"],
+        ["slices=2", "mesh.dp=2", "mesh.sp=64"],
         ["queue=research", "service_account=trainer", "namespace=models", "spot=true", "name=long-run"],
         ["env.XLA_FLAGS=--a --b", "env.EMPTY=", "command=doctor"],
     ],
@@ -114,7 +114,7 @@ def test_which_ends_start_the_run_again(code, again):
 
 
 def test_a_pod_of_a_tpu_slice():
-    read = made(*TPU, "slices=2", "env.LIBTPU_INIT_ARGS=--a=1 --b=$HOME")
+    read = made(*TPU, "slices=2", "mesh.dp=2", "env.LIBTPU_INIT_ARGS=--a=1 --b=$HOME")
     slices, job = job_of(read)
     pod = pod_of(read)
     assert (slices, job["parallelism"], job["completions"], job["completionMode"]) == (2, 16, 16, "Indexed")
@@ -210,7 +210,19 @@ def test_the_doctor_is_not_started_again():
         ([*TPU, "gpus_per_node=8"], "gpus_per_node= is of GPUs, and this is a run on TPUs"),
         ([*GPU, "slices=2"], "slices= is of TPUs, and this is a run on GPUs"),
         ([*TPU, "slices=0"], "slices must be a number from 1 on"),
-        ([*TPU, "name=My_Run"], "name = 'My_Run' must be lower-case letters"),
+        ([*TPU, "name=My_Run"], "name = 'My_Run' must be a lower-case letter, then such letters"),
+        ([*TPU[:3], "volume=My_Claim", "run.dir=/mnt/runs/a"], "volume = 'My_Claim' must be the name of"),
+        ([*TPU, "service_account=a$b"], "service_account = 'a$b' must be the name of"),
+        ([*TPU, "env.A=1", "env.A=2"], "env.A is given twice"),
+        (["image=", *TPU[1:]], "image is empty; write image=VALUE, or leave it out"),
+        ([*GPU, "port=70000"], "port must be a number from 1 to 65535"),
+        ([*TPU, "slice=2"], "unknown key 'slice'; did you mean 'slices'?"),
+        ([*TPU, "mesh.sp=128"], "mesh.sp=128 needs 128 devices, but there are 64"),
+        ([*TPU, "slices=2", "mesh.sp=-1"], "mesh.sp=128 over 2 TPU slices of 64 devices: only mesh.dp"),
+        (
+            [*TPU, "curriculum=[{until: 9, mesh: {sp: 128}}, {sequence_length: 4096}]"],
+            "mesh.sp=128 needs 128 devices, but there are 64",
+        ),
         ([*TPU, f"name={'a' * 50}"], "is too long: a pod would be called"),
         ([*TPU, "cluster=auto"], "cluster=auto cannot be given here"),
         ([*TPU, "cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here"),

@@ -106,6 +106,17 @@ def test_arguments_arrive_as_they_are(machines, program, tmp_path, capfd):
     assert out[1] == f"[0] a  'b' $c|{tmp_path / 'homes' / 'a' / 'the code'}"
 
 
+@pytest.mark.parametrize("given", ["~", "~/", "~/a b", "~/it's"])
+def test_a_folder_may_be_of_the_home_of_the_machine(tmp_path, monkeypatch, given):
+    home = tmp_path / "home"
+    (home / given[2:]).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    options = tpu_vm.options_of(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
+    line = tpu_vm.remote(options, [], 0).replace("pwd -m launch.train cluster=auto", "pwd")
+    with subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
+        assert Path(ran.stdout.read().strip()) == home / given[2:]
+
+
 def test_each_machine_has_its_number(machines, program, capfd):
     given = ["hosts=me@a,b,c", "cluster=manual", "recipe=long_context", program('echo "${@: -3}"')]
     assert tpu_vm.main([*given, "command=doctor"]) == DONE
@@ -200,6 +211,10 @@ def test_the_code_is_copied_first(machines, program, capfd, monkeypatch):
         (["hosts=a", "sync=true"], "sync=true needs dir="),
         (["hosts=a", "cluster.process_id=2"], "cluster.process_id=2 cannot be given here"),
         (["hosts=a", "modle=8b"], "did you mean 'model'"),
+        (["hosts=-oProxyCommand=x,b"], "begins with a dash"),
+        (["hosts=a", "cluster=manual", "coordinator=a:99999"], "coordinator = 'a:99999' must be HOST:PORT"),
+        (["hosts=a", "ssh='"], "ssh = \"'\" cannot be read as a shell does"),
+        (["hosts="], "hosts is empty"),
     ],
 )
 def test_called_wrongly(arguments, message, capsys):
