@@ -106,11 +106,16 @@ def make_mesh(
     return jax.sharding.Mesh(np.asarray(slices[0][:count], dtype=object).reshape(sizes), AXES)
 
 
-def check_section(section: MeshSection, num_devices: int, num_slices: int = 1) -> None:
-    """Raises ValueError, as `make_mesh`, where a mesh does not fit so many devices of so many TPU slices that need not be here."""
+def abstract_mesh(section: MeshSection, num_devices: int, num_slices: int = 1) -> jax.sharding.AbstractMesh:
+    """Returns the mesh that `make_mesh` makes on so many devices of so many TPU slices, which need not be here.
+
+    Raises:
+      ValueError: as `make_mesh`.
+    """
     shape, each = mesh_shape(section.sizes, num_devices), num_devices // num_slices
     if num_slices > 1 and math.prod(shape.values()) > each:
         _between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)
+    return jax.sharding.AbstractMesh(tuple(shape.values()), AXES)
 
 
 def slices_of(devices: Sequence[Any]) -> list[list[Any]]:

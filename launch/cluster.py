@@ -34,6 +34,11 @@ def join(cluster: Any) -> None:
     if cluster.kind == "manual":
         if None in given:
             raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
+        if not 0 <= cluster.process_id < cluster.num_processes:
+            raise ValueError(
+                f"cluster.process_id = {cluster.process_id} must be from 0 to cluster.num_processes - 1, of "
+                f"cluster.num_processes = {cluster.num_processes}"
+            )
         with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
             # Else JAX would ask a cluster around it which of the GPUs are this process's.
             jax.distributed.initialize(*facts, cluster_detection_method="deactivate", **limits)

@@ -160,16 +160,22 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
       devices: how many the job will have, of all its TPU `slices`; None if that is not known here.
 
     Raises:
-      ValueError: a key is wrong, the cluster's keys are given, or a mesh does not fit the devices.
+      ValueError: a key is wrong, the cluster's keys are given, or a size does not fit the devices.
     """
-    from ejdist.mesh import check_section
+    from ejdist.mesh import abstract_mesh
+    from ejdist.training.curriculum import stages_of
+    from ejdist.training.opening import check_numbers
+    from ejdist.training.program import check_sizes
     from recipes.schema import compose
 
     refuse_cluster(arguments, how)
     recipe = compose(arguments)
-    if devices is not None:
-        for mesh in [stage.mesh or recipe.mesh for stage in recipe.curriculum] or [recipe.mesh]:
-            check_section(mesh, devices, slices)
+    check_numbers(recipe.run)
+    for stage in stages_of(recipe):
+        s = stage.sections
+        model = s.model.build()
+        if devices is not None:
+            check_sizes(s, model, abstract_mesh(s.mesh, devices, slices))
     return recipe
 
 

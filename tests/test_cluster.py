@@ -50,6 +50,8 @@ def test_a_run_of_one_process_joins_nobody(joined):
         (["cluster.process_id=1"], "cluster.process_id = 1 is of several processes: give cluster=manual"),
         (["cluster.local_device_ids=[0]"], "cluster.local_device_ids = [0] is of several processes"),
         (MANUAL[:3], "cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id"),
+        ([*MANUAL[:-1], "cluster.process_id=7"], "cluster.process_id = 7 must be from 0 to cluster.num_processes - 1"),
+        ([*MANUAL[:-1], "cluster.process_id=-1"], "cluster.process_id = -1 must be from 0"),
         (["cluster=auto", "cluster.coordinator=b"], "must be HOST:PORT"),
         (["cluster.kind=slurm"], "cluster.kind = 'slurm' is unknown"),
         (["cluster.timeout=0"], "cluster.timeout = 0 must be positive"),

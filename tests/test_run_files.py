@@ -127,7 +127,11 @@ def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, cor
 def test_rows_that_are_no_metrics_are_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"a": 1}\n{"step": 3, "loss": 1.0}\n')
-    assert [row["step"] for row in read_rows(path)] == [1]
+    assert [row["step"] for row in read_rows(path)] == [1, 3], "what stands after a damaged line stays"
+    odd = ["[" * 100000, "1" * 5000, "null", "[1]", '{"step": "2"}', '{"step": true}', '{"step": 2, "step_time": "fast"}',
+           '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
+    path.write_text("\n".join(['{"step": 1, "loss": null}', *odd, '{"step": 3, "loss": 1.0}']))
+    assert [row["step"] for row in read_rows(path)] == [1, 3]
     path.write_bytes(b"\xdb\xff\x00")
     assert read_rows(path) == []
 

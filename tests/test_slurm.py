@@ -148,6 +148,9 @@ def test_the_doctor_is_started_once():
         (["time=5"], "time = '5' is 300 s, and the run is told to stop grace = 300 s before their end"),
         (["time=0-00:04", "grace=240"], "time = '0-00:04' is 240 s"),
         (["time=3:20", "grace=200"], "time = '3:20' is 200 s"),
+        (["run.steps=0"], "run.steps must be at least 1, got 0"),
+        (["curriculum=[{until: 3}]"], "curriculum[0].until = 3: the last stage ends with the run"),
+        (["nodes=2", "gpus_per_node=8", "mesh=fsdp"], "data.global_batch"),
         (["nodes=2", "gpus_per_node=8", "mesh.sp=32"], "mesh.sp=32 needs 32 devices, but there are 16"),
     ],
 )

@@ -172,8 +172,8 @@ def start_from(program: Program, source: Source, say: Any) -> TrainState:
     return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 
 
-def _check_run(run: RunSection) -> Path:
-    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+def check_numbers(run: RunSection) -> None:
+    """Raises ValueError, naming the key, for a number of the section that cannot be."""
     if run.steps < 1:
         raise ValueError(f"run.steps must be at least 1, got {run.steps}")
     if run.stop_after is not None and run.stop_after < 1:
@@ -182,6 +182,11 @@ def _check_run(run: RunSection) -> Path:
         raise ValueError(f"run.cpu_devices must be at least 1, got {run.cpu_devices}")
     if not 0 <= run.seed < 2**32:
         raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
+
+
+def _check_run(run: RunSection) -> Path:
+    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+    check_numbers(run)
     if not run.dir.strip():
         raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
     check_folder(
