@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
+from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, WRONG
@@ -142,6 +144,21 @@ def help_of(kind: type) -> str:
             default = str(f.default).lower() if isinstance(f.default, bool) else f.default
             lines.append(f"  {f.name}={default}: {words}")
     return "\n".join(lines)
+
+
+def file_of(key: str, given: str, suffix: str = "") -> Path:
+    """Returns the path of a file that a command is to write, before it computes what is written there.
+
+    Raises:
+      ValueError: it has another suffix, is a folder, or its folder is not there or cannot be written.
+    """
+    path = Path(given).expanduser()
+    folder = path.absolute().parent
+    if path.suffix != (suffix or path.suffix) or path.is_dir() or not folder.is_dir():
+        raise ValueError(f"{key} = {given!r} must be a file {suffix} in a folder that is there".replace("  ", " "))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{key} = {given!r}: {folder} cannot be written; name another folder, or mend its permissions")
+    return path
 
 
 def refuse_cluster(arguments: Sequence[str], how: str) -> None:

@@ -1,7 +1,9 @@
 """launch.gke: its YAML is held against the schema of JobSet, and what it starts against what Kubernetes and GKE set."""
 
 import functools
+import importlib
 import re
+import shlex
 import stat
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import yaml
 
 from launch import gke
 from launch.errors import ABORTED, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED, WRONG
+from launch.options import check_run
 from launch.options import read as read_options
 from recipes.schema import compose
 
@@ -261,6 +264,17 @@ def test_applying_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert gke.main([*TPU, "submit=true"]) == WRONG
     assert "there is no kubectl here" in capsys.readouterr().err
+
+
+def test_launchers_take_what_the_documentation_shows():
+    root, shown = Path(__file__).resolve().parent.parent, []
+    for page in (root / "README.md", root / "launch/README.md"):
+        text = page.read_text().replace("\\\n", " ")
+        shown += re.findall(r"^python -m (launch\.(?:gke|slurm|tpu_vm)) ([^>\n]*)", text, re.MULTILINE)
+    assert {name for name, _ in shown} >= {"launch.gke", "launch.tpu_vm"}
+    for name, words in shown:
+        rest = importlib.import_module(name).options_of(shlex.split(words))[1]
+        check_run(rest, "the documentation", 128 if "mesh.dp=2" in rest else 64)
 
 
 def test_help(capsys):

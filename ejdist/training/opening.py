@@ -63,7 +63,7 @@ class Run:
         if stage.number == self.stage.number:
             return self
         s = stage.sections
-        program = _stage_program(stage, self.devices)
+        program = stage_program(stage, self.devices)
         data = self.data.resized(s.data.sequence_length, s.data.global_batch)
         return replace(self, sections=s, program=program, data=data, stage=stage)
 
@@ -98,7 +98,7 @@ def open_run(
     hosts.compare("the start", recipe | environment())
     stages = stages_of(s)
     # Those of all stages, so that what is wrong with a later one is said now; nothing is compiled or allocated.
-    programs = [_stage_program(stage, devices) for stage in stages]
+    programs = [stage_program(stage, devices) for stage in stages]
     saves = Saves(directory, s.checkpoint, hosts)
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
@@ -107,7 +107,7 @@ def open_run(
     return Run(s, hosts, directory, program, saves, data, last, saves.find(program.state, say), stage, stages, devices)
 
 
-def _stage_program(stage: Stage, devices: list[Any] | None) -> Program:
+def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
     """Returns the program of a stage. Raises ValueError, which names the stage where there are several."""
     try:
         return make_program(stage.sections, make_mesh(**vars(stage.sections.mesh), devices=devices))
