@@ -126,11 +126,18 @@ def _of_gcloud(o: Options, verb: str, name: str, *more: str) -> list[str]:
 
 
 def _workers(o: Options, name: str) -> int:
-    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says."""
+    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says, or if it has none, as one that is made."""
     ran = subprocess.run(_of_gcloud(o, "describe", name, "--format=json"), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise ValueError(f"tpu = {name!r}: gcloud says: {(ran.stderr.strip().splitlines() or ['nothing'])[-1]}")
-    return len(json.loads(ran.stdout)["networkEndpoints"])
+    try:
+        told = json.loads(ran.stdout)
+        count, state = len(told.get("networkEndpoints", ())), told.get("state", "unknown")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is no TPU VM") from error
+    if not count:
+        raise ValueError(f"tpu = {name!r} has no machines; its state is {state}: start this again once it is READY")
+    return count
 
 
 def connections_of(o: Options, arguments: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -32,6 +32,13 @@ FAULTS = (
         f"{LAUNCHED} -k called_wrongly",
     ),
     Fault(
+        "a TPU VM without machines is a run that has ended well",
+        TPU_VM,
+        "    if not count:",
+        "    if False:",
+        f"{OF_TPU_VM} -k by_gcloud",
+    ),
+    Fault(
         "two numbers of a time are hours and minutes",
         SLURM,
         "if dash or len(numbers) == 3 else (60, 1)",
