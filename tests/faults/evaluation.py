@@ -12,7 +12,7 @@ FAULTS = (
         "ejdist/evaluation/weights.py",
         'if not k.startswith("rope_")]:',
         "if False]:",
-        "tests/test_evaluate.py -k 'recipe'",
+        f"{EVALUATE} -k only_what_keeps_its_parameters",
     ),
     Fault(
         "an octave begins a place late",
