@@ -74,7 +74,9 @@ def _numbers(name: str, text: str, kind: Callable[[str], Any], least: float) -> 
     except ValueError:
         found = []
     if not found or not all(least <= x < math.inf for x in found) or len(set(found)) < len(found):
-        raise ValueError(f"{name} = {text!r} must be different numbers from {least:g} on, with commas: {name}={least:g},{least + 1:g}")
+        raise ValueError(
+            f"{name} = {text!r} must be different numbers from {least:g} on, with commas: {name}={least:g},{least + 1:g}"
+        )
     return found
 
 

@@ -97,7 +97,9 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
         raise ValueError(
             f"name = {o.name!r} is too long: a pod would be called {longest}, which may have 63 characters"
         )
-    recipe = check_run(rest, "launch.gke says how the processes find each other", o.slices * o.pods * o.per_node, o.slices)
+    recipe = check_run(
+        rest, "launch.gke says how the processes find each other", o.slices * o.pods * o.per_node, o.slices
+    )
     _check_folders(o, recipe)
     return o, rest
 

@@ -98,7 +98,9 @@ def options_of(argv: Sequence[str]) -> Options:
                 raise ValueError(f"fault={fault} needs hosts=2 or more: one host cannot differ from another")
             faults = tuple(f for f in faults if f not in NEED_TWO)
         if own["series"] and own["times"] > 1:
-            raise ValueError(f"times = {own['times']} is of drills, and series = {own['series']} makes one run: give one of them")
+            raise ValueError(
+                f"times = {own['times']} is of drills, and series = {own['series']} makes one run: give one of them"
+            )
         if own["series"] and fault not in IN_SERIES:
             raise ValueError(f"fault={fault} is none of a series; there are {', '.join(IN_SERIES)}")
     given = _DEFAULTS | given

@@ -88,7 +88,9 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
         if not all(given) or len(set(given)) < len(given):
             raise ValueError(f"{name} = {','.join(given)!r} must name each once, with a comma between two")
         if any(one.startswith("-") for one in given):
-            raise ValueError(f"{name} = {','.join(given)!r}: what begins with a dash is an option of ssh, and names no machine")
+            raise ValueError(
+                f"{name} = {','.join(given)!r}: what begins with a dash is an option of ssh, and names no machine"
+            )
     if o.coordinator and o.cluster != "manual":
         raise ValueError("coordinator= is of cluster=manual, which is not given")
     if o.coordinator:
@@ -134,7 +136,9 @@ def _workers(o: Options, name: str) -> int:
         told = json.loads(ran.stdout)
         count, state = len(told.get("networkEndpoints", ())), told.get("state", "unknown")
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is no TPU VM") from error
+        raise ValueError(
+            f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is no TPU VM"
+        ) from error
     if not count:
         raise ValueError(f"tpu = {name!r} has no machines; its state is {state}: start this again once it is READY")
     return count

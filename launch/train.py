@@ -64,7 +64,7 @@ def _devices_of(sizes: dict[str, int], cpu_devices: int) -> int:
 # Each costs memory and threads of one machine.
 _MOST_CPUS = 512
 
-# Of XLA's pool in a process of several.
+# Of XLA's pool, where programs have collectives.
 _LEAST_THREADS = 16
 
 # Device files of NVIDIA and AMD GPUs and of TPUs.
@@ -80,12 +80,15 @@ def start_jax(recipe) -> None:
     if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in ACCELERATORS):
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
+    only = jax.config.jax_platforms == "cpu"
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only=jax.config.jax_platforms == "cpu"))
-    if recipe.cluster.kind != "local":
-        # XLA runs its CPU devices on as many threads as there are cores, and whoever waits for another process in a collective
-        # holds one: with few of them all may wait, each for a process whose threads wait too.
-        os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, os.cpu_count() or 1)))
+        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only))
+    devices = _virtual_cpus(recipe, only=False) if only else 1
+    if recipe.cluster.kind != "local" or devices > 1:
+        # XLA runs its CPU devices on as many threads as there are cores, and whoever waits in a collective holds one. With few
+        # of them all may wait: each for a process whose threads wait too, or, in a program from JAX_COMPILATION_CACHE_DIR,
+        # which begins collectives in any order, for a device that has no thread left.
+        os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, 4 * devices, os.cpu_count() or 1)))
     join(recipe.cluster)
 
 

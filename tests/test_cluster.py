@@ -1,12 +1,16 @@
 """The `cluster` section: what JAX is told of it."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
+from small_run import TINY, losses
 
 from launch import train
 from launch.cluster import join
+from launch.errors import DONE
 from recipes.schema import compose
 
 
@@ -63,8 +67,17 @@ def test_called_wrongly(joined, arguments, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("arguments", "asked", "least"), [(MANUAL, None, 16), ([], None, None), (MANUAL, "5", None)])
-def test_a_process_of_several_has_threads_for_whoever_waits(monkeypatch, arguments, asked, least):
+@pytest.mark.parametrize(
+    ("arguments", "asked", "least"),
+    [
+        (MANUAL, None, 16),
+        (["mesh.sp=1"], None, None),
+        (MANUAL, "5", None),
+        ([], None, 16),
+        (["mesh.sp=32"], None, 128),
+    ],
+)
+def test_whoever_waits_in_a_collective_leaves_threads_for_the_others(monkeypatch, arguments, asked, least):
     monkeypatch.setattr(train, "join", lambda cluster: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # as this process was started
     monkeypatch.setenv("PJRT_NPROC", asked or "")
@@ -73,3 +86,18 @@ def test_a_process_of_several_has_threads_for_whoever_waits(monkeypatch, argumen
     train.start_jax(compose(arguments))
     threads = os.environ.pop("PJRT_NPROC", None)
     assert threads == asked if least is None else int(threads) >= least
+
+
+@pytest.mark.slow
+def test_a_run_of_programs_from_a_cache_comes_to_its_end(corpus, tmp_path):
+    """XLA begins the collectives of such a program in any order: on as many threads as cores they waited for each other."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    environment |= {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    for name in ("first", "second"):
+        line = [sys.executable, "-m", "launch.train", *TINY, *corpus, "mesh.sp=4", f"run.dir={tmp_path / name}"]
+        ran = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=180)
+        assert ran.returncode == DONE, ran.stderr[-2000:]
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")

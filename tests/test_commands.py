@@ -206,7 +206,9 @@ def test_a_quoted_value_is_read_as_it_was(text):
 # -- sweeps ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["a=b", "~/runs", "é b", "it's", 'say "x"', "it's \"both\"", "a\\b=", "a\\", "$HOME=`x`", "a,b"])
+@pytest.mark.parametrize(
+    "text", ["a=b", "~/runs", "é b", "it's", 'say "x"', 'it\'s "both"', "a\\b=", "a\\", "$HOME=`x`", "a,b"]
+)
 def test_what_is_said_of_a_value_that_cannot_be_read_may_be_typed(text):
     said = unreadable(f"run.dir={text}")
     advice = re.search(r"inside those of the shell: (.*); for a run", said, re.DOTALL)[1]

@@ -219,7 +219,7 @@ def test_the_code_is_copied_first(machines, program, capfd, monkeypatch):
         (["hosts=a", "modle=8b"], "did you mean 'model'"),
         (["hosts=-oProxyCommand=x,b"], "begins with a dash"),
         (["hosts=a", "cluster=manual", "coordinator=a:99999"], "coordinator = 'a:99999' must be HOST:PORT"),
-        (["hosts=a", "ssh='"], "ssh = \"'\" cannot be read as a shell does"),
+        (["hosts=a", "ssh='"], 'ssh = "\'" cannot be read as a shell does'),
         (["hosts="], "hosts is empty"),
     ],
 )

@@ -257,7 +257,9 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
     steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
-    losses = [row["loss"] for row in rows if row.get("loss") is not None]  # a step whose update was skipped may have none
+    losses = [
+        row["loss"] for row in rows if row.get("loss") is not None
+    ]  # a step whose update was skipped may have none
     last = losses[-_LAST:] or [math.nan]
     return {
         "loss_first": rows[0].get("loss"),

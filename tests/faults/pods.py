@@ -39,6 +39,13 @@ FAULTS = (
         f"{OF_TPU_VM} -k by_gcloud",
     ),
     Fault(
+        "devices of one process wait for each other's threads",
+        "launch/train.py",
+        'if recipe.cluster.kind != "local" or devices > 1:',
+        'if recipe.cluster.kind != "local":',
+        f"{OF_CLUSTER} -k whoever_waits",
+    ),
+    Fault(
         "two numbers of a time are hours and minutes",
         SLURM,
         "if dash or len(numbers) == 3 else (60, 1)",
