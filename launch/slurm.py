@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from launch.errors import AGAIN, run_command
 from launch.options import check_run, command_option, help_of, option, read, show_or_submit
 
-
 # What sbatch reads in a line of a script as it is: to it, too, quotes and "#" mean something.
 _PLAIN = (", of letters, digits and %+,-./:=@_", r"[\w%+,\-./:=@]+")
 # Options of sbatch that the script has by others of this command.
@@ -67,8 +66,8 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     seconds = _seconds(made.time)
     if 0 < seconds <= made.grace:
         raise ValueError(
-            f"time = {made.time!r} is {seconds} s, and the run is told to stop grace = {made.grace} s before their end: it would "
-            "make no step; give more time, or a smaller grace="
+            f"time = {made.time!r} is {seconds} s, and the run is told to stop grace = {made.grace} s before their end: it "
+            "would make no step; give more time, or a smaller grace="
         )
     devices = made.nodes * made.gpus_per_node or None
     check_run(rest, "Slurm itself says how the processes find each other", devices)

@@ -128,7 +128,7 @@ def _of_gcloud(o: Options, verb: str, name: str, *more: str) -> list[str]:
 
 
 def _workers(o: Options, name: str) -> int:
-    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says, or if it has none, as one that is made."""
+    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says, or if it has none yet."""
     ran = subprocess.run(_of_gcloud(o, "describe", name, "--format=json"), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise ValueError(f"tpu = {name!r}: gcloud says: {(ran.stderr.strip().splitlines() or ['nothing'])[-1]}")

@@ -2,12 +2,14 @@
 
 import json
 import pkgutil
+import subprocess
+import sys
 import threading
 
 import pytest
 from small_run import TINY, losses
 
-from ejdist.training import integrity
+from ejdist.training import integrity, lock
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows
 from ejdist.training.stop import Diverged
@@ -150,3 +152,32 @@ def test_checkpoints_that_are_a_file(corpus, tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("mine")
     assert main([*TINY, *corpus, f"run.dir={tmp_path}"]) == BAD_CHECKPOINT
     assert "is not a folder" in capsys.readouterr().err and (tmp_path / "checkpoints").read_text() == "mine"
+
+
+_TAKES = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[2] == "0" else 0))
+print("taken", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path, monkeypatch, capsys):
+    given = [*TINY, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
+    assert main([*given, "run.stop_after=2"]) == DONE
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    take = [sys.executable, "-c", _TAKES, str(tmp_path)]
+    assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds nothing"
+    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    with subprocess.Popen([*take, "600"], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        assert main([*given, "run.stop_after=3"]) == WRONG
+        assert "another process trains in it" in capsys.readouterr().err
+        assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+        other.kill()
+    monkeypatch.setattr(lock, "_PATIENCE", 60)
+    with subprocess.Popen([*take, "2"], stdout=subprocess.PIPE) as other:  # one that is about to end
+        other.stdout.readline()
+        assert main([*given, "run.stop_after=3"]) == DONE
+    assert "waiting for another process that trains in" in capsys.readouterr().out
+    assert len(losses(tmp_path)) == 3

@@ -41,8 +41,8 @@ class Weights:
     recipe: dict[str, Any] = field(default_factory=dict)
 
     def check(self, model: DecoderConfig) -> None:
-        """Raises ValueError, naming a key, where a model that they are to be used in has other parameters, or is another function
-        of them but for its positions (`rope_`)."""
+        """Raises ValueError, naming a key, where a model that they are to be used in has other parameters, or is another
+        function of them but for its positions (`rope_`)."""
         ours, theirs = ({n: p.shape for n, p in declared_leaves(c).items()} for c in (model, self.model))
         if ours != theirs:
             odd = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))[0]

@@ -21,6 +21,7 @@ from ejdist.training.curriculum import Stage, check_history, history, stage_of, 
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
+from ejdist.training.lock import Lock
 from ejdist.training.places import check_folder
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.resume import check_same_run, fingerprint, flat
@@ -39,6 +40,7 @@ class Run:
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       found: (step, where) of all checkpoints, those on disks of the hosts too, the newest first.
       stages: all of them, with the devices that their meshes are made of.
+      lock: of `directory`; it is taken by whoever makes steps, and held as long as the run is.
     """
 
     sections: TrainSections
@@ -52,6 +54,7 @@ class Run:
     stage: Stage
     stages: Sequence[Stage]
     devices: list[Any] | None
+    lock: Lock
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -104,7 +107,8 @@ def open_run(
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
-    return Run(s, hosts, directory, program, saves, data, last, saves.find(program.state, say), stage, stages, devices)
+    found, lock = saves.find(program.state, say), Lock(directory, hosts.index == 0, hosts.limit)
+    return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, lock)
 
 
 def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:

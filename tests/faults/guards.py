@@ -18,7 +18,7 @@ FAULTS = (
         "what stands after a damaged row of metrics is lost",
         "ejdist/training/metrics.py",
         "    return [row for row in found if isinstance(row, dict) and _is_row(row)]",
-        "    import itertools\n\n    return list(itertools.takewhile(lambda row: isinstance(row, dict) and _is_row(row), found))",
+        "    import itertools\n\n    return list(itertools.takewhile(lambda r: isinstance(r, dict) and _is_row(r), found))",
         "tests/test_run_files.py -k no_metrics",
     ),
     Fault(
