@@ -106,6 +106,18 @@ def make_mesh(
     return jax.sharding.Mesh(np.asarray(slices[0][:count], dtype=object).reshape(sizes), AXES)
 
 
+def abstract_mesh(section: MeshSection, num_devices: int, num_slices: int = 1) -> jax.sharding.AbstractMesh:
+    """Returns the mesh that `make_mesh` makes on so many devices of so many TPU slices, which need not be here.
+
+    Raises:
+      ValueError: as `make_mesh`.
+    """
+    shape, each = mesh_shape(section.sizes, num_devices), num_devices // num_slices
+    if num_slices > 1 and math.prod(shape.values()) > each:
+        _between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)
+    return jax.sharding.AbstractMesh(tuple(shape.values()), AXES)
+
+
 def slices_of(devices: Sequence[Any]) -> list[list[Any]]:
     """Returns the devices of each TPU slice. Inside of one they are linked to each other, and between two goes the data-centre
     network. Devices that are no TPUs count as one: their network is the same between all machines."""

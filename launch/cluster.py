@@ -30,10 +30,15 @@ def join(cluster: Any) -> None:
     given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
     facts = (*given, cluster.local_device_ids)
     if cluster.coordinator is not None:
-        _check_address(cluster.coordinator)
+        check_address("cluster.coordinator", cluster.coordinator)
     if cluster.kind == "manual":
         if None in given:
             raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
+        if not 0 <= cluster.process_id < cluster.num_processes:
+            raise ValueError(
+                f"cluster.process_id = {cluster.process_id} must be from 0 to cluster.num_processes - 1, of "
+                f"cluster.num_processes = {cluster.num_processes}"
+            )
         with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
             # Else JAX would ask a cluster around it which of the GPUs are this process's.
             jax.distributed.initialize(*facts, cluster_detection_method="deactivate", **limits)
@@ -57,10 +62,11 @@ def join(cluster: Any) -> None:
         raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
 
 
-def _check_address(coordinator: str) -> None:
+def check_address(key: str, coordinator: str) -> None:
+    """Raises ValueError, naming the key, if the address of process 0 is none."""
     host, colon, port = coordinator.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
-        raise ValueError(f"cluster.coordinator = {coordinator!r} must be HOST:PORT, the address of process 0")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"{key} = {coordinator!r} must be HOST:PORT, the address of process 0")
 
 
 def _why_alone(coordinator: str | None, count: int | None, index: int | None, seconds: float) -> str:

@@ -112,10 +112,10 @@ class Doctor:
         import jax
 
         from ejdist.cluster import health
-        from ejdist.mesh import make_mesh
-        from ejdist.training.program import make_program
+        from ejdist.training.curriculum import stages_of
+        from ejdist.training.opening import stage_program
 
-        hosts, s = self._hosts, self._recipe
+        hosts, s, stages = self._hosts, self._recipe, stages_of(self._recipe)
         mine = jax.local_devices()
         facts = {
             "platform": mine[0].platform, "kind": mine[0].device_kind, "count": len(mine),
@@ -126,11 +126,12 @@ class Doctor:
             f"{jax.device_count()} x {facts['kind']}, {facts['count']} of each process",
         )
         try:
-            mesh = make_mesh(**vars(s.mesh))
-            program = make_program(s, mesh)
+            for stage in stages:
+                program = stage_program(stage)
         except ValueError as error:
             self._found([str(error)], "")
             return None
+        mesh = program.mesh
         used = {axis: size for axis, size in mesh.shape.items() if size > 1}
         working = {d.process_index for d in mesh.devices.flat}
         failures = [
@@ -212,10 +213,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     from ejdist.cluster.health import why_unreachable
+    from ejdist.training.curriculum import stages_of
+    from ejdist.training.opening import check_numbers
     from recipes.schema import compose
 
     own, rest = read(Options, arguments)
     recipe = compose(rest)
+    check_numbers(recipe.run)
+    stages_of(recipe)
     cluster = recipe.cluster
     if cluster.kind == "manual" and cluster.coordinator and cluster.process_id:
         if why := why_unreachable(cluster.coordinator, cluster.timeout):

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, run_command
+from launch.options import file_of
 from launch.train import command, start_jax
 
 USAGE = """usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
@@ -72,12 +74,14 @@ def _numbers(name: str, text: str, kind: Callable[[str], Any], least: float) -> 
     except ValueError:
         found = []
     if not found or not all(least <= x < math.inf for x in found) or len(set(found)) < len(found):
-        raise ValueError(f"{name} = {text!r} must be different numbers from {least:g} on, with commas: {name}=1,2")
+        raise ValueError(
+            f"{name} = {text!r} must be different numbers from {least:g} on, with commas: {name}={least:g},{least + 1:g}"
+        )
     return found
 
 
 def _number(name: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
         raise ValueError(f"{name} = {text!r} must be a positive number")
     return int(text)
 
@@ -113,9 +117,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
     depths = _numbers("depths", v["depths"], float, 0)
     if max(depths) > 1:
         raise ValueError(f"depths = {v['depths']!r} must be from 0, the start of the prompt, to 1, its end")
-    to = Path(v["to"]).expanduser() if v["to"] else None
-    if to is not None and (to.suffix != ".json" or not to.absolute().parent.is_dir()):
-        raise ValueError(f"to = {v['to']!r} must be a file .json in a folder that is there")
+    to = file_of("to", v["to"], ".json") if v["to"] else None
     own = Asked(
         _number("step", v["step"]) if v["step"] else None,
         tasks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def _keys(arguments: Sequence[str]) -> dict[str, str]:
 def _number(keys: dict[str, str], name: str) -> int | None:
     if name not in keys:
         return None
-    if not keys[name].isdigit() or int(keys[name]) < 1:
+    if not re.fullmatch("[0-9]{1,18}", keys[name]) or int(keys[name]) < 1:
         raise ValueError(f"{name} = {keys[name]!r} must be a positive number")
     return int(keys[name])
 

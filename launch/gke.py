@@ -29,6 +29,8 @@ _TPUS = {
 _CHIPS = 4  # of a node of a slice of several nodes, of every generation
 _CONTAINER, _JOB = "run", "slice"
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+_LABEL_WORDS = "a lower-case letter, then such letters, digits and dashes"
+_NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"  # of any object of Kubernetes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +44,21 @@ class Options:
     nodes: int = option(1, "machines with GPUs, each of which is one process")
     gpus_per_node: int = option(0, "GPUs of a machine", least=0)
     gpu: str = option("", "the kind of GPU, as the label cloud.google.com/gke-accelerator has it")
-    name: str = option("ejdist", "lower-case letters, digits and dashes", pattern=_LABEL)
-    namespace: str = option("", "lower-case letters, digits and dashes", pattern=_LABEL)
-    volume: str = option("", "a PersistentVolumeClaim that all nodes may write; run.dir is to lie in it")
-    mount: str = option("/mnt/runs", "an absolute path, where the volume is", pattern="/.+")
-    service_account: str = option("", "of Kubernetes, which may read and write what the run needs")
-    queue: str = option("", "the local queue of Kueue that starts it")
+    name: str = option("ejdist", _LABEL_WORDS, pattern=_LABEL)
+    namespace: str = option("", _LABEL_WORDS, pattern=_LABEL)
+    volume: str = option(
+        "", "the name of a PersistentVolumeClaim that all nodes may write; run.dir is to lie in it", pattern=_NAME
+    )
+    mount: str = option("/mnt/runs", "an absolute path without a colon, where the volume is", pattern="/[^:]+")
+    service_account: str = option(
+        "", "the name of one of Kubernetes, which may read and write what the run needs", pattern=_NAME
+    )
+    queue: str = option("", "the name of the local queue of Kueue that starts it", pattern=_NAME)
     spot: bool = option(False, "on spot machines, which get 15 s of grace instead of what is asked for")
     grace: int = option(300, "seconds that a run which is told to stop has to end its step and save")
     restarts: int = option(100, "how often the run may be started again", least=0)
-    port: int = option(8476, "of the coordinator, where there are GPUs")
-    python: str = option("python", "how Python is started in the image", free=True)
+    port: int = option(8476, "of the coordinator, where there are GPUs", most=65535)
+    python: str = option("python", "how Python is started in the image", program=True)
     env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     command: str = command_option()
     submit: bool = option(False, "apply it with kubectl")
@@ -91,7 +97,9 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
         raise ValueError(
             f"name = {o.name!r} is too long: a pod would be called {longest}, which may have 63 characters"
         )
-    recipe = check_run(rest, "launch.gke says how the processes find each other")
+    recipe = check_run(
+        rest, "launch.gke says how the processes find each other", o.slices * o.pods * o.per_node, o.slices
+    )
     _check_folders(o, recipe)
     return o, rest
 
@@ -187,9 +195,9 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
         "name": _CONTAINER,
         "image": o.image,
         # No shell: a signal reaches Python itself, and the exit code is its own.
-        "command": [*shlex.split(o.python), "-m", f"launch.{o.command}"],
-        "args": [*(a.replace("$", "$$") for a in arguments), *_cluster(o)],  # "$$" is "$" to Kubernetes
-        "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in o.env.items()],
+        "command": [*map(_literal, shlex.split(o.python)), "-m", f"launch.{o.command}"],
+        "args": [*map(_literal, arguments), *_cluster(o)],
+        "env": [{"name": name, "value": _literal(value)} for name, value in o.env.items()],
         "resources": {"limits": {resource: o.per_node}},
         "volumeMounts": mounts,
     }
@@ -207,6 +215,11 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
         # Between slices traffic goes over the network of the machine, without that of Kubernetes in between.
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return pod | ({"volumes": volumes} if volumes else {})
+
+
+def _literal(word: str) -> str:
+    """Returns a word in which Kubernetes puts no variable in the place of $(NAME)."""
+    return word.replace("$", "$$")
 
 
 def _nodes(o: Options) -> dict[str, str]:

@@ -44,6 +44,8 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     refuse_cluster(rest, "launch.local says itself how its processes find each other")
     if own.gpus and (own.devices is not None or len(own.visible) != own.processes):
         raise ValueError(f"gpus={own.gpus} names one GPU for each of {own.processes} processes, and excludes devices=")
+    if not all(own.visible) or len(set(own.visible)) < len(own.visible):
+        raise ValueError(f"gpus={own.gpus} must name a GPU for each process, and each once, with a comma between two")
     return own, rest
 
 

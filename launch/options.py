@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import math
+import os
 import re
+import shlex
 import subprocess
 import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
+from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, WRONG
@@ -20,19 +25,28 @@ _TIMES = ("cluster.timeout", "cluster.heartbeat")
 
 
 def option(
-    default: Any, words: str, *, least: int = 1, choices: Sequence[str] = (), pattern: str = "", free: bool = False
+    default: Any,
+    words: str,
+    *,
+    least: int = 1,
+    most: float = math.inf,
+    choices: Sequence[str] = (),
+    pattern: str = "",
+    free: bool = False,
+    program: bool = False,
 ) -> Any:
     """Returns a field of a dataclass of options, with what it takes.
 
     Args:
       words: what it is, for `--help`.
-      least: of a number, the smallest that it may be.
+      least, most: of a number, the smallest and the largest that it may be.
       choices: of a string, all that it may be.
       pattern: of a string, the regular expression that all of it matches.
       free: a string may have spaces in it.
+      program: a string is how a program is started: words with spaces between them, quoted as for a shell.
     """
-    facts = {"words": words, "least": least, "choices": choices, "pattern": pattern, "free": free}
-    return field(default=default, metadata=facts)
+    facts = {"words": words, "least": least, "most": most, "choices": choices, "pattern": pattern}
+    return field(default=default, metadata=facts | {"free": free or program, "program": program})
 
 
 def command_option() -> Any:
@@ -63,13 +77,26 @@ def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
         elif dot and section in known and _is_dict(kinds[section]):
             if not equals or not re.fullmatch(r"[A-Za-z_]\w*", inner) or "\n" in value:
                 raise ValueError(f"{name} must be written {section}.NAME=VALUE")
-            own.setdefault(section, {})[inner] = value
+            if inner in own.setdefault(section, {}):
+                raise ValueError(f"{name} is given twice; give it once")
+            own[section][inner] = value
         else:
+            _check_spelling(name, list(known))
             rest.append(argument)
     for f in known.values():
         if f.default is MISSING and f.default_factory is MISSING and f.name not in own:
             raise ValueError(f"{f.name}= is missing: {f.metadata['words']}")
     return kind(**own), flags.read(rest).words()
+
+
+def _check_spelling(name: str, known: Sequence[str]) -> None:
+    """Raises ValueError for a name that is nearly one of the launcher's own options, and is no key of a recipe."""
+    from recipes.schema import GROUPS, keys_of
+
+    keys = [*GROUPS, *keys_of()]
+    near = difflib.get_close_matches(name, [*known, *keys], n=1, cutoff=0.75)
+    if name not in keys and near and near[0] in known:
+        raise ValueError(f"unknown key {name!r}; did you mean {near[0]!r}?")
 
 
 def _is_dict(kind: Any) -> bool:
@@ -84,11 +111,19 @@ def _value(name: str, given: bool, value: str, kind: Any, facts: Any) -> Any:
             raise ValueError(f"{name} must be true or false, got {value!r}")
         return value == "true"
     if int in (kind, *typing.get_args(kind)):
-        if not (value.isascii() and value.isdigit()) or int(value) < facts["least"]:
-            raise ValueError(f"{name} must be a number from {facts['least']} on, got {value!r}")
+        if not re.fullmatch("[0-9]{1,18}", value) or not facts["least"] <= int(value) <= facts["most"]:
+            until = "on" if math.isinf(facts["most"]) else f"to {facts['most']}"
+            raise ValueError(f"{name} must be a number from {facts['least']} {until}, got {value!r}")
         return int(value)
     if not given or "\n" in value or (re.search(r"\s", value) and not facts["free"]):
         raise ValueError(f"{name} must be written {name}=VALUE, in one word")
+    if not value:
+        raise ValueError(f"{name} is empty; write {name}=VALUE, or leave it out")
+    if facts["program"]:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{name} = {value!r} cannot be read as a shell does: {error}") from error
     if facts["choices"] and value not in facts["choices"]:
         raise ValueError(f"{name}={value} is unknown; there are {', '.join(facts['choices'])}")
     if facts["pattern"] and not re.fullmatch(facts["pattern"], value):
@@ -111,6 +146,21 @@ def help_of(kind: type) -> str:
     return "\n".join(lines)
 
 
+def file_of(key: str, given: str, suffix: str = "") -> Path:
+    """Returns the path of a file that a command is to write, before it computes what is written there.
+
+    Raises:
+      ValueError: it has another suffix, is a folder, or its folder is not there or cannot be written.
+    """
+    path = Path(given).expanduser()
+    folder = path.absolute().parent
+    if path.suffix != (suffix or path.suffix) or path.is_dir() or not folder.is_dir():
+        raise ValueError(f"{key} = {given!r} must be a file {suffix} in a folder that is there".replace("  ", " "))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{key} = {given!r}: {folder} cannot be written; name another folder, or mend its permissions")
+    return path
+
+
 def refuse_cluster(arguments: Sequence[str], how: str) -> None:
     """Raises ValueError where a run says itself how its processes find each other; `how`: who says it, as a sentence."""
     for argument in arguments:
@@ -119,12 +169,31 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
             raise ValueError(f"{argument} cannot be given here: {how}")
 
 
-def check_run(arguments: Sequence[str], how: str) -> Any:
-    """Returns the recipe of a run, so that a wrong one is told before a job is queued for it. Raises ValueError."""
+def check_run(arguments: Sequence[str], how: str, devices: int | None = None, slices: int = 1) -> Any:
+    """Returns the recipe of a run, so that a wrong one is told before a job is queued for it.
+
+    Args:
+      how: who says how the processes find each other, as a sentence.
+      devices: how many the job will have, of all its TPU `slices`; None if that is not known here.
+
+    Raises:
+      ValueError: a key is wrong, the cluster's keys are given, or a size does not fit the devices.
+    """
+    from ejdist.mesh import abstract_mesh
+    from ejdist.training.curriculum import stages_of
+    from ejdist.training.opening import check_numbers
+    from ejdist.training.program import check_sizes
     from recipes.schema import compose
 
     refuse_cluster(arguments, how)
-    return compose(arguments)
+    recipe = compose(arguments)
+    check_numbers(recipe.run)
+    for stage in stages_of(recipe):
+        s = stage.sections
+        model = s.model.build()
+        if devices is not None:
+            check_sizes(s, model, abstract_mesh(s.mesh, devices, slices))
+    return recipe
 
 
 def show_or_submit(text: str, submit: bool, command: Sequence[str]) -> int:

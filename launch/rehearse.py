@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 from ejdist.training import goodput
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, WRONG, run_command
+from launch.options import refuse_cluster
 from launch.processes import Job
 from launch.series import IN_SERIES, Round, rehearse_series
 
@@ -75,15 +77,17 @@ def options_of(argv: Sequence[str]) -> Options:
     from recipes.arguments import read
     from recipes.schema import compose
 
-    given = {name: value for name, _, value in (a.partition("=") for a in read(argv).words())}
+    words = read(argv).words()
+    refuse_cluster(words, "a rehearsal says itself how its processes find each other")
+    given = {name: value for name, _, value in (a.partition("=") for a in words)}
     own: dict[str, Any] = {name: given.pop(name, default) for name, default in _OWN.items()}
     for name in ("hosts", "devices_per_host", "seed", "times", "series"):
         least = 0 if name in ("seed", "series") else 1
-        if not str(own[name]).isdigit() or int(own[name]) < least:
+        if not re.fullmatch("[0-9]{1,9}", str(own[name])) or int(own[name]) < least:
             raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
         own[name] = int(own[name])
-    for key in ("run.stop_after", "run.extend", "cluster", "cluster.kind"):
-        if key in given:
+    for key in given:
+        if key.lstrip("+~") in ("run.stop_after", "run.extend"):
             raise ValueError(f"{key} cannot be given to a rehearsal: it starts and stops the run itself")
     faults = tuple(DRILLS) if own["fault"] == "all" else tuple(own["fault"].split(","))
     for fault in faults:
@@ -93,6 +97,10 @@ def options_of(argv: Sequence[str]) -> Options:
             if own["fault"] != "all":
                 raise ValueError(f"fault={fault} needs hosts=2 or more: one host cannot differ from another")
             faults = tuple(f for f in faults if f not in NEED_TWO)
+        if own["series"] and own["times"] > 1:
+            raise ValueError(
+                f"times = {own['times']} is of drills, and series = {own['series']} makes one run: give one of them"
+            )
         if own["series"] and fault not in IN_SERIES:
             raise ValueError(f"fault={fault} is none of a series; there are {', '.join(IN_SERIES)}")
     given = _DEFAULTS | given

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.errors import DONE, run_command
+from launch.options import file_of
 
 USAGE = """usage: python -m launch.report run.dir=DIR [to=FILE]
 
@@ -80,7 +81,7 @@ def _main(arguments: list[str]) -> int:
     keys = _keys(arguments)
     runs = [open_folder(Path(name).expanduser(), name) for name in folders_of(keys["run.dir"])]
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
-    to = Path(keys["to"]).expanduser() if "to" in keys else default
+    to = file_of("to", keys.get("to", str(default)))
     text = report(runs, flat(Recipe()))
     write_whole(to, text)
     for run in runs:

@@ -14,6 +14,16 @@ from dataclasses import dataclass
 from launch.errors import AGAIN, run_command
 from launch.options import check_run, command_option, help_of, option, read, show_or_submit
 
+# What sbatch reads in a line of a script as it is: to it, too, quotes and "#" mean something.
+_PLAIN = (", of letters, digits and %+,-./:=@_", r"[\w%+,\-./:=@]+")
+# Options of sbatch that the script has by others of this command.
+_OWN = {
+    "-N": "nodes", "--nodes": "nodes", "--ntasks-per-node": "tasks_per_node", "--gpus-per-node": "gpus_per_node", "-t": "time",
+    "--time": "time", "-J": "name", "--job-name": "name", "-p": "partition", "--partition": "partition", "-A": "account",
+    "--account": "account", "-q": "qos", "--qos": "qos", "-o": "log", "--output": "log", "--signal": "grace",
+    "--requeue": "restarts", "--no-requeue": "restarts",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,15 +37,15 @@ class Options:
         "as Slurm writes it: minutes, HH:MM:SS or DAYS-HH:MM:SS",
         pattern=r"(\d+-)?\d+(:\d+){0,2}",
     )
-    name: str = option("ejdist", "of the job")
-    partition: str = option("", "where it is queued")
-    account: str = option("", "who pays for it")
-    qos: str = option("", "the quality of service")
-    log: str = option("%x-%j.log", "one file for all times that the job is queued")
-    grace: int = option(300, "seconds before the end of the time at which the run is told to stop", least=0)
+    name: str = option("ejdist", f"of the job{_PLAIN[0]}", pattern=_PLAIN[1])
+    partition: str = option("", f"where it is queued{_PLAIN[0]}", pattern=_PLAIN[1])
+    account: str = option("", f"who pays for it{_PLAIN[0]}", pattern=_PLAIN[1])
+    qos: str = option("", f"the quality of service{_PLAIN[0]}", pattern=_PLAIN[1])
+    log: str = option("%x-%j.log", f"one file for all times that the job is queued{_PLAIN[0]}", pattern=_PLAIN[1])
+    grace: int = option(300, "seconds before the end of the time at which the run is told to stop", least=0, most=65535)
     restarts: int = option(100, "how often it may be queued again", least=0)
-    python: str = option("python", "how Python is started on a node", free=True)
-    sbatch: str = option("", "other options of sbatch, as they are", free=True)
+    python: str = option("python", "how Python is started on a node", program=True)
+    sbatch: str = option("", "other options of sbatch, as they are", program=True)
     command: str = command_option()
     submit: bool = option(False, "hand the script to sbatch")
 
@@ -49,8 +59,28 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     made, rest = read(Options, argv)
     if made.gpus_per_node and made.gpus_per_node % made.tasks:
         raise ValueError(f"gpus_per_node = {made.gpus_per_node} must be a multiple of tasks_per_node = {made.tasks}")
-    check_run(rest, "Slurm itself says how the processes find each other")
+    for word in shlex.split(made.sbatch):
+        name = word.partition("=")[0] if word.startswith("--") else word[:2]
+        if name in _OWN:
+            raise ValueError(f"sbatch = {made.sbatch!r}: {name} is what {_OWN[name]}= says; give that")
+    seconds = _seconds(made.time)
+    if 0 < seconds <= made.grace:
+        raise ValueError(
+            f"time = {made.time!r} is {seconds} s, and the run is told to stop grace = {made.grace} s before their end: it "
+            "would make no step; give more time, or a smaller grace="
+        )
+    devices = made.nodes * made.gpus_per_node or None
+    check_run(rest, "Slurm itself says how the processes find each other", devices)
     return made, rest
+
+
+def _seconds(time: str) -> int:
+    """Returns the seconds of a time as Slurm writes it; 0, for Slurm too, is no limit, and so is none given."""
+    days, dash, clock = time.rpartition("-")
+    numbers = [int(n) for n in clock.split(":")] if clock else [0]
+    # With days hours come first; without, one number is minutes, and two are minutes and seconds.
+    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units))
 
 
 def script(o: Options, arguments: Sequence[str]) -> str:

@@ -211,6 +211,9 @@ def _main(arguments: list[str]) -> int:
         before = None
     try:
         run(_options(arguments))
+    except ValueError as error:
+        # Of what data=files reads too errors name the keys of a recipe, which here are those of the command.
+        raise ValueError(re.sub(r"\bdata\.(source|text_key|tokenizer)\b", r"\1", str(error))) from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

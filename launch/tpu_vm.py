@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.cluster import check_address
 from launch.errors import DONE, HOST_LOST, WRONG, run_command
 from launch.options import VARIABLES, check_run, command_option, help_of, option, read
 
@@ -58,8 +60,8 @@ class Options:
     coordinator: str = option("", "HOST:PORT of process 0 as the others reach it; port 8476 of the first of hosts")
     dir: str = option("", "the folder of each machine in which the command is started", free=True)
     sync: bool = option(False, "copy this project's code into dir first, by rsync")
-    ssh: str = option("ssh", "how ssh is started", free=True)
-    python: str = option("python3", "how Python is started on a machine", free=True)
+    ssh: str = option("ssh", "how ssh is started", program=True)
+    python: str = option("python3", "how Python is started on a machine", program=True)
     env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     command: str = command_option()
 
@@ -85,8 +87,14 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     for name, given in (("hosts", o.machines), ("tpu", o.slices)):
         if not all(given) or len(set(given)) < len(given):
             raise ValueError(f"{name} = {','.join(given)!r} must name each once, with a comma between two")
+        if any(one.startswith("-") for one in given):
+            raise ValueError(
+                f"{name} = {','.join(given)!r}: what begins with a dash is an option of ssh, and names no machine"
+            )
     if o.coordinator and o.cluster != "manual":
         raise ValueError("coordinator= is of cluster=manual, which is not given")
+    if o.coordinator:
+        check_address("coordinator", o.coordinator)
     if o.sync and not o.dir:
         raise ValueError("sync=true needs dir=, the folder of each machine that the code is copied to")
     check_run(rest, "launch.tpu_vm says how the processes find each other")
@@ -109,8 +117,9 @@ def remote(o: Options, arguments: Sequence[str], index: int) -> str:
 
 
 def _quoted_path(path: str) -> str:
-    """Returns a path for a shell, in which a first ~/ is that of the machine."""
-    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+    """Returns a path for a shell, in which a first ~ or ~USER is that of the machine."""
+    home, slash, rest = path.partition("/")
+    return f"{home}{slash}{shlex.quote(rest) if rest else ''}" if re.fullmatch(r"~[\w.-]*", home) else shlex.quote(path)
 
 
 def _of_gcloud(o: Options, verb: str, name: str, *more: str) -> list[str]:
@@ -119,11 +128,20 @@ def _of_gcloud(o: Options, verb: str, name: str, *more: str) -> list[str]:
 
 
 def _workers(o: Options, name: str) -> int:
-    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says."""
+    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says, or if it has none yet."""
     ran = subprocess.run(_of_gcloud(o, "describe", name, "--format=json"), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise ValueError(f"tpu = {name!r}: gcloud says: {(ran.stderr.strip().splitlines() or ['nothing'])[-1]}")
-    return len(json.loads(ran.stdout)["networkEndpoints"])
+    try:
+        told = json.loads(ran.stdout)
+        count, state = len(told.get("networkEndpoints", ())), told.get("state", "unknown")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is no TPU VM"
+        ) from error
+    if not count:
+        raise ValueError(f"tpu = {name!r} has no machines; its state is {state}: start this again once it is READY")
+    return count
 
 
 def connections_of(o: Options, arguments: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -64,6 +64,9 @@ def _devices_of(sizes: dict[str, int], cpu_devices: int) -> int:
 # Each costs memory and threads of one machine.
 _MOST_CPUS = 512
 
+# Of XLA's pool, where programs have collectives.
+_LEAST_THREADS = 16
+
 # Device files of NVIDIA and AMD GPUs and of TPUs.
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 
@@ -77,12 +80,17 @@ def start_jax(recipe) -> None:
     if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in ACCELERATORS):
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
+    only = jax.config.jax_platforms == "cpu"
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only=jax.config.jax_platforms == "cpu"))
-    if recipe.cluster.kind != "local" and jax.config.jax_platforms == "cpu":
+        jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only))
+    if only and recipe.cluster.kind != "local":
         # A program of CPU devices that was read from a cache does not keep the order of its collectives: beside a process that
         # makes them in another order, it waits for ever. Seen in gdb with jaxlib 0.11.2; without a cache never.
         jax.config.update("jax_enable_compilation_cache", False)
+    elif only and (devices := _virtual_cpus(recipe, only=False)) > 1:
+        # In one process no order is wrong, but whoever waits in a collective holds a thread of XLA's pool, which has as many
+        # as there are cores or devices: with more collectives begun than that, all may wait for a device without a thread.
+        os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, 4 * devices, os.cpu_count() or 1)))
     join(recipe.cluster)
 
 

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import itertools
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,9 +160,10 @@ def _parsed(override: str) -> Any:
 def unreadable(override: str) -> str:
     """Returns the sentence about a value that Hydra's grammar cannot read as one."""
     name, _, value = override.partition("=")
+    whole = f'{name}="{value}"' if not re.search(r"[\\\"]", value) else f"{name}={quoted(value)}"
     return (
         f"cannot read the value of {override!r}: a list is written {name}=[a,b], and anything with special characters "
-        f"in quotes inside those of the shell: '{name}=\"{value}\"'; for a run with each of several values give --multirun (-m)"
+        f"in quotes inside those of the shell: {shlex.quote(whole)}; for a run with each of several values give --multirun (-m)"
     )
 
 

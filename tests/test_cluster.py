@@ -1,10 +1,16 @@
 """The `cluster` section: what JAX is told of it."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
+from small_run import TINY, losses
 
 from launch import train
 from launch.cluster import join
+from launch.errors import DONE
 from recipes.schema import compose
 
 
@@ -48,6 +54,8 @@ def test_a_run_of_one_process_joins_nobody(joined):
         (["cluster.process_id=1"], "cluster.process_id = 1 is of several processes: give cluster=manual"),
         (["cluster.local_device_ids=[0]"], "cluster.local_device_ids = [0] is of several processes"),
         (MANUAL[:3], "cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id"),
+        ([*MANUAL[:-1], "cluster.process_id=7"], "cluster.process_id = 7 must be from 0 to cluster.num_processes - 1"),
+        ([*MANUAL[:-1], "cluster.process_id=-1"], "cluster.process_id = -1 must be from 0"),
         (["cluster=auto", "cluster.coordinator=b"], "must be HOST:PORT"),
         (["cluster.kind=slurm"], "cluster.kind = 'slurm' is unknown"),
         (["cluster.timeout=0"], "cluster.timeout = 0 must be positive"),
@@ -74,3 +82,38 @@ def test_processes_of_cpu_devices_read_no_program_from_a_cache(monkeypatch, argu
     finally:
         jax.config.update("jax_platforms", before)
         jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "least"),
+    [
+        (["mesh.sp=1"], None, None),
+        (["mesh.sp=4"], "5", None),
+        ([], None, 16),
+        (["mesh.sp=32"], None, 128),
+    ],
+)
+def test_whoever_waits_in_a_collective_leaves_threads_for_the_others(monkeypatch, arguments, asked, least):
+    monkeypatch.setattr(train, "join", lambda cluster: None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # as this process was started
+    monkeypatch.setenv("PJRT_NPROC", asked or "")
+    if asked is None:
+        monkeypatch.delenv("PJRT_NPROC")
+    train.start_jax(compose(arguments))
+    threads = os.environ.pop("PJRT_NPROC", None)
+    assert threads == asked if least is None else int(threads) >= least
+
+
+@pytest.mark.slow
+def test_a_run_of_programs_from_a_cache_comes_to_its_end(corpus, tmp_path):
+    """XLA begins the collectives of such a program in any order: on as many threads as cores they waited for each other."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    environment |= {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    for name in ("first", "second"):
+        line = [sys.executable, "-m", "launch.train", *TINY, *corpus, "mesh.sp=4", f"run.dir={tmp_path / name}"]
+        ran = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=180)
+        assert ran.returncode == DONE, ran.stderr[-2000:]
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")

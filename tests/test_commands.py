@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from launch import local, rehearse, slurm, sweep, train
 from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PIPE_CLOSED, PREEMPTED, WRONG, NotCompiled, run_command
 from launch.processes import Job
 from recipes import schema
-from recipes.arguments import jobs_of, quoted, read
+from recipes.arguments import jobs_of, quoted, read, unreadable
 from recipes.schema import GROUPS, RecipeError, compose, options_of, text_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,6 +204,16 @@ def test_a_quoted_value_is_read_as_it_was(text):
 
 
 # -- sweeps ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["a=b", "~/runs", "é b", "it's", 'say "x"', 'it\'s "both"', "a\\b=", "a\\", "$HOME=`x`", "a,b"]
+)
+def test_what_is_said_of_a_value_that_cannot_be_read_may_be_typed(text):
+    said = unreadable(f"run.dir={text}")
+    advice = re.search(r"inside those of the shell: (.*); for a run", said, re.DOTALL)[1]
+    (word,) = shlex.split(advice)
+    assert compose([word]).run.dir == text
 
 
 def test_the_runs_of_a_sweep():

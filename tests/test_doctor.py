@@ -198,7 +198,15 @@ def test_a_mesh_that_does_not_fit_is_a_failure(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_stage_of_a_curriculum_is_looked_at(tmp_path, capsys):
+    stages = "curriculum=[{until: 3, mesh: {sp: 16}, sequence_length: 512}, {}]"
+    assert doctor.main([*TINY, f"run.dir={tmp_path}", stages]) == WRONG
+    assert "FAILED  curriculum[0]: mesh.sp=16 needs 16 devices, but there are 8" in capsys.readouterr().out
+
+
 def test_called_wrongly(capsys):
+    assert doctor.main(["run.steps=0"]) == WRONG and "run.steps must be at least 1" in capsys.readouterr().err
+    assert doctor.main(["curriculum=[{until: 3}]"]) == WRONG and "curriculum[0].until" in capsys.readouterr().err
     assert doctor.main(["modle=8b"]) == WRONG and "did you mean 'model'" in capsys.readouterr().err
     assert doctor.main(["--help"]) == DONE and "bandwidth=" in capsys.readouterr().out
 

@@ -272,6 +272,12 @@ def test_the_model_is_the_runs_and_only_what_keeps_its_parameters_may_change(tra
     assert _recipe_of(dataclasses.replace(weights, recipe={"experts.capacity": 1.5}), []).experts.capacity == 1.5
     with pytest.raises(ValueError, match=r"model.num_layers.*has other parameters"):
         _recipe_of(weights, ["model.num_layers=3"])
+    for key, value in (("norm_eps", 0.5), ("logits_soft_cap", 3.0), ("activation", "gelu")):
+        with pytest.raises(
+            ValueError, match=rf"model.{key} = {value} in this recipe, .* only model.rope_ keys can be tried"
+        ):
+            _recipe_of(weights, [f"model.{key}={value}"])
+    assert _recipe_of(weights, ["model.remat=full", "model.compute_dtype=bfloat16"]).model.remat == "full"
 
 
 def test_what_the_model_was_trained_on_is_said(corpus):

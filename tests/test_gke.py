@@ -1,7 +1,9 @@
 """launch.gke: its YAML is held against the schema of JobSet, and what it starts against what Kubernetes and GKE set."""
 
 import functools
+import importlib
 import re
+import shlex
 import stat
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import yaml
 
 from launch import gke
 from launch.errors import ABORTED, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED, WRONG
+from launch.options import check_run
 from launch.options import read as read_options
 from recipes.schema import compose
 
@@ -65,7 +68,7 @@ def started(read, **variables):
     "more",
     [
         [],
-        ["slices=2"],
+        ["slices=2", "mesh.dp=2", "mesh.sp=64"],
         ["queue=research", "service_account=trainer", "namespace=models", "spot=true", "name=long-run"],
         ["env.XLA_FLAGS=--a --b", "env.EMPTY=", "command=doctor"],
     ],
@@ -114,7 +117,7 @@ def test_which_ends_start_the_run_again(code, again):
 
 
 def test_a_pod_of_a_tpu_slice():
-    read = made(*TPU, "slices=2", "env.LIBTPU_INIT_ARGS=--a=1 --b=$HOME")
+    read = made(*TPU, "slices=2", "mesh.dp=2", "env.LIBTPU_INIT_ARGS=--a=1 --b=$HOME")
     slices, job = job_of(read)
     pod = pod_of(read)
     assert (slices, job["parallelism"], job["completions"], job["completionMode"]) == (2, 16, 16, "Indexed")
@@ -210,7 +213,19 @@ def test_the_doctor_is_not_started_again():
         ([*TPU, "gpus_per_node=8"], "gpus_per_node= is of GPUs, and this is a run on TPUs"),
         ([*GPU, "slices=2"], "slices= is of TPUs, and this is a run on GPUs"),
         ([*TPU, "slices=0"], "slices must be a number from 1 on"),
-        ([*TPU, "name=My_Run"], "name = 'My_Run' must be lower-case letters"),
+        ([*TPU, "name=My_Run"], "name = 'My_Run' must be a lower-case letter, then such letters"),
+        ([*TPU[:3], "volume=My_Claim", "run.dir=/mnt/runs/a"], "volume = 'My_Claim' must be the name of"),
+        ([*TPU, "service_account=a$b"], "service_account = 'a$b' must be the name of"),
+        ([*TPU, "env.A=1", "env.A=2"], "env.A is given twice"),
+        (["image=", *TPU[1:]], "image is empty; write image=VALUE, or leave it out"),
+        ([*GPU, "port=70000"], "port must be a number from 1 to 65535"),
+        ([*TPU, "slice=2"], "unknown key 'slice'; did you mean 'slices'?"),
+        ([*TPU, "mesh.sp=128"], "mesh.sp=128 needs 128 devices, but there are 64"),
+        ([*TPU, "slices=2", "mesh.sp=-1"], "mesh.sp=128 over 2 TPU slices of 64 devices: only mesh.dp"),
+        (
+            [*TPU, "curriculum=[{until: 9, mesh: {sp: 128}}, {sequence_length: 4096}]"],
+            "mesh.sp=128 needs 128 devices, but there are 64",
+        ),
         ([*TPU, f"name={'a' * 50}"], "is too long: a pod would be called"),
         ([*TPU, "cluster=auto"], "cluster=auto cannot be given here"),
         ([*TPU, "cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here"),
@@ -249,6 +264,17 @@ def test_applying_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert gke.main([*TPU, "submit=true"]) == WRONG
     assert "there is no kubectl here" in capsys.readouterr().err
+
+
+def test_launchers_take_what_the_documentation_shows():
+    root, shown = Path(__file__).resolve().parent.parent, []
+    for page in (root / "README.md", root / "launch/README.md"):
+        text = page.read_text().replace("\\\n", " ")
+        shown += re.findall(r"^python -m (launch\.(?:gke|slurm|tpu_vm)) ([^>\n]*)", text, re.MULTILINE)
+    assert {name for name, _ in shown} >= {"launch.gke", "launch.tpu_vm"}
+    for name, words in shown:
+        rest = importlib.import_module(name).options_of(shlex.split(words))[1]
+        check_run(rest, "the documentation", 128 if "mesh.dp=2" in rest else 64)
 
 
 def test_help(capsys):

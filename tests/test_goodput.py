@@ -150,6 +150,18 @@ def test_a_ledger_that_was_cut_off_in_a_line_goes_on_in_the_next(tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines() if not line.startswith('{"at": 17,'))
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100000, "1" * 5000, "null", "[1]", '{"at": "2"}', '{"at": true, "phase": "end"}', '{"at": NaN, "phase": "end"}',
+     '{"at": 3, "phase": "productive", "step": "x"}', '{"at": 3, "phase": "lunch"}', '{"at": 3, "phase": ["end"]}',
+     '{"at": 3, "phase": "rewind"}', '{"at": 3, "phase": "productive", "step": 3, "data_wait": null}'],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_left_out(line, tmp_path):
+    whole = rows(*START, (25, "productive", {"step": 5}))
+    (tmp_path / NAME).write_text("".join(json.dumps(row) + "\n" + line + "\n" for row in whole))
+    assert read(tmp_path / NAME) == whole and account(read(tmp_path / NAME)) == account(whole)
+
+
 def test_a_full_disk_is_told_as_that_of_the_run(tmp_path, monkeypatch):
     ledger = Ledger(True)
     ledger.open(tmp_path)

@@ -98,6 +98,9 @@ def test_local_starts_processes_and_tells_what_each_says(corpus, tmp_path, capfd
         (["processes=2", "cluster=auto"], "cluster=auto cannot be given here"),
         (["processes=2", "gpus=0"], "names one GPU for each of 2 processes"),
         (["processes=2", "gpus=0,1", "devices=1"], "excludes devices="),
+        (["processes=2", "gpus=0,0"], "gpus=0,0 must name a GPU for each process, and each once"),
+        (["processes=2", "gpus=0,"], "gpus=0, must name a GPU for each process, and each once"),
+        (["processes=2", "deivces=2"], "unknown key 'deivces'; did you mean 'devices'?"),
     ],
 )
 def test_local_called_wrongly(arguments, message, capsys):
@@ -115,6 +118,9 @@ def test_local_called_wrongly(arguments, message, capsys):
         (["series=3", "fault=nan"], "fault=nan is none of a series; there are kill, kill_in_save, sigterm"),
         (["seed=-1"], "seed must be a number from 0 on"),
         (["run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
+        (["++run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
+        (["+cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here: a rehearsal says itself"),
+        (["times=2", "series=3"], "times = 2 is of drills, and series = 3 makes one run"),
         (["run.steps=10", "checkpoint.every=5"], r"at least 2 * checkpoint.every + 2 steps"),
         (["modle.num_layers=2"], "did you mean 'model.num_layers'"),
     ],

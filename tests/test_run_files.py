@@ -2,12 +2,14 @@
 
 import json
 import pkgutil
+import subprocess
+import sys
 import threading
 
 import pytest
 from small_run import TINY, losses
 
-from ejdist.training import integrity
+from ejdist.training import integrity, lock
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows
 from ejdist.training.stop import Diverged
@@ -127,7 +129,11 @@ def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, cor
 def test_rows_that_are_no_metrics_are_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"a": 1}\n{"step": 3, "loss": 1.0}\n')
-    assert [row["step"] for row in read_rows(path)] == [1]
+    assert [row["step"] for row in read_rows(path)] == [1, 3], "what stands after a damaged line stays"
+    odd = ["[" * 100000, "1" * 5000, "null", "[1]", '{"step": "2"}', '{"step": true}', '{"step": 2, "step_time": "fast"}',
+           '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
+    path.write_text("\n".join(['{"step": 1, "loss": null}', *odd, '{"step": 3, "loss": 1.0}']))
+    assert [row["step"] for row in read_rows(path)] == [1, 3]
     path.write_bytes(b"\xdb\xff\x00")
     assert read_rows(path) == []
 
@@ -146,3 +152,32 @@ def test_checkpoints_that_are_a_file(corpus, tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("mine")
     assert main([*TINY, *corpus, f"run.dir={tmp_path}"]) == BAD_CHECKPOINT
     assert "is not a folder" in capsys.readouterr().err and (tmp_path / "checkpoints").read_text() == "mine"
+
+
+_TAKES = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[2] == "0" else 0))
+print("taken", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path, monkeypatch, capsys):
+    given = [*TINY, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
+    assert main([*given, "run.stop_after=2"]) == DONE
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    take = [sys.executable, "-c", _TAKES, str(tmp_path)]
+    assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds nothing"
+    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    with subprocess.Popen([*take, "600"], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        assert main([*given, "run.stop_after=3"]) == WRONG
+        assert "another process trains in it" in capsys.readouterr().err
+        assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+        other.kill()
+    monkeypatch.setattr(lock, "_PATIENCE", 60)
+    with subprocess.Popen([*take, "2"], stdout=subprocess.PIPE) as other:  # one that is about to end
+        other.stdout.readline()
+        assert main([*given, "run.stop_after=3"]) == DONE
+    assert "waiting for another process that trains in" in capsys.readouterr().out
+    assert len(losses(tmp_path)) == 3

@@ -112,6 +112,11 @@ def test_what_the_script_asks_for():
     assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("time", ["6", "5:01", "00:06:00", "0-1", "1-0:0", "0", ""])
+def test_times_that_leave_room_for_the_grace(time):
+    assert batch(*([f"time={time}"] if time else []), "recipe=long_context")
+
+
 def test_the_doctor_is_started_once():
     text = batch("nodes=2", "command=doctor", "recipe=long_context")
     assert "-m launch.doctor recipe=long_context cluster=auto" in text and "scontrol" not in text
@@ -131,6 +136,22 @@ def test_the_doctor_is_started_once():
         (["modle=8b"], "did you mean 'model'"),
         (["name=a b"], "name must be written name=VALUE, in one word"),
         (["sbatch=--a\n--b"], "sbatch must be written sbatch=VALUE, in one word"),
+        (["sbatch=--mem=4G --nodes=8"], "--nodes is what nodes= says"),
+        (["sbatch=-N8"], "-N is what nodes= says"),
+        (["sbatch=--no-requeue"], "--no-requeue is what restarts= says"),
+        (["name=it's#1"], """name = "it's#1" must be of the job, of letters, digits and"""),
+        (["name="], "name is empty; write name=VALUE, or leave it out"),
+        (["python="], "python is empty"),
+        (["python=it's"], "cannot be read as a shell does: No closing quotation"),
+        (["nodess=2"], "unknown key 'nodess'; did you mean 'nodes'?"),
+        (["grace=70000"], "grace must be a number from 0 to 65535"),
+        (["time=5"], "time = '5' is 300 s, and the run is told to stop grace = 300 s before their end"),
+        (["time=0-00:04", "grace=240"], "time = '0-00:04' is 240 s"),
+        (["time=3:20", "grace=200"], "time = '3:20' is 200 s"),
+        (["run.steps=0"], "run.steps must be at least 1, got 0"),
+        (["curriculum=[{until: 3}]"], "curriculum[0].until = 3: the last stage ends with the run"),
+        (["nodes=2", "gpus_per_node=8", "mesh=fsdp"], "data.global_batch"),
+        (["nodes=2", "gpus_per_node=8", "mesh.sp=32"], "mesh.sp=32 needs 32 devices, but there are 16"),
     ],
 )
 def test_called_wrongly(arguments, message, capsys):

@@ -36,7 +36,9 @@ import json, os, sys
 with open(os.environ["STUB_CALLS"], "a") as calls: print(json.dumps(sys.argv[1:]), file=calls)
 verb, name = sys.argv[4:6]
 if not name.startswith("there"): print("ERROR: NOT_FOUND: no TPU of this name", file=sys.stderr); sys.exit(1)
-if verb == "describe": print(json.dumps({{"networkEndpoints": [{{"ipAddress": "10.0.0.1"}}, {{"ipAddress": "10.0.0.2"}}]}}))
+if name == "there-odd": print("null")
+elif name == "there-soon": print(json.dumps({{"state": "CREATING"}}))
+elif verb == "describe": print(json.dumps({{"networkEndpoints": [{{"ipAddress": "10.0.0.1"}}, {{"ipAddress": "10.0.0.2"}}]}}))
 else:
     given = dict(a[2:].split("=", 1) for a in sys.argv[6:] if a.startswith("--") and "=" in a)
     os.environ["WORKER"] = given["worker"]
@@ -106,6 +108,17 @@ def test_arguments_arrive_as_they_are(machines, program, tmp_path, capfd):
     assert out[1] == f"[0] a  'b' $c|{tmp_path / 'homes' / 'a' / 'the code'}"
 
 
+@pytest.mark.parametrize("given", ["~", "~/", "~/a b", "~/it's"])
+def test_a_folder_may_be_of_the_home_of_the_machine(tmp_path, monkeypatch, given):
+    home = tmp_path / "home"
+    (home / given[2:]).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    options = tpu_vm.options_of(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
+    line = tpu_vm.remote(options, [], 0).replace("pwd -m launch.train cluster=auto", "pwd")
+    with subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
+        assert Path(ran.stdout.read().strip()) == home / given[2:]
+
+
 def test_each_machine_has_its_number(machines, program, capfd):
     given = ["hosts=me@a,b,c", "cluster=manual", "recipe=long_context", program('echo "${@: -3}"')]
     assert tpu_vm.main([*given, "command=doctor"]) == DONE
@@ -126,6 +139,10 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[{i}] worker {i % 2}" for i in range(4)]
     assert tpu_vm.main([given[0].replace("there", "gone"), *given[1:]]) == WRONG
     assert "tpu = 'gone': gcloud says: ERROR: NOT_FOUND" in capfd.readouterr().err
+    assert tpu_vm.main(["tpu=there-soon", *given[1:]]) == WRONG
+    assert "tpu = 'there-soon' has no machines; its state is CREATING" in capfd.readouterr().err
+    assert tpu_vm.main(["tpu=there-odd", *given[1:]]) == WRONG
+    assert "gcloud describes it as 'null', which is no TPU VM" in capfd.readouterr().err
 
 
 def test_it_ends_with_the_first_bad_code_after_the_others(machines, program, capfd):
@@ -200,6 +217,10 @@ def test_the_code_is_copied_first(machines, program, capfd, monkeypatch):
         (["hosts=a", "sync=true"], "sync=true needs dir="),
         (["hosts=a", "cluster.process_id=2"], "cluster.process_id=2 cannot be given here"),
         (["hosts=a", "modle=8b"], "did you mean 'model'"),
+        (["hosts=-oProxyCommand=x,b"], "begins with a dash"),
+        (["hosts=a", "cluster=manual", "coordinator=a:99999"], "coordinator = 'a:99999' must be HOST:PORT"),
+        (["hosts=a", "ssh='"], 'ssh = "\'" cannot be read as a shell does'),
+        (["hosts="], "hosts is empty"),
     ],
 )
 def test_called_wrongly(arguments, message, capsys):

@@ -15,7 +15,7 @@ from ejdist.training.leaves import name_of
 from ejdist.training.places import is_url
 from ejdist.training.program import Program
 from ejdist.weights.families import read_config
-from ejdist.weights.match import differences
+from ejdist.weights.match import differences, told_difference
 from ejdist.weights.runs import Run, has_steps, nested
 from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves
@@ -41,12 +41,16 @@ class Weights:
     recipe: dict[str, Any] = field(default_factory=dict)
 
     def check(self, model: DecoderConfig) -> None:
-        """Raises ValueError, naming a key, where a model that they are to be used in has other parameters."""
+        """Raises ValueError, naming a key, where a model that they are to be used in has other parameters, or is another
+        function of them but for its positions (`rope_`)."""
         ours, theirs = ({n: p.shape for n, p in declared_leaves(c).items()} for c in (model, self.model))
         if ours != theirs:
             odd = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))[0]
             keys = ", ".join(f"model.{k}" for k in differences(model, self.model)[:3])
             raise ValueError(f"{keys}: {self.what} has other parameters ({odd}); leave out what changes their shape")
+        if changed := [k for k in differences(model, self.model) if not k.startswith("rope_")]:
+            key = told_difference(model, self.model, self.what, changed[0])
+            raise ValueError(f"{key}, or leave it out: only model.rope_ keys can be tried out on weights")
 
     def load(self, program: Program) -> tuple[Any, Any]:
         """Returns (params, buffers), where the program has them. Raises CheckpointError or WeightsError."""

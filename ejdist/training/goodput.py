@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ejdist.training.metrics import cannot_write
+from ejdist.training.metrics import cannot_write, is_number, json_of
 
 NAME = "goodput.jsonl"
 # Between two signs of life: at first often, so that a short run is told apart, and at last seldom: 3000 rows a day.
@@ -93,15 +93,15 @@ _OF_STEPS = ("productive", "data_wait")
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a ledger, without lines that are none: a process may have been killed while it wrote."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("at"), int | float):
-            rows.append(row)
-    return rows
+    found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
+    return [row for row in found if isinstance(row, dict) and _is_row(row)]
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    steps = all(is_number(row[name], int) for name in ("step", "resumed", "to") if name in row)
+    phase = row.get("phase", "end")
+    known = isinstance(phase, str) and phase in (*CLASSES, *_OF_PHASE) and (phase != "rewind" or "to" in row)
+    return is_number(row.get("at")) and is_number(row.get("data_wait", 0)) and steps and known
 
 
 def account(rows: list[dict[str, Any]]) -> Goodput:

@@ -23,18 +23,27 @@ import numpy as np
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete rows of a metrics.jsonl, up to the first that is not one: a last line may have been cut off."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if not isinstance(row, dict) or "step" not in row:
-                break
-            rows.append(row)
-    return rows
+    """Returns the rows of a metrics.jsonl, without lines that are none: the last may have been cut off, and one be damaged."""
+    found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
+    return [row for row in found if isinstance(row, dict) and _is_row(row)]
+
+
+def json_of(line: str) -> Any:
+    """Returns what a line holds; None where it is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_number(value: Any, kind: Any = (int, float)) -> bool:
+    """Returns whether a value of a JSON file is a finite number."""
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    numbers = is_number(row.get("step"), int) and all(is_number(row[name]) for name in _SUMMED if name in row)
+    return numbers and (row.get("loss") is None or is_number(row["loss"]))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -225,6 +234,8 @@ class MetricsWriter:
             raise self._failure
 
 
+# Of a row, what the summary is made from beside the loss.
+_SUMMED = ("step_time", "tokens", "flops_causal", "flops_full")
 # The first steps compile and warm up; speeds are taken from the others.
 _WARMUP_STEPS = 2
 _LAST = 10
@@ -242,13 +253,16 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
       since: speeds are of the steps after this one: a run's stages have their own.
     """
     own = [row for row in rows if row["step"] > since] or rows
+    own = [row for row in own if all(name in row for name in _SUMMED)]
     steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
-    losses = [row["loss"] for row in rows if row["loss"] is not None]  # a step whose update was skipped may have none
+    losses = [
+        row["loss"] for row in rows if row.get("loss") is not None
+    ]  # a step whose update was skipped may have none
     last = losses[-_LAST:] or [math.nan]
     return {
-        "loss_first": rows[0]["loss"],
+        "loss_first": rows[0].get("loss"),
         "loss_last": statistics.fmean(last),
         "steps": rows[-1]["step"],
         "tokens_per_second": statistics.fmean(row["tokens"] for row in steady) / seconds,
@@ -266,7 +280,7 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Writes a picture of the loss over the steps, with a running mean."""
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if row["loss"] is not None]
+    shown = [row for row in rows if row.get("loss") is not None]
     steps, losses = [row["step"] for row in shown], [row["loss"] for row in shown]
     width = max(1, len(shown) // 25)
     mean = [statistics.fmean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]

@@ -21,6 +21,7 @@ from ejdist.training.curriculum import Stage, check_history, history, stage_of, 
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
+from ejdist.training.lock import Lock
 from ejdist.training.places import check_folder
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.resume import check_same_run, fingerprint, flat
@@ -39,6 +40,7 @@ class Run:
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       found: (step, where) of all checkpoints, those on disks of the hosts too, the newest first.
       stages: all of them, with the devices that their meshes are made of.
+      lock: of `directory`; it is taken by whoever makes steps, and held as long as the run is.
     """
 
     sections: TrainSections
@@ -52,6 +54,7 @@ class Run:
     stage: Stage
     stages: Sequence[Stage]
     devices: list[Any] | None
+    lock: Lock
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -63,7 +66,7 @@ class Run:
         if stage.number == self.stage.number:
             return self
         s = stage.sections
-        program = _stage_program(stage, self.devices)
+        program = stage_program(stage, self.devices)
         data = self.data.resized(s.data.sequence_length, s.data.global_batch)
         return replace(self, sections=s, program=program, data=data, stage=stage)
 
@@ -98,16 +101,17 @@ def open_run(
     hosts.compare("the start", recipe | environment())
     stages = stages_of(s)
     # Those of all stages, so that what is wrong with a later one is said now; nothing is compiled or allocated.
-    programs = [_stage_program(stage, devices) for stage in stages]
+    programs = [stage_program(stage, devices) for stage in stages]
     saves = Saves(directory, s.checkpoint, hosts)
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
-    return Run(s, hosts, directory, program, saves, data, last, saves.find(program.state, say), stage, stages, devices)
+    found, lock = saves.find(program.state, say), Lock(directory, hosts.index == 0, hosts.limit)
+    return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, lock)
 
 
-def _stage_program(stage: Stage, devices: list[Any] | None) -> Program:
+def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
     """Returns the program of a stage. Raises ValueError, which names the stage where there are several."""
     try:
         return make_program(stage.sections, make_mesh(**vars(stage.sections.mesh), devices=devices))
@@ -172,8 +176,8 @@ def start_from(program: Program, source: Source, say: Any) -> TrainState:
     return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 
 
-def _check_run(run: RunSection) -> Path:
-    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+def check_numbers(run: RunSection) -> None:
+    """Raises ValueError, naming the key, for a number of the section that cannot be."""
     if run.steps < 1:
         raise ValueError(f"run.steps must be at least 1, got {run.steps}")
     if run.stop_after is not None and run.stop_after < 1:
@@ -182,6 +186,11 @@ def _check_run(run: RunSection) -> Path:
         raise ValueError(f"run.cpu_devices must be at least 1, got {run.cpu_devices}")
     if not 0 <= run.seed < 2**32:
         raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
+
+
+def _check_run(run: RunSection) -> Path:
+    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+    check_numbers(run)
     if not run.dir.strip():
         raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
     check_folder(

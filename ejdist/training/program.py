@@ -127,7 +127,9 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     order = Order(s.sequence.order, MeshSection.sequence_shards(mesh))
     length, rows = s.data.sequence_length, s.data.global_batch
     order.check(length)
-    if s.accumulation < 1 or rows % s.accumulation:
+    if s.accumulation < 1:
+        raise ValueError(f"accumulation must be at least 1, got {s.accumulation}")
+    if rows % s.accumulation:
         raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
     if not (s.z_loss >= 0 and math.isfinite(s.z_loss)):
         raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")

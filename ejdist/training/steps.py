@@ -9,7 +9,7 @@ from ejdist.cluster.agreement import program_digest
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
 from ejdist.training.guards import Passed, Rewind, Watch, stopped
-from ejdist.training.metrics import MetricsWriter
+from ejdist.training.metrics import MetricsWriter, cannot_write
 from ejdist.training.opening import Run, resume, start_from
 from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, Pace
 from ejdist.training.program import local_rows, place_batch
@@ -61,7 +61,12 @@ class Begun:
 
 
 def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, say: Any) -> Begun:
-    """Returns the state of the last of these checkpoints that is whole, or the first one. To be called by all hosts."""
+    """Returns the state of the last of these checkpoints that is whole, or the first one. To be called by all hosts.
+
+    Raises:
+      ValueError: another process trains in run.dir; and as `resume`.
+    """
+    run.lock.take(say)  # before a damaged checkpoint, or an unfinished one, is moved
     if found:
         run, step, state, beside = resume(run, found, say)
         kept = beside.get("guards", {})
@@ -69,6 +74,10 @@ def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, say: A
         step, kept = 0, {}
         state = run.program.init() if source is None else start_from(run.program, source, say)
     hosts = run.hosts
+    try:
+        run.lock.take(say, make=True)
+    except OSError as error:
+        raise cannot_write(run.directory, error) from error
     rewinds = Passed.read(run.directory, kept.get("passed", ()), step).rewinds if hosts.index == 0 else None
     return Begun(run, step, state, kept, Passed(hosts.say("the batches that rewinds went past", rewinds)))
 

@@ -220,21 +220,8 @@ def _read_goodput(run: RunFolder) -> None:
     except (OSError, ValueError, RecursionError) as error:
         run.missing.append(f"{goodput.NAME} cannot be read: {error}")
         return
-    if not math.isfinite(_wall(run.goodput)):
-        run.goodput = []
-        run.missing.append(f"{goodput.NAME} has rows that fit no ledger: where the time went is not known")
-    elif lines > len(run.goodput):
+    if lines > len(run.goodput):
         run.missing.append(f"{goodput.NAME}: lines that cannot be read and are left out: {lines - len(run.goodput):,}")
-
-
-def _wall(rows: list[dict[str, Any]]) -> float:
-    """Returns the seconds of a ledger, nan where its rows do not go together."""
-    if not all(math.isfinite(number(row["at"])) for row in rows):
-        return math.nan
-    try:
-        return goodput.account(rows).wall
-    except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError):
-        return math.nan
 
 
 def _read_picture(run: RunFolder, name: str) -> None:

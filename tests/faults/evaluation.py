@@ -8,6 +8,13 @@ STAGES, EVALUATE = "tests/test_curriculum.py", "tests/test_evaluate.py"
 
 FAULTS = (
     Fault(
+        "another function of the weights is evaluated without a word",
+        "ejdist/evaluation/weights.py",
+        'if not k.startswith("rope_")]:',
+        "if False]:",
+        f"{EVALUATE} -k only_what_keeps_its_parameters",
+    ),
+    Fault(
         "an octave begins a place late",
         POSITIONS,
         "np.frexp(np.asarray(places, np.float64))[1]",

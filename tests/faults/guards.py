@@ -8,6 +8,20 @@ TESTS, LEDGER = "tests/test_guards.py", "tests/test_goodput.py"
 
 FAULTS = (
     Fault(
+        "a line of the ledger that is no record ends a run in a traceback",
+        GOODPUT,
+        "if isinstance(row, dict) and _is_row(row)]",
+        "if isinstance(row, dict)]",
+        f"{LEDGER} -k no_record",
+    ),
+    Fault(
+        "what stands after a damaged row of metrics is lost",
+        "ejdist/training/metrics.py",
+        "    return [row for row in found if isinstance(row, dict) and _is_row(row)]",
+        "    import itertools\n\n    return list(itertools.takewhile(lambda r: isinstance(r, dict) and _is_row(r), found))",
+        "tests/test_run_files.py -k no_metrics",
+    ),
+    Fault(
         "skip still updates the moments",
         STEP,
         "is_leaf=counts_steps)._replace(step=new.step)",

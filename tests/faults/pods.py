@@ -7,7 +7,79 @@ HEALTH, BANDWIDTH, DOCTOR = "ejdist/cluster/health.py", "ejdist/cluster/bandwidt
 OF_MESH, OF_GKE, OF_TPU_VM = "tests/test_mesh_layout.py", "tests/test_gke.py", "tests/test_tpu_vm.py"
 OF_DOCTOR, OF_CLUSTER = "tests/test_doctor.py", "tests/test_cluster.py"
 
+SLURM, OPTIONS, LAUNCHED = "launch/slurm.py", "launch/options.py", "tests/test_slurm.py"
+
 FAULTS = (
+    Fault(
+        "a job is queued for a mesh that its slices do not have",
+        MESH,
+        "        _between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)\n",
+        "        pass\n",
+        f"{OF_GKE} -k called_wrongly",
+    ),
+    Fault(
+        "a job is queued for a recipe that does not fit its devices",
+        OPTIONS,
+        "        if devices is not None:",
+        "        if False:",
+        f"{LAUNCHED} -k called_wrongly",
+    ),
+    Fault(
+        "a job is told to stop when it begins, and is queued again for ever",
+        SLURM,
+        "    if 0 < seconds <= made.grace:",
+        "    if False:",
+        f"{LAUNCHED} -k called_wrongly",
+    ),
+    Fault(
+        "a TPU VM without machines is a run that has ended well",
+        TPU_VM,
+        "    if not count:",
+        "    if False:",
+        f"{OF_TPU_VM} -k by_gcloud",
+    ),
+    Fault(
+        "devices of one process wait for each other's threads",
+        "launch/train.py",
+        'if recipe.cluster.kind != "local" or devices > 1:',
+        'if recipe.cluster.kind != "local":',
+        f"{OF_CLUSTER} -k whoever_waits",
+    ),
+    Fault(
+        "two numbers of a time are hours and minutes",
+        SLURM,
+        "if dash or len(numbers) == 3 else (60, 1)",
+        "if dash or len(numbers) >= 2 else (60, 1)",
+        f"{LAUNCHED} -k 'called_wrongly or leave_room'",
+    ),
+    Fault(
+        "sbatch gets two answers to one question",
+        SLURM,
+        "        if name in _OWN:",
+        "        if False:",
+        f"{LAUNCHED} -k called_wrongly",
+    ),
+    Fault(
+        "of a variable that is given twice one is dropped",
+        OPTIONS,
+        "            if inner in own.setdefault(section, {}):",
+        "            if own.setdefault(section, {}) is None:",
+        f"{OF_GKE} -k called_wrongly",
+    ),
+    Fault(
+        "a program that is given as nothing is left out",
+        OPTIONS,
+        "    if not value:\n",
+        "    if False:\n",
+        f"{LAUNCHED} -k called_wrongly",
+    ),
+    Fault(
+        "the doctor looks at no stage of a curriculum but the last",
+        DOCTOR,
+        "            for stage in stages:",
+        "            for stage in stages[-1:]:",
+        f"{OF_DOCTOR} -k every_stage",
+    ),
     Fault(
         "any axis may leave a slice",
         MESH,

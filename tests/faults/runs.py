@@ -15,6 +15,20 @@ FAULTS = (
         "tests/test_cluster.py -k cache",
     ),
     Fault(
+        "two runs are made in one folder",
+        "ejdist/training/lock.py",
+        "                if time.monotonic() >= end:\n                    raise\n",
+        "                return None\n",
+        "tests/test_run_files.py -k another_process",
+    ),
+    Fault(
+        "a folder stays taken by a run that has ended",
+        "ejdist/training/lock.py",
+        "    def __del__(self) -> None:\n        self.let_go()\n",
+        "",
+        "tests/test_run_files.py -k another_process",
+    ),
+    Fault(
         "what hosts were started with is not compared",
         HOSTS,
         "if json.dumps(there) != json.dumps(here):",

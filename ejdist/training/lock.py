@@ -1,0 +1,88 @@
+"""One run at a time in a run.dir: two would write over each other's metrics, and remove each other's unfinished checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+# Seconds that a process of before, which is ending, has to let go: one that was told to stop may still write its checkpoint.
+_PATIENCE = 60.0
+_EVERY = 0.5
+# (device, inode) of a folder -> who has it in this process, which has one run at a time.
+_HELD: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
+
+
+class Lock:
+    """The run.dir of a run that is made. The kernel lets go of it when the process ends, however it does.
+
+    It is a lock (flock) of the folder itself, so nothing is written. Where a file system has none for folders, as NFS, nothing
+    is known of others, and nothing refused.
+
+    Args:
+      holds: whether this process is the one of the run's that takes it: host 0.
+      limit: seconds that the other hosts wait for what it finds.
+    """
+
+    def __init__(self, directory: Path, holds: bool, limit: float) -> None:
+        self._directory, self._holds, self._limit = directory, holds, limit
+        self._folder: int | None = None  # a file descriptor
+
+    def take(self, say: Any, *, make: bool = False) -> None:
+        """Takes the folder, if it is there and not taken yet.
+
+        Args:
+          make: make the folder.
+
+        Raises:
+          ValueError: another process trains in it. OSError: it cannot be made.
+        """
+        if not self._holds or self._folder is not None:
+            return
+        if make:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            folder = os.open(self._directory, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        facts = os.fstat(folder)
+        if before := _HELD.get((facts.st_dev, facts.st_ino)):
+            before.let_go()
+        try:
+            self._wait(folder, say)
+        except BlockingIOError as error:
+            os.close(folder)
+            raise ValueError(
+                f"run.dir = {str(self._directory)!r}: another process trains in it; let that end, or stop it, or choose "
+                "another run.dir"
+            ) from error
+        except OSError:
+            os.close(folder)
+            return
+        self._folder = folder
+        _HELD[facts.st_dev, facts.st_ino] = self
+
+    def _wait(self, folder: int, say: Any) -> None:
+        end, said = time.monotonic() + min(_PATIENCE, self._limit / 2), False
+        while True:
+            try:
+                return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise
+                if not said:
+                    say(f"waiting for another process that trains in {self._directory}")
+                said = True
+                time.sleep(_EVERY)
+
+    def let_go(self) -> None:
+        """Lets go of the folder, if it was taken."""
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
+
+    def __del__(self) -> None:
+        self.let_go()
