@@ -114,7 +114,7 @@ def abstract_mesh(section: MeshSection, num_devices: int, num_slices: int = 1) -
     """
     shape, each = mesh_shape(section.sizes, num_devices), num_devices // num_slices
     if num_slices > 1 and math.prod(shape.values()) > each:
-        _between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)
+        between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)
     return jax.sharding.AbstractMesh(tuple(shape.values()), AXES)
 
 

@@ -44,7 +44,7 @@ pytest_plugins = ["budget"]
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end, and what is traced has no cycles: garbage is looked for less often, and not in them."""
+    """Modules and tests stay to the end, and traces have no cycles: garbage is looked for less often, and not in those."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
 

@@ -41,8 +41,8 @@ FAULTS = (
     Fault(
         "devices of one process wait for each other's threads",
         "launch/train.py",
-        'if recipe.cluster.kind != "local" or devices > 1:',
-        'if recipe.cluster.kind != "local":',
+        "elif only and (devices := _virtual_cpus(recipe, only=False)) > 1:",
+        "elif False:",
         f"{OF_CLUSTER} -k whoever_waits",
     ),
     Fault(
