@@ -13,7 +13,7 @@ FAULTS = (
     Fault(
         "a job is queued for a mesh that its slices do not have",
         MESH,
-        "        _between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)\n",
+        "        between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)\n",
         "        pass\n",
         f"{OF_GKE} -k called_wrongly",
     ),
