@@ -76,8 +76,8 @@ FAULTS = (
     Fault(
         "the doctor looks at no stage of a curriculum but the last",
         DOCTOR,
-        "            for stage in stages:",
-        "            for stage in stages[-1:]:",
+        "for stage in stages]",
+        "for stage in stages[-1:]]",
         f"{OF_DOCTOR} -k every_stage",
     ),
     Fault(
@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         "Kubernetes puts its variables into what a user gave",
         GKE,
-        '(a.replace("$", "$$") for a in arguments)',
-        "(a for a in arguments)",
+        'return word.replace("$", "$$")',
+        "return word",
         f"{OF_GKE} -k knows_the_others",
     ),
     Fault(
