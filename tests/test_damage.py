@@ -1,6 +1,5 @@
 """A checkpoint that is damaged anywhere is restored right, or refused with the name of what is bad."""
 
-import gc
 import random
 from collections import Counter
 
@@ -16,16 +15,6 @@ from ejdist.training.stored import DamagedCheckpoint
 @pytest.fixture
 def whole(tmp_path_factory):
     return once(tmp_path_factory, "whole-checkpoint", lambda folder: save(folder, small_state()))
-
-
-# What TensorStore had begun beside the item that is bad ends after its event loop, as errors that nobody can catch.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def those_errors_are_of_this_test():
-    yield
-    gc.collect()
 
 
 def outcomes(whole, scratch, seeds):

@@ -1,6 +1,5 @@
 """Checkpoints in a bucket: TensorStore's own driver, gcsfs and google-cloud-storage, against a server that plays the store."""
 
-import gc
 import os
 import sys
 
@@ -69,7 +68,6 @@ def test_checkpoints_in_a_bucket(bucket):
     checkpoints.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in tests/test_damage.py
 def test_damage_in_a_bucket_is_named(bucket):
     state = small_state()
     checkpoints = opened()
@@ -83,7 +81,6 @@ def test_damage_in_a_bucket_is_named(bucket):
     with pytest.raises(CheckpointError, match=rf"checkpoint {URL}/7 cannot be read .*(params|opt_state)\."):
         checkpoints.restore(7, described(state))
     checkpoints.close()
-    gc.collect()
 
 
 @pytest.mark.slow
