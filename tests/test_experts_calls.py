@@ -243,11 +243,12 @@ def test_illegal_calls_are_refused_by_name(what):
 def test_losses_refuse_by_name():
     for rate in (float("nan"), -1.0, "0.1"):
         with pytest.raises(ValueError, match="rate"):
-            update_bias(jnp.zeros(3), jnp.zeros(3), rate)
+            update_bias(jnp.zeros(3), jnp.zeros(3, int), rate)
     with pytest.raises(ValueError, match="rate"):
-        update_bias(jnp.zeros(3), jnp.zeros(3), jnp.zeros(3))
+        update_bias(jnp.zeros(3), jnp.zeros(3, int), jnp.zeros(3))
     for call, argument in {
-        lambda: update_bias(jnp.zeros(3), jnp.zeros(4), 0.1): "counts",
+        lambda: update_bias(jnp.zeros(3), jnp.zeros(4, int), 0.1): "counts",
+        lambda: update_bias(jnp.zeros(3), jnp.zeros(3), 0.1): "counts",
         lambda: balance_loss(jnp.zeros(4), jnp.zeros(3)): "counts",
         lambda: sequence_balance_loss(jnp.zeros((2, 3, 1), int), jnp.zeros((2, 4, 5))): "experts",
         lambda: sequence_balance_loss(jnp.zeros((2, 4, 1), int), jnp.zeros((2, 4, 5)), jnp.zeros(4)): "segment_ids",

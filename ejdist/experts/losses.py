@@ -113,7 +113,7 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> 
     Once a step, with the counts of all its microbatches and devices. It has no gradient. Without a token nothing changes.
 
     Args:
-      bias: float [E], see `route`. counts: [E], how often each expert was chosen.
+      bias: float [E], see `route`. counts: int [E], how often each expert was chosen.
       rate: what a step changes, 0.001 in DeepSeek-V3, and 0 at its end; an array [] where it follows a schedule.
 
     Raises:
@@ -129,10 +129,14 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> 
         raise _refuse("update_bias", "bias", "must be a float array [E]")
     if jnp.shape(counts) != bias.shape:
         raise _refuse("update_bias", "counts", f"of shape {jnp.shape(counts)} must be [E] = {bias.shape}, as 'bias'")
+    if not jnp.issubdtype(jnp.result_type(counts), jnp.integer):
+        raise _refuse("update_bias", "counts", f"must be integers, got {jnp.result_type(counts)}")
     if isinstance(rate, jax.Array):
         if rate.shape != () or not is_float_array(rate):
             raise _refuse("update_bias", "rate", f"must be one float, got {rate.dtype} of shape {rate.shape}")
     elif not 0 <= rate < float("inf"):
         raise _refuse("update_bias", "rate", f"must be at least 0 and finite, got {rate!r}")
-    counts = jnp.asarray(counts, jnp.float32)
-    return jax.lax.stop_gradient(bias + rate * jnp.sign(counts.mean() - counts)).astype(bias.dtype)
+    # In integers: a mean of floats may be off by a rounding, which moves the experts that are right at it.
+    whole, rest = jnp.divmod(jnp.sum(counts), bias.size)
+    direction = jnp.where(counts == whole, jnp.sign(rest), jnp.sign(whole - counts))
+    return jax.lax.stop_gradient(bias + rate * direction).astype(bias.dtype)

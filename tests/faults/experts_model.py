@@ -26,6 +26,13 @@ FAULTS = (
         step("deepseek or mixed"),
     ),
     Fault(
+        "the mean that the bias of a router moves to is rounded",
+        "ejdist/experts/losses.py",
+        "whole, rest = jnp.divmod(jnp.sum(counts), bias.size)",
+        "whole, rest = jnp.mean(counts.astype(jnp.float32)), 0",
+        "tests/test_experts.py -k bias_brings",
+    ),
+    Fault(
         "the bias of a router moves by the last microbatch",
         "ejdist/training/step.py",
         "m.plus(more[name])",
