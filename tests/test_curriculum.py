@@ -1,5 +1,7 @@
 """A length curriculum: stages of one run, each with a length, batch, mesh and positions of its own, stopped anywhere."""
 
+import itertools
+import math
 import os
 import re
 import shutil
@@ -17,8 +19,10 @@ from small_run import TINY, losses
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.operations import bind_ops
+from ejdist.training import steps
 from ejdist.training.curriculum import check_history, history, stage_of, stages_of
 from ejdist.training.data import build as build_data
+from ejdist.training.guards import Passed
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.opening import open_run, resume
@@ -198,6 +202,37 @@ def test_the_recipe_is_a_plan_and_one_program_says_that_it_is_none_of_its_stages
     mesh = make_mesh(devices=jax.devices()[:1])
     assert any("stages this is none" in note for note in make_program(sections, mesh).notes)
     assert not any("stages" in note for note in make_program(stages_of(sections)[1].sections, mesh).notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [None, "3"])
+def test_a_rewind_goes_back_to_the_stage_before(corpus, tmp_path, monkeypatch, damaged):
+    """The first step of the second stage is bad; and the checkpoint between them damaged by then."""
+    rewinds = ["guards.nonfinite=rewind", "checkpoint.every=2", "checkpoint.keep=5"]
+    calm, there = tmp_path / "calm", tmp_path / "rewound"
+    calm.mkdir()
+    Passed([[4, 1]]).write(calm)
+    run(calm, corpus, *rewinds)
+    make, bad = steps.make_steps, [4]
+
+    def with_a_bad_step(run, train_step, state, writer, start, *rest):
+        made = itertools.count(start + 1)
+
+        def step(state, batch):
+            if next(made) in bad:
+                bad.clear()
+                state = state._replace(params=jax.tree.map(lambda x: x * math.nan, state.params))
+                for file in (there / "checkpoints" / damaged).rglob("d/*") if damaged else ():
+                    file.write_bytes(file.read_bytes()[:-7])
+            return train_step(state, batch)
+
+        return make(run, step, state, writer, start, *rest)
+
+    monkeypatch.setattr(steps, "make_steps", with_a_bad_step)
+    outcome, said = run(there, corpus, *rewinds)
+    assert outcome.finished and "going back to step 3 and past batches 3 to 3" in said, said
+    assert ("going on from step 2" in said) == bool(damaged) and said.count("stage 1 of 2") == 1 + bool(damaged), said
+    assert losses(there) == losses(calm)
 
 
 @pytest.mark.slow
