@@ -142,7 +142,7 @@ def _replica(s: Scene) -> Disturbance:
         (REPLICAS,),
         arguments=["guards.replicas_every=2"],
         inside={host: {"do": "flip_replica", "step": step}},
-        says=("the same bits on", f"of host {host} (", "nothing was saved since"),
+        says=("bits on device ", f"of host {host} (", "nothing was saved since"),
     )
 
 
