@@ -8,7 +8,7 @@ import pytest
 
 from ejdist.cluster.hosts import HostLost
 from ejdist.training import checkpoint
-from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection, DamagedCheckpoint
 from ejdist.training.integrity import digest
 
 BESIDE = {"recipe": {"run.steps": 3}}
@@ -140,17 +140,40 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(leaf, words, tmp_p
 
 def test_every_bit_of_a_64_bit_number_is_in_the_digest(tmp_path, monkeypatch):
     """JAX would round them to 32 bits."""
-    import orbax.checkpoint as ocp
+    read = Checkpoints._read
 
-    restore = ocp.CheckpointManager.restore
+    def changed(self, *args):
+        found = read(self, *args)
+        return {"x": np.nextafter(found["x"], 1)} if found.keys() == {"x"} else found
 
-    def changed(self, *args, **kwargs):
-        found = restore(self, *args, **kwargs)
-        return {"state": {"x": np.nextafter(found["state"]["x"], 1)}} if "state" in found.keys() else found
-
-    monkeypatch.setattr(ocp.CheckpointManager, "restore", changed)
+    monkeypatch.setattr(Checkpoints, "_read", changed)
     with pytest.raises(CheckpointError, match="x is not what was saved"):
         restored(tmp_path, {"x": 0.1})
+
+
+def test_a_read_waits_for_no_other_process(tmp_path, monkeypatch):
+    """One that can read its part of what is damaged would wait for one that cannot, and has gone to say so."""
+    from orbax.checkpoint._src.multihost import multihost
+
+    saves = Checkpoints(tmp_path, CheckpointSection())
+    saves.save(1, {"w": jnp.ones(3)}, {"kept": 1})
+    saves.wait()
+    monkeypatch.setattr(multihost, "sync_global_processes", lambda *args, **options: pytest.fail("it waits"))
+    like = {"w": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+    found, beside = saves.restore(1, like)
+    assert beside == {"kept": 1} == saves.run_of(1) and len(saves.digests_of(1)) == 1
+    np.testing.assert_array_equal(found["w"], saves.restore_part(1, like)["w"])
+
+
+def test_what_one_host_cannot_describe_none_restores(tmp_path, monkeypatch):
+    saves = Checkpoints(tmp_path, CheckpointSection())
+    saves.save(1, {"w": jnp.ones(3)}, {})
+    saves.wait()
+    said = []
+    monkeypatch.setattr(saves, "_kinds", lambda step: {}[step])
+    with pytest.raises(DamagedCheckpoint, match=r"cannot be read .*another host's reason"):
+        saves.restore(1, {}, lambda moment, word: said.append((moment, word)) or "another host's reason")
+    assert said == [("the reading of checkpoint 1", "state/_METADATA: KeyError: 1")]
 
 
 def test_a_digest_is_what_checkpoints_on_disk_have():
@@ -220,12 +243,12 @@ def test_a_host_that_is_lost_while_arrays_are_saved_is_not_the_disk(error, tmp_p
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("at", ["restore", "check_digests"])
+@pytest.mark.parametrize("at", ["_read", "check_digests"])
 def test_a_host_that_is_lost_while_arrays_are_read_has_damaged_nothing(at, error, tmp_path, monkeypatch):
     saves = Checkpoints(tmp_path, CheckpointSection())
     saves.save(1, {"w": jnp.ones(3)}, {})
     saves.wait()
-    fails(monkeypatch, type(saves._manager()) if at == "restore" else checkpoint, at, error)
+    fails(monkeypatch, Checkpoints if at == "_read" else checkpoint, at, error)
     with pytest.raises(HostLost, match="another host is gone"):
         saves.restore(1, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
 

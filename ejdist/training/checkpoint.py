@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,10 +191,10 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        def read(what: str, args: Any) -> Any:
+        def of_all(read: Callable[[], Any]) -> Any:
             found, reason = None, None
             try:
-                found = self._manager().restore(step, args=ocp.args.Composite(**{what: args}))[what]
+                found = read()
             except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
                 raise_if_lost(error)
                 reason = self._reason(step, error)
@@ -202,17 +202,20 @@ class Checkpoints:
                 raise self._damaged(step, reason)
             return found
 
-        stored = read(_RUN, ocp.args.JsonRestore())
-        with self._reading(step):
-            run, written, saved, keys = split(stored)
-            kinds = self._kinds(step)
-            check_kinds(kinds, saved or kinds)
-        check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds | keys)
+        run, written, kinds = of_all(lambda: self._described(step))
+        check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds)
         wanted = like_arrays(like)
-        arrays = read(_STATE, ocp.args.StandardRestore(without_empty(wanted)))
+        args = ocp.args.StandardRestore(without_empty(wanted))
+        arrays = of_all(lambda: self._read(step, _STATE, ocp.StandardCheckpointHandler(), args))
         with self._reading(step):  # of arrays that all hosts have read: the same on all of them
             check_digests(arrays, written)
         return whole(arrays, wanted, like), run
+
+    def _read(self, step: int, what: str, handler: Any, args: Any) -> Any:
+        """Returns an item of a checkpoint. By its handler alone: a manager, or a checkpointer, ends each read by waiting for
+        all processes, which is for ever where one of them cannot read its part."""
+        with contextlib.closing(handler):
+            return handler.restore(self.directory / str(step) / what, args=args)
 
     def _reason(self, step: int, error: Exception) -> str:
         return item_of(self.directory / str(step), error) + reason_of(error)
@@ -262,9 +265,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         with self._reading(step):
-            _, digests, saved, _ = self._run(step)
-            found = self._kinds(step)
-            check_kinds(found, saved or found)
+            _, digests, found = self._described(step)
             for name, kind in ((name, kind_of(leaf)) for name, leaf in leaves_of(like)):
                 if found.get(name) != kind:
                     raise CheckpointError(
@@ -274,15 +275,14 @@ class Checkpoints:
             args = ocp.args.PyTreeRestore(
                 item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
             )
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                arrays = reader.restore(self.directory / str(step) / _STATE, args=args)
+            arrays = self._read(step, _STATE, ocp.PyTreeCheckpointHandler(), args)
             check_digests(arrays, {name: digests.get(name, -1) for name, _ in leaves_of(like)})
             return arrays
 
     def _run(self, step: int) -> tuple[dict[str, Any], dict[str, int], dict[str, str], dict[str, str]]:
         import orbax.checkpoint as ocp
 
-        return split(self._manager().restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN])
+        return split(self._read(step, _RUN, ocp.JsonCheckpointHandler(), ocp.args.JsonRestore()))
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -294,6 +294,13 @@ class Checkpoints:
         except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
             raise_if_lost(error)
             raise self._damaged(step, self._reason(step, error)) from error
+
+    def _described(self, step: int) -> tuple[dict[str, Any], dict[str, int], dict[str, str]]:
+        """Returns (what `save` was given beside the state, digests, kinds of the arrays and keys), checked."""
+        run, digests, saved, keys = self._run(step)
+        kinds = self._kinds(step)
+        check_kinds(kinds, saved or kinds)
+        return run, digests, kinds | keys
 
     def _kinds(self, step: int) -> dict[str, str]:
         """Returns the dtype and shape of each array, by name."""

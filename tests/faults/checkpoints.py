@@ -9,6 +9,21 @@ DAMAGE, TIER, STORE = "tests/test_damage.py", "tests/test_local_tier.py", "tests
 
 FAULTS = (
     Fault(
+        "a host that has read its part waits for one that cannot",
+        CHECKPOINT,
+        "            return handler.restore(self.directory / str(step) / what, args=args)\n",
+        "            import orbax.checkpoint as ocp\n\n"
+        "            return ocp.Checkpointer(handler).restore(self.directory / str(step) / what, args=args)\n",
+        "tests/test_checkpoint.py -k read_waits_for_no_other",
+    ),
+    Fault(
+        "each host judges what describes a checkpoint for itself",
+        CHECKPOINT,
+        "run, written, kinds = of_all(lambda: self._described(step))",
+        "run, written, kinds = self._described(step)",
+        "tests/test_checkpoint.py -k none_restores",
+    ),
+    Fault(
         "what stands beside the arrays is not checked",
         INTEGRITY,
         "if written is not None and checksum(run) != written:",
