@@ -131,7 +131,7 @@ def _hang(s: Scene) -> Disturbance:
         (HOST_LOST, -6),
         arguments=["guards.hang_seconds=20"],
         inside={host: {"do": "hang", "step": step}},
-        says=("no step has ended for", f"host {host} (", "is behind", "most recent call first"),
+        says=("no step has ended for", f"held up by host {host} (", "most recent call first"),
     )
 
 

@@ -469,17 +469,17 @@ def posts(*hosts):
         (
             [(20, pace.WAITS, 1), (12, pace.HOST, 1)],
             [(20, pace.WAITS, 2), (12, pace.HOST, 2)],
-            r"host 1 \(node1\) is behind: it has handed over step 12, others 20; it is making a step ready",
+            r"held up by host 1 \(node1\), behind: at step 12 where others are at 20, making a step ready",
         ),
         (
             [(20, pace.WAITS, 1), (20, pace.WAITS, 1)],
             [(20, pace.WAITS, 2), (20, pace.WAITS, 1)],
-            r"host 1 \(node1\) gives no sign of life",
+            r"held up by host 1 \(node1\), with no sign of life",
         ),
         (
             [(20, pace.WAITS, 1), (20, pace.DATA, 1), (20, pace.WAITS, 1)],
             [(20, pace.WAITS, 2), (20, pace.DATA, 2), (20, pace.WAITS, 2)],
-            r"host 1 \(node1\) is waiting for data, and others are not",
+            r"held up by host 1 \(node1\), waiting for data, and others are not",
         ),
         (
             [(20, pace.WAITS, 1)] * 2,

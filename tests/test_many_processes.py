@@ -49,10 +49,16 @@ def test_every_fault(corpus, tmp_path, fault, hosts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill,kill_in_save", "sigterm"])
-def test_twenty_in_a_row(corpus, tmp_path, fault):
+@pytest.mark.parametrize(("fault", "steps", "every"), [("kill,kill_in_save", 150, 4), ("sigterm", 1000, 20)])
+def test_twenty_in_a_row(corpus, tmp_path, fault, steps, every):
     """One run, whose hosts are killed twenty times at steps and in saves, or told to stop at any moment."""
-    length = ["run.steps=150", "checkpoint.every=4", "run.host_timeout=120", "series=20", "devices_per_host=1"]
+    length = [
+        f"run.steps={steps}",
+        f"checkpoint.every={every}",
+        "run.host_timeout=120",
+        "series=20",
+        "devices_per_host=1",
+    ]
     code, said = rehearsed(tmp_path / "r", *corpus, *length, "mesh.dp=2", "mesh.sp=1", f"fault={fault}")
     assert code == DONE and "20 of 20 ended as they should" in said, said
     assert "losses and final state are those of the run without" in said

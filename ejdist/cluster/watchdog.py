@@ -102,20 +102,20 @@ def behind(first: dict[int, Any], later: dict[int, Any]) -> str:
 
     def told(hosts: list[int], what: str) -> str:
         named = ", ".join(f"host {h} ({later[h][0]})" for h in hosts[:8])
-        return named + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "") + what
+        return f"held up by {named}" + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "") + f", {what}"
 
     silent = [h for h, (_, said) in later.items() if h in first and said[2] == first[h][1][2]]
     late = [h for h, step in steps.items() if step < most]
-    found = [told(silent, " gives no sign of life")] if silent else []
+    found = [told(silent, "with no sign of life")] if silent else []
     if late:
         doing = "; ".join(sorted({later[h][1][1] for h in late}))
-        found.append(told(late, f" is behind: it has handed over step {least}, others {most}; it is {doing}"))
+        found.append(told(late, f"behind: at step {least} where others are at {most}, {doing}"))
     if not found:
         doing = {h: said[1] for h, (_, said) in later.items()}
         kinds = sorted(set(doing.values()))
         odd = min(kinds, key=lambda kind: sum(d == kind for d in doing.values()))
         if len(kinds) > 1:
-            found.append(told([h for h, d in doing.items() if d == odd], f" is {odd}, and others are not"))
+            found.append(told([h for h, d in doing.items() if d == odd], f"{odd}, and others are not"))
         else:
             found.append(f"all hosts have handed over step {most} and are {kinds[0]}: a device or the network hangs")
     return "; ".join(found)

@@ -128,7 +128,8 @@ def item_of(checkpoint: Any, error: BaseException) -> str:
             if name == _SHARDING:  # JSON in JSON
                 _ = [json.loads(text)["sharding_type"] for text in found.values()]
             elif name in arrays:
-                _ = [one["array_metadata"]["param_name"] for one in found["array_metadatas"]]
+                arrays_of = [one["array_metadata"] for one in found["array_metadatas"]]
+                _ = [tuple(one[key]) for one in arrays_of for key in ("param_name", "write_shape", "chunk_shape")]
         except FileNotFoundError:
             return f"{name} is not there: "
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not JSON, or without a key

@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "experts: the bias leads to the busy ones",
         LOSSES,
-        "jnp.sign(counts.mean() - counts)",
-        "jnp.sign(counts - counts.mean())",
+        "jnp.sign(whole - counts)",
+        "jnp.sign(counts - whole)",
         f"{TESTS} -k brings_balance",
     ),
     Fault(
