@@ -154,6 +154,7 @@ def rehearse_series(
         after = left_by(folder / "run")
         if after.saved >= steps and codes == [DONE] * hosts:
             done = f"the run had made its {steps} steps after {n} of {rounds} rounds: give it more, by run.steps"
+            before = after
             break
         faults = faults_of(r, codes, said, before, after, every) + went_on(said, before)
         lost.append(after.lost())

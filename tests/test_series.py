@@ -105,12 +105,14 @@ def test_a_run_that_is_done_before_its_rounds_are_is_told(tmp_path):
     def start(folder, r):
         starts.append(r)
         (folder / "run" / "checkpoints" / str(STEPS)).mkdir(parents=True, exist_ok=True)
-        return [DONE] * HOSTS, ""
+        return [DONE] * HOSTS, "" if r else f"going on from step {STEPS} of here"
 
     shape, chance = (HOSTS, STEPS, EVERY), random.Random(0)
     assert not rehearse_series(
         tmp_path / "s", 5, ("sigterm",), shape, 30.0, chance, start, lambda _: None, lines.append
     )
     assert (
-        f"the run had made its {STEPS} steps after 0 of 5 rounds: give it more" in "\n".join(lines) and len(starts) == 2
+        f"the run had made its {STEPS} steps after 0 of 5 rounds: give it more" in "\n".join(lines)
+        and len(starts) == 2
+        and sum("NOT AS IT SHOULD BE" in line for line in lines) == 1
     )
