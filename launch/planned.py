@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from ejdist.planning.links import NETWORK
@@ -35,7 +36,7 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
 
 def text_of(r: dict[str, Any]) -> str:
     """Returns a report as it is printed."""
-    command = " ".join([*r["recipe"], r["overrides"]])
+    command = " ".join([*map(shlex.quote, r["recipe"]), r["overrides"]])
     if "stages" not in r:
         lines = _lines(r | {"topology": r["topology"]}, "the recipe")
         return "\n".join([*lines, *(_pasted(command) if r["searched"] and r["fits"] else ())])
@@ -45,7 +46,7 @@ def text_of(r: dict[str, Any]) -> str:
         lines += [name, *_lines(one | {n: r[n] for n in ("topology", "memory_of_a_device")}, "the stage"), ""]
     if r["overrides"] and r["fits"]:
         words = [w for w in r["recipe"] if not w.startswith("curriculum=")]
-        lines += _pasted(" ".join([*words, r["overrides"]]))
+        lines += _pasted(" ".join([*map(shlex.quote, words), r["overrides"]]))
     elif not r["fits"]:
         lines.append(
             "the curriculum does not fit: " + ", ".join(f"stage {s['stage']}" for s in r["stages"] if not s["fits"])

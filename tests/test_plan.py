@@ -91,14 +91,14 @@ def test_a_step_that_does_not_fit_says_so_and_what_would(compiler, capsys):
 
 
 def test_a_plan_is_searched_and_given_keys_stay(compiler, capsys):
-    assert main(["topology=v5p:4x4x4", *LARGE, "mesh.sp=8", "model.remat=full"]) == 0
+    mixture = "data.mixture=[{source: the web, weight: 1.0}]"
+    assert main(["topology=v5p:4x4x4", *LARGE, "mesh.sp=8", "model.remat=full", mixture]) == 0
     out = capsys.readouterr()
     assert "compiling mesh.dp=" in out.err and len(compiler.asked) == 1
     asked = compiler.asked[0]
     assert (asked.mesh.sp, asked.model.remat, asked.data.global_batch) == (8, "full", 8)
-    pasted = out.out.splitlines()[-1].split("python -m launch.train ")[1].split()
-    again = compose(pasted)
-    assert again.mesh == asked.mesh and again.accumulation == asked.accumulation
+    again = compose(shlex.split(out.out.splitlines()[-1].split("python -m launch.train ")[1]))
+    assert again.data.mixture == asked.data.mixture and again.mesh == asked.mesh and again.accumulation == asked.accumulation
     assert "given: data.global_batch, mesh.sp, model.remat" in out.out and "next: " in out.out
 
 
