@@ -109,7 +109,7 @@ def test_the_first_state_has_the_weights_and_nothing_else_of_another_run(tmp_pat
     program = make_program(sections, make_mesh(**vars(sections.mesh), devices=jax.devices()[:4]))
     said = []
     state = start_from(program, open_source(str(tmp_path), c), said.append)
-    assert f"{len(leaves)} parameters read from {tmp_path}" in said[-1]
+    assert f"{sum(x.size for x in leaves.values()):,} parameters read from {tmp_path}" in said[-1]
     assert int(state.step) == 0 and not any(np.any(x) for x in jax.tree.leaves(state.opt_state))
     for name, x in state.params["layers"].items():
         np.testing.assert_array_equal(x, leaves[f"params.layers.{name}"], err_msg=name)
