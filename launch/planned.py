@@ -90,9 +90,9 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
     lines.append(
         f"step time, predicted: {said['step_seconds']:.3g} s, {said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}"
     )
-    lines += [f"    {s:9.3f} s    {name}" for name, s in said["seconds_of"].items()]
+    lines += [f"    {s:9.3g} s    {name}" for name, s in said["seconds_of"].items()]
     along = {axis: n for axis, n in said["bytes_sent_along"].items() if axis != NETWORK}
-    sent = ", ".join(f"{axis} {n / 1e9:.1f} GB" for axis, n in along.items()) or "nothing"
+    sent = ", ".join(f"{axis} {n / 1e9:,.3g} GB" for axis, n in along.items()) or "nothing"
     lines.append(f"sent by a device along each axis in a step, predicted: {sent}")
     if between := said["bytes_sent_along"].get(NETWORK):
         lines.append(f"  and between slices, over the data-centre network: {between / 1e9:.2f} GB")

@@ -115,7 +115,7 @@ def options_of(argv: Sequence[str]) -> Options:
         )
     if recipe.checkpoint.dir is not None:
         raise ValueError(
-            f"checkpoint.dir = {recipe.checkpoint.dir!r}: in a rehearsal each run keeps its checkpoints in a folder of its own; "
+            f"checkpoint.dir = {recipe.checkpoint.dir!r}: in a rehearsal each run keeps its checkpoints in its own folder; "
             "give checkpoint.dir=null"
         )
     folder = Path(recipe.run.dir).expanduser().absolute()
