@@ -126,7 +126,6 @@ def test_local_called_wrongly(arguments, message, capsys):
         (["++run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
         (["+cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here: a rehearsal says itself"),
         (["times=2", "series=3"], "times = 2 is of drills, and series = 3 makes one run"),
-        (["checkpoint.dir=/mnt/all"], "checkpoint.dir = '/mnt/all': in a rehearsal each run keeps its checkpoints"),
         (["run.steps=10", "checkpoint.every=5"], r"at least 2 * checkpoint.every + 2 steps"),
         (["modle.num_layers=2"], "did you mean 'model.num_layers'"),
     ],
@@ -141,6 +140,16 @@ def test_a_rehearsal_touches_no_folder_that_is_there(capsys, tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
     assert rehearse.main(["recipe=long_context", f"run.dir={tmp_path}"]) == WRONG
     assert "is there already" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_a_rehearsal_writes_to_no_place_of_the_recipe(tmp_path):
+    """All its runs would have the checkpoints of the first."""
+    with pytest.raises(
+        ValueError, match=r"checkpoint\.dir = .*: in a rehearsal each run keeps its checkpoints in its own"
+    ):
+        rehearse.options_of(
+            ["recipe=long_context", f"run.dir={tmp_path / 'r'}", f"checkpoint.dir={tmp_path / 'durable'}"]
+        )
 
 
 def test_a_rehearsal_takes_any_folder(monkeypatch, tmp_path):

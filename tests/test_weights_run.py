@@ -1,6 +1,7 @@
 """Runs that start from weights: of another run, of files, on a mesh; and the command that writes a run's parameters."""
 
 import json
+import shlex
 
 import jax
 import numpy as np
@@ -175,12 +176,12 @@ def test_what_the_command_writes(trained, tmp_path, capsys, monkeypatch):
 
 
 def test_the_model_of_a_folder_as_overrides(trained, tmp_path, capsys):
-    made(tmp_path / "theirs", "deepseek")
-    assert main([f"from={tmp_path}/theirs"]) == DONE
+    made(tmp_path / "their models, 2", "deepseek")
+    assert main([f"from={tmp_path}/their models, 2"]) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("# deepseek_v3")
-    recipe = compose(lines[1:])
-    assert recipe.model.init_from == f"{tmp_path}/theirs"
+    recipe = compose(shlex.split(" ".join(lines[1:])))  # as a shell gives them
+    assert recipe.model.init_from == f"{tmp_path}/their models, 2"
     assert open_source(recipe.model.init_from, recipe.model).notes == []
 
 

@@ -139,7 +139,7 @@ FAULTS = (
         "launch/rehearse.py",
         "if recipe.checkpoint.dir is not None:",
         "if False:",
-        f"{PROCESSES} -k called_wrongly",
+        f"{PROCESSES} -k no_place_of_the_recipe",
     ),
     Fault(
         "a drill of missing data has the recipe's tokenizer",
