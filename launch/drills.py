@@ -222,9 +222,14 @@ def _copies(s: Scene, odd: int, word: str) -> dict[str, Any]:
             (folder / "text.txt").write_text(text.replace("good", word, 1))
     return {
         "inside": {host: {"folder": str(s.folder / "texts" / str(host))} for host in range(s.hosts)},
-        "arguments": ["data.source=text.txt"],
+        "arguments": _text("text.txt"),
         "environment": {i: {"EJDIST_CACHE_DIR": str(s.folder / "caches" / str(i))} for i in range(s.hosts)},
     }
+
+
+def _text(source: str) -> list[str]:
+    """Returns the keys of text that needs no dataset, tokenizer or path of the recipe's."""
+    return [f"data.source={source}", "data.mixture=null", "data.tokenizer=bytes"]
 
 
 def _other_weights(s: Scene) -> Disturbance:
@@ -239,7 +244,8 @@ def _other_weights(s: Scene) -> Disturbance:
         f"host {odd} has the weights of an earlier step to begin with",
         (f"host {odd} (", "model.init_from"),
         inside={host: {"folder": str(s.folder / "weights" / str(host))} for host in range(s.hosts)},
-        arguments=["model.init_from=first"],
+        # The hosts look for what the recipe names in other folders than it was written for.
+        arguments=["model.init_from=first", *_text("stdlib")],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,13 +68,19 @@ def print_recipe(folder: str) -> None:
     from ejdist.training.places import check_folder
     from ejdist.weights.families import read_config
     from ejdist.weights.match import overrides
+    from recipes.arguments import RecipeError, check_values, quoted
     from recipes.schema import compose
 
     check_folder("from", folder)
     family, section = read_config(Path(folder).expanduser())
     print(f"# {family.model_type}; over model=nano, the model of a recipe that names no other")
-    for line in [*overrides(section, compose(["model=nano"]).model), f"model.init_from={folder}"]:
-        print(line)
+    start = f"model.init_from={folder}"
+    try:
+        check_values([start])
+    except RecipeError:
+        start = f"model.init_from={quoted(folder)}"
+    for line in [*overrides(section, compose(["model=nano"]).model), start]:
+        print(shlex.quote(line))
 
 
 def export(keys: dict[str, str]) -> None:

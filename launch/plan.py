@@ -100,7 +100,6 @@ def plan(asked: Asked) -> dict[str, Any]:
 
     Raises:
       ValueError: an option, a key, or a size that fits no mesh; names it, and the remedy.
-      OSError: the file of bandwidths cannot be read.
       jax.errors.JaxRuntimeError: the compiler refuses the given recipe for another reason than memory.
     """
     from ejdist.planning import curriculum

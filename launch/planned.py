@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from ejdist.planning.links import NETWORK
@@ -35,7 +36,7 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
 
 def text_of(r: dict[str, Any]) -> str:
     """Returns a report as it is printed."""
-    command = " ".join([*r["recipe"], r["overrides"]])
+    command = " ".join([*map(shlex.quote, r["recipe"]), r["overrides"]])
     if "stages" not in r:
         lines = _lines(r | {"topology": r["topology"]}, "the recipe")
         return "\n".join([*lines, *(_pasted(command) if r["searched"] and r["fits"] else ())])
@@ -45,7 +46,7 @@ def text_of(r: dict[str, Any]) -> str:
         lines += [name, *_lines(one | {n: r[n] for n in ("topology", "memory_of_a_device")}, "the stage"), ""]
     if r["overrides"] and r["fits"]:
         words = [w for w in r["recipe"] if not w.startswith("curriculum=")]
-        lines += _pasted(" ".join([*words, r["overrides"]]))
+        lines += _pasted(" ".join([*map(shlex.quote, words), r["overrides"]]))
     elif not r["fits"]:
         lines.append(
             "the curriculum does not fit: " + ", ".join(f"stage {s['stage']}" for s in r["stages"] if not s["fits"])
@@ -89,9 +90,9 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
     lines.append(
         f"step time, predicted: {said['step_seconds']:.3g} s, {said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}"
     )
-    lines += [f"    {s:9.3f} s    {name}" for name, s in said["seconds_of"].items()]
+    lines += [f"    {s:9.3g} s    {name}" for name, s in said["seconds_of"].items()]
     along = {axis: n for axis, n in said["bytes_sent_along"].items() if axis != NETWORK}
-    sent = ", ".join(f"{axis} {n / 1e9:.1f} GB" for axis, n in along.items()) or "nothing"
+    sent = ", ".join(f"{axis} {n / 1e9:,.3g} GB" for axis, n in along.items()) or "nothing"
     lines.append(f"sent by a device along each axis in a step, predicted: {sent}")
     if between := said["bytes_sent_along"].get(NETWORK):
         lines.append(f"  and between slices, over the data-centre network: {between / 1e9:.2f} GB")

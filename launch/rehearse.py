@@ -6,6 +6,7 @@ the coordinator are the real ones. Once with nothing in its way, and once with a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -13,14 +14,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ejdist.training import goodput
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
-from launch.errors import DONE, FAILED_DRILL, WRONG, run_command
+from launch.errors import DONE, FAILED_DRILL, INTERRUPTED, WRONG, run_command
 from launch.options import refuse_cluster
 from launch.processes import Job
 from launch.series import IN_SERIES, Round, rehearse_series
@@ -112,6 +113,11 @@ def options_of(argv: Sequence[str]) -> Options:
             f"run.steps = {steps} with checkpoint.every = {every} leaves no room for a fault between checkpoints: at least "
             "2 * checkpoint.every + 2 steps"
         )
+    if recipe.checkpoint.dir is not None:
+        raise ValueError(
+            f"checkpoint.dir = {recipe.checkpoint.dir!r}: in a rehearsal each run keeps its checkpoints in its own folder; "
+            "give checkpoint.dir=null"
+        )
     folder = Path(recipe.run.dir).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
@@ -137,6 +143,8 @@ def run(
       sigterm: seconds after which SIGTERM is sent, and the host.
       since: what host 0 says from when they count; nothing: from the start.
     """
+    from recipes.arguments import quoted
+
     logs = folder / "logs"
     job = Job(o.hosts, logs, o.devices_per_host, (sys.executable, "-P", "-m", "launch.train"))
     began = [job.log(i).stat().st_size if job.log(i).exists() else 0 for i in range(o.hosts)]
@@ -145,12 +153,12 @@ def run(
         i: (sys.executable, "-P", "-m", "launch.disturbed", json.dumps(spec))
         for i, spec in (d.inside if d else {}).items()
     }
-    arguments = [*o.arguments, f"run.dir={folder / 'run'}", *extra, *(d.arguments if d else ())]
+    arguments = [*o.arguments, f"run.dir={quoted(str(folder / 'run'))}", *extra, *(d.arguments if d else ())]
     of_host, environment = (d.of_host, d.environment) if d else ({}, {})
-    job.start(arguments, of_host=of_host, environment=environment, commands=commands)
-    if sigterm is not None:
-        threading.Thread(target=_signal, args=(job, *sigterm, since, began[0]), daemon=True).start()
     try:
+        job.start(arguments, of_host=of_host, environment=environment, commands=commands)
+        if sigterm is not None:
+            threading.Thread(target=_signal, args=(job, *sigterm, since, began[0]), daemon=True).start()
         codes = job.wait(_MOST_SECONDS, _AFTER_FIRST)
     finally:
         job.kill()
@@ -263,7 +271,25 @@ def _unlike(calm: Ended, rows: dict[int, float], digest: dict[str, int] | None) 
 def main(argv: Sequence[str] | None = None, say: Any = None) -> int:
     """Returns the exit code of the command: 0 where the run took every fault as it should."""
     say = say or (lambda line: print(line, flush=True))
-    return run_command(argv, lambda arguments: rehearse(options_of(arguments), say), lambda _: USAGE)
+    stopped = ("stopped by a signal, and its processes with it", INTERRUPTED)
+    with _interrupted_by_signals():
+        return run_command(
+            argv, lambda arguments: rehearse(options_of(arguments), say), lambda _: USAGE, stopped=stopped
+        )
+
+
+@contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP are as Ctrl-C: the processes, which are in groups of their own, would go on without this one."""
+    before = {}
+    with contextlib.suppress(ValueError):  # not the main thread: whoever runs this handles signals
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def rehearse(o: Options, say: Any) -> int:

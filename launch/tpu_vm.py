@@ -131,7 +131,7 @@ def _workers(o: Options, name: str) -> int:
     """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says, or if it has none yet."""
     ran = subprocess.run(_of_gcloud(o, "describe", name, "--format=json"), capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise ValueError(f"tpu = {name!r}: gcloud says: {(ran.stderr.strip().splitlines() or ['nothing'])[-1]}")
+        raise ValueError(f"tpu = {name!r}: gcloud says: {' '.join(ran.stderr.split()) or 'nothing'}")
     try:
         told = json.loads(ran.stdout)
         count, state = len(told.get("networkEndpoints", ())), told.get("state", "unknown")

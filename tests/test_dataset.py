@@ -318,6 +318,8 @@ def test_what_is_wrong_with_a_dataset_is_told_at_the_start(tmp_path):
         assert all(w in str(error.value) for w in words), str(error.value)
     with pytest.raises(ValueError, match=r"data.tokenizer = 'dataset' is that of a dataset, and .*jsonl' is none"):
         build(section_of(f"{tmp_path}/made.jsonl"), seed=0)
+    with pytest.raises(ValueError, match=r"'dataset' is that of a dataset, and data\.source is not set: make one"):
+        build(DataSection(source=None, tokenizer="dataset"), seed=0)
     with pytest.raises(
         ValueError, match=r"data.source lists '.*made', which is a dataset; join datasets with data.mixture"
     ):

@@ -1,6 +1,10 @@
 """The train command as several processes, as on several hosts: real `jax.distributed` on the CPU, disturbed, started again."""
 
 import json
+import os
+import random
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,11 +13,12 @@ import pytest
 from small_run import TINY, losses
 
 from launch import local, rehearse
-from launch.drills import DRILLS, NEED_TWO
-from launch.errors import DONE, PREEMPTED, WRONG
+from launch.drills import DRILLS, NEED_TWO, Scene
+from launch.errors import DONE, INTERRUPTED, PREEMPTED, WRONG
 from launch.export import main as export
 from launch.processes import Job
 from launch.train import main as train
+from recipes.schema import compose
 
 README = Path(__file__).resolve().parent.parent / "launch" / "README.md"
 SMALL = [a for a in TINY if not a.startswith(("run.", "checkpoint.", "mesh."))]
@@ -143,6 +148,54 @@ def test_a_rehearsal_touches_no_folder_that_is_there(capsys, tmp_path):
     assert "is there already" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
 
 
+def test_a_rehearsal_writes_to_no_place_of_the_recipe(tmp_path):
+    """All its runs would have the checkpoints of the first."""
+    with pytest.raises(
+        ValueError, match=r"checkpoint\.dir = .*: in a rehearsal each run keeps its checkpoints in its own"
+    ):
+        rehearse.options_of(
+            ["recipe=long_context", f"run.dir={tmp_path / 'r'}", f"checkpoint.dir={tmp_path / 'durable'}"]
+        )
+
+
+def test_a_rehearsal_takes_any_folder(monkeypatch, tmp_path):
+    """As the recipe that each process is started with has it."""
+    given = []
+    monkeypatch.setattr(Job, "start", lambda self, arguments, **rest: given.extend(arguments))
+    folder = tmp_path / "my runs, [2]"
+    o = rehearse.options_of(["recipe=long_context", "hosts=1", f"run.dir='{folder}'"])
+    (o.folder / "calm" / "logs").mkdir(parents=True)
+    (o.folder / "calm" / "logs" / "host-0.log").touch()
+    rehearse.run(o, o.folder / "calm", None)
+    assert compose(given).run.dir == str(folder / "calm" / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_rehearsal_that_is_told_to_stop_ends_its_processes(number, monkeypatch, tmp_path, capsys):
+    started = []
+
+    def start(self, arguments, **rest):
+        self.processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10)"], process_group=0)]
+        started.extend(self.processes)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Job, "start", start)
+    before = signal.getsignal(number)
+    assert rehearse.main(["recipe=long_context", f"run.dir={tmp_path / 'r'}"]) == INTERRUPTED
+    assert started[0].poll() == -signal.SIGKILL and signal.getsignal(number) is before
+    assert "stopped by a signal, and its processes with it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["missing_data", "other_data", "other_weights"])
+def test_the_drills_of_files_do_not_lean_on_those_of_the_recipe(name, tmp_path):
+    """Each host looks for them in a folder of its own, where a tokenizer or a dataset of the recipe is not."""
+    (tmp_path / "calm" / "checkpoints" / "4").mkdir(parents=True)
+    run = ["recipe=long_context", "data=dataset", "data.mixture=[{source: tokens, weight: 1.0}]"]
+    drill = DRILLS[name](Scene(2, 14, 4, tmp_path / name, tmp_path / "calm", run, random.Random(0)))
+    data = compose([*run, *drill.arguments]).data
+    assert (data.source, data.tokenizer, data.mixture) in [("text.txt", "bytes", None), ("stdlib", "bytes", None)]
+
+
 def test_the_faults_are_documented():
     text = README.read_text()
     assert not [name for name in DRILLS if f"`{name}`" not in text]
@@ -151,7 +204,6 @@ def test_the_faults_are_documented():
 
 def test_sigterm_before_the_first_step_ends_at_once(corpus, tmp_path):
     """While Python imports, compiles or waits for another host, and nothing was written."""
-    import signal
     import time
 
     job = Job(1, tmp_path / "logs", 2, (sys.executable, "-m", "launch.train"))

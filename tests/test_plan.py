@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import shlex
 
 import pytest
@@ -91,14 +92,18 @@ def test_a_step_that_does_not_fit_says_so_and_what_would(compiler, capsys):
 
 
 def test_a_plan_is_searched_and_given_keys_stay(compiler, capsys):
-    assert main(["topology=v5p:4x4x4", *LARGE, "mesh.sp=8", "model.remat=full"]) == 0
+    mixture = "data.mixture=[{source: the web, weight: 1.0}]"
+    assert main(["topology=v5p:4x4x4", *LARGE, "mesh.sp=8", "model.remat=full", mixture]) == 0
     out = capsys.readouterr()
     assert "compiling mesh.dp=" in out.err and len(compiler.asked) == 1
     asked = compiler.asked[0]
     assert (asked.mesh.sp, asked.model.remat, asked.data.global_batch) == (8, "full", 8)
-    pasted = out.out.splitlines()[-1].split("python -m launch.train ")[1].split()
-    again = compose(pasted)
-    assert again.mesh == asked.mesh and again.accumulation == asked.accumulation
+    again = compose(shlex.split(out.out.splitlines()[-1].split("python -m launch.train ")[1]))
+    assert (
+        again.data.mixture == asked.data.mixture
+        and again.mesh == asked.mesh
+        and again.accumulation == asked.accumulation
+    )
     assert "given: data.global_batch, mesh.sp, model.remat" in out.out and "next: " in out.out
 
 
@@ -205,6 +210,8 @@ def test_what_was_not_measured_is_said_to_be_assumed(bandwidth, capsys):
     # Where processes are a device each, whether they share a host is not in the file.
     assert main([*H200S, f"bandwidth={bandwidth({'sp': 8}, crosses='hosts')}"]) == 0
     assert "its processes are taken for ones of a host of 8" in capsys.readouterr().out
+    assert main(H200S) == 0
+    assert re.search(r"speed of sp: assumed: [\d,]+ Gbit/s a device, measured elsewhere\n", capsys.readouterr().out)
 
 
 def _first(found):
@@ -244,11 +251,11 @@ def test_a_file_that_is_no_json_or_is_not_there(tmp_path, capsys):
     for name, words in (
         ("half.json", "is damaged: it is no JSON"),
         ("bytes.json", "no JSON"),
-        ("no.json", "No such file"),
+        ("no.json", "cannot be read: No such file"),
     ):
         assert main(["devices=8", "device=h200", *SMALL, f"bandwidth={tmp_path / name}"]) == 2
         said = capsys.readouterr().err
-        assert words in said and name in said and said.count("\n") == 1
+        assert words in said and name in said and "bandwidth = " in said and said.count("\n") == 1
 
 
 def test_what_the_doctor_writes_can_be_read(monkeypatch, tmp_path):

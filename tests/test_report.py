@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -214,6 +215,15 @@ def test_what_is_missing_or_damaged_is_named(tmp_path, files, said):
     folder, *_ = write(tmp_path / "run", **files)
     page = page_of(folder)
     assert said in page.text and page.texts["h2"] == SECTIONS
+
+
+def test_checkpoints_that_are_kept_elsewhere_are_not_missing(tmp_path):
+    folder, *_ = write(tmp_path / "run", recipe__json=json.dumps({"checkpoint.dir": "gs://runs/<first>"}))
+    shutil.rmtree(folder / "checkpoints")
+    page = page_of(folder)
+    assert "Kept in gs://runs/<first> (checkpoint.dir)." in page.text and "Nothing: every file was there" in page.text
+    (folder / "recipe.json").write_text("{}")
+    assert "checkpoints is not there: nothing was saved" in page_of(folder).text
 
 
 def test_a_run_that_is_going_on(tmp_path):

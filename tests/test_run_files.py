@@ -2,6 +2,7 @@
 
 import json
 import pkgutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from small_run import TINY, losses
 from ejdist.training import integrity, lock
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows
-from ejdist.training.stop import Diverged
+from ejdist.training.stop import Diverged, stop_on_signals
 from kernels import Unsupported
 from launch import plan
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
@@ -81,6 +82,28 @@ def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, 
     monkeypatch.setattr(opening, "make_program", interrupted)
     assert main([*TINY, *corpus, f"run.dir={tmp_path}/run"]) == PREEMPTED
     assert "stopped at once by SIGINT" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_second_sigterm_does_not_cut_off_the_save():
+    """A scheduler sends one more when time is up; a second Ctrl-C is of somebody who does not want to wait."""
+
+    def ended(*args):
+        raise AssertionError("the process is ended")
+
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        with stop_on_signals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.after(1)
+        assert signal.getsignal(signal.SIGTERM) is ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.after(1)
 
 
 def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys, monkeypatch):

@@ -35,7 +35,7 @@ GCLOUD = """#!{python}
 import json, os, sys
 with open(os.environ["STUB_CALLS"], "a") as calls: print(json.dumps(sys.argv[1:]), file=calls)
 verb, name = sys.argv[4:6]
-if not name.startswith("there"): print("ERROR: NOT_FOUND: no TPU of this name", file=sys.stderr); sys.exit(1)
+if not name.startswith("there"): print("ERROR: NOT_FOUND: no TPU of this name\\n- set zone", file=sys.stderr); sys.exit(1)
 if name == "there-odd": print("null")
 elif name == "there-soon": print(json.dumps({{"state": "CREATING"}}))
 elif verb == "describe": print(json.dumps({{"networkEndpoints": [{{"ipAddress": "10.0.0.1"}}, {{"ipAddress": "10.0.0.2"}}]}}))
@@ -138,7 +138,7 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
     assert tpu_vm.main(["tpu=there,there-too", *given[1:]]) == DONE
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[{i}] worker {i % 2}" for i in range(4)]
     assert tpu_vm.main([given[0].replace("there", "gone"), *given[1:]]) == WRONG
-    assert "tpu = 'gone': gcloud says: ERROR: NOT_FOUND" in capfd.readouterr().err
+    assert "tpu = 'gone': gcloud says: ERROR: NOT_FOUND: no TPU of this name - set zone" in capfd.readouterr().err
     assert tpu_vm.main(["tpu=there-soon", *given[1:]]) == WRONG
     assert "tpu = 'there-soon' has no machines; its state is CREATING" in capfd.readouterr().err
     assert tpu_vm.main(["tpu=there-odd", *given[1:]]) == WRONG

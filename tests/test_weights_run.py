@@ -1,6 +1,7 @@
 """Runs that start from weights: of another run, of files, on a mesh; and the command that writes a run's parameters."""
 
 import json
+import shlex
 
 import jax
 import numpy as np
@@ -109,7 +110,7 @@ def test_the_first_state_has_the_weights_and_nothing_else_of_another_run(tmp_pat
     program = make_program(sections, make_mesh(**vars(sections.mesh), devices=jax.devices()[:4]))
     said = []
     state = start_from(program, open_source(str(tmp_path), c), said.append)
-    assert f"{len(leaves)} parameters read from {tmp_path}" in said[-1]
+    assert f"{sum(x.size for x in leaves.values()):,} parameters read from {tmp_path}" in said[-1]
     assert int(state.step) == 0 and not any(np.any(x) for x in jax.tree.leaves(state.opt_state))
     for name, x in state.params["layers"].items():
         np.testing.assert_array_equal(x, leaves[f"params.layers.{name}"], err_msg=name)
@@ -175,12 +176,12 @@ def test_what_the_command_writes(trained, tmp_path, capsys, monkeypatch):
 
 
 def test_the_model_of_a_folder_as_overrides(trained, tmp_path, capsys):
-    made(tmp_path / "theirs", "deepseek")
-    assert main([f"from={tmp_path}/theirs"]) == DONE
+    made(tmp_path / "their models, 2", "deepseek")
+    assert main([f"from={tmp_path}/their models, 2"]) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("# deepseek_v3")
-    recipe = compose(lines[1:])
-    assert recipe.model.init_from == f"{tmp_path}/theirs"
+    recipe = compose(shlex.split(" ".join(lines[1:])))  # as a shell gives them
+    assert recipe.model.init_from == f"{tmp_path}/their models, 2"
     assert open_source(recipe.model.init_from, recipe.model).notes == []
 
 

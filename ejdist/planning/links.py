@@ -124,9 +124,10 @@ class Links:
     def source(self, axis: str, sizes: Mapping[str, int]) -> Source:
         """Returns where the speed of an axis is from."""
         over = self.crosses(axis, sizes)
-        sheet = f"data sheet ({self.chip.source.partition(';')[0]})"
-        if over != "devices":
-            sheet = f"data sheet ({8e-9 * self.rate(axis, sizes):.3g} Gbit/s a device)"
+        rate, words = f"{8e-9 * self.rate(axis, sizes):,.0f} Gbit/s a device", self.chip.source.partition(";")[0]
+        sheet = f"data sheet ({rate})"
+        if over == "devices":
+            sheet = f"data sheet ({words})" if self.chip.network is None else f"{rate}, {words}"
         if self.measured is None:
             return Source(False, sheet)
         over_dp = over_slices(sizes, self.slices)

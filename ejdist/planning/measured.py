@@ -60,11 +60,13 @@ def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
     """Returns what a file of the doctor says, for plans on devices of a kind.
 
     Raises:
-      OSError: it cannot be read. ValueError: it is damaged, of devices of another kind, or of hosts of another size.
+      ValueError: it cannot be read, is damaged, of devices of another kind, or of hosts of another size.
     """
     path = Path(file).expanduser()
     try:
         found = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"bandwidth = {str(path)!r} cannot be read: {error.strerror}") from error
     except ValueError as error:  # no text, or no JSON
         raise ValueError(_damaged(path, f"it is no JSON ({error})")) from None
     try:

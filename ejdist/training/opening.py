@@ -171,7 +171,8 @@ def start_from(program: Program, source: Source, say: Any) -> TrainState:
     found = source.load({name: like for name, like in wanted.items() if name in source.leaves})
     for line in source.notes:
         say(line)
-    say(f"{len(found)} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
+    count = sum(x.size for x in found.values())
+    say(f"{count:,} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
     tree = nested(found)
     return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 

@@ -30,11 +30,13 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Yields what SIGTERM and SIGINT are told to; a second one has its usual effect."""
+    """Yields what SIGTERM and SIGINT are told to. A second SIGINT has its usual effect; a second SIGTERM has none:
+    schedulers send one more when time is up, while the checkpoint may be half written."""
     stop, before = Stop(), {}
 
     def note(number: int, frame: Any) -> None:
-        signal.signal(number, before[number])
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
         if jax.process_count() > 1:
             # JAX listens for SIGTERM itself, and brings all processes to agree on a step.
             signal.raise_signal(signal.SIGTERM)

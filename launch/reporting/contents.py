@@ -105,7 +105,8 @@ def checkpoints(runs: Sequence[RunFolder]) -> Any:
             for step, at in run.checkpoints.items()
         ]
         aside = tag("p", f"Set aside, or cut off: {', '.join(run.set_aside)}.", class_="bad") if run.set_aside else ""
-        return (table([], kept) if kept else tag("p", "There is no checkpoint.")), aside
+        none = f"Kept in {run.kept_in} (checkpoint.dir)." if run.kept_in else "There is no checkpoint."
+        return (table([], kept) if kept else tag("p", none)), aside
 
     return headed(runs, of)
 

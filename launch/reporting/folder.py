@@ -46,6 +46,11 @@ class RunFolder:
     missing: list[str] = field(default_factory=list)
     written: float | None = None
 
+    @property
+    def kept_in(self) -> str:
+        """Where checkpoints are, if not in the folder of the run."""
+        return str(self.recipe.get("checkpoint.dir") or "")
+
     def status(self) -> str:
         """Returns how far the run is, in words."""
         if not self.rows:
@@ -85,6 +90,8 @@ def open_folder(path: Path, name: str) -> RunFolder:
         )
     _read_checkpoints(run)
     _read_recipe(run)
+    if run.rows and not run.kept_in and not (path / "checkpoints").is_dir():
+        run.missing.append("checkpoints is not there: nothing was saved in this folder")
     _read_goodput(run)
     for document in DOCUMENTS:
         content = _document(run, document, (dict, list))
@@ -177,8 +184,6 @@ def _document(run: RunFolder, name: str, kind: Any) -> Any:
 def _read_checkpoints(run: RunFolder) -> None:
     folder = run.path / "checkpoints"
     if not folder.is_dir():
-        if run.rows:
-            run.missing.append("checkpoints is not there: nothing was saved in this folder")
         return
     for path in sorted(folder.iterdir()):
         if path.name.isdigit():

@@ -63,6 +63,13 @@ FAULTS = (
         "tests/test_checkpoint.py -k where_the_run_is",
     ),
     Fault(
+        "a second SIGTERM cuts off the save",
+        "ejdist/training/stop.py",
+        "        if number == signal.SIGINT:\n            signal",
+        "        if True:\n            signal",
+        "tests/test_run_files.py -k second_sigterm",
+    ),
+    Fault(
         "a signal after a rewind is for a step that has been made",
         "ejdist/training/stop.py",
         "reached_preemption_sync_point(self._asked)",

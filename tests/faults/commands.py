@@ -141,6 +141,13 @@ FAULTS = (
         f"{PAGE} -k missing_or_damaged",
     ),
     Fault(
+        "checkpoints in a bucket are missed",
+        FOLDER,
+        "if run.rows and not run.kept_in and",
+        "if run.rows and",
+        f"{PAGE} -k kept_elsewhere",
+    ),
+    Fault(
         "a run that is going on is called finished",
         FOLDER,
         'if self.summary.get("steps") == last:',

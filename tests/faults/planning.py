@@ -220,6 +220,13 @@ FAULTS = (
         f"{COMMAND} -k each_stage",
     ),
     Fault(
+        "what is pasted is not as a shell takes it",
+        "launch/planned.py",
+        'map(shlex.quote, r["recipe"])',
+        'r["recipe"]',
+        f"{COMMAND} -k given_keys_stay",
+    ),
+    Fault(
         "a fault of the program is taken for a missing compiler",
         PLAN,
         "except NoCompiler as error:",

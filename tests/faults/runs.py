@@ -128,6 +128,27 @@ FAULTS = (
         f"{PROCESSES} -k tells_a_run_apart",
     ),
     Fault(
+        "a rehearsal that is told to stop leaves its processes",
+        "launch/rehearse.py",
+        "signal.signal(number, signal.default_int_handler)",
+        "signal.signal(number, lambda *_: None)",
+        f"{PROCESSES} -k ends_its_processes",
+    ),
+    Fault(
+        "all runs of a rehearsal have one place of checkpoints",
+        "launch/rehearse.py",
+        "if recipe.checkpoint.dir is not None:",
+        "if False:",
+        f"{PROCESSES} -k no_place_of_the_recipe",
+    ),
+    Fault(
+        "a drill of missing data has the recipe's tokenizer",
+        "launch/drills.py",
+        '"data.mixture=null", "data.tokenizer=bytes"]',
+        '"data.mixture=null"]',
+        f"{PROCESSES} -k lean_on",
+    ),
+    Fault(
         "the exit code of a host that failed is not passed on",
         "ejdist/cluster/hosts.py",
         "HostLost(said.text, said.code)\n\n    def judged",

@@ -15,6 +15,13 @@ def numbers(name: str, file: str, old: str, new: str) -> Fault:
 
 
 FAULTS = (
+    Fault(
+        "a folder's name is no value of a recipe",
+        "launch/export.py",
+        "model.init_from={quoted(folder)}",
+        "model.init_from={folder}",
+        "tests/test_weights_run.py -k as_overrides",
+    ),
     numbers(
         "q and k are swapped",
         NAMES,

@@ -200,8 +200,9 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | D
             f"data.source lists {joined[0]!r}, which is a dataset; join datasets with data.mixture, by weight"
         )
     if tokenizer == OWN:
+        given = "data.source is not set" if source is None else f"data.source = {source!r} is none"
         raise ValueError(
-            f"data.tokenizer = {OWN!r} is that of a dataset, and data.source = {source!r} is none; make one with python -m "
-            "launch.tokenize, or name a tokenizer"
+            f"data.tokenizer = {OWN!r} is that of a dataset, and {given}: make one with python -m launch.tokenize and give its "
+            "folder, or name a tokenizer"
         )
     return build_corpus(source, tokenizer, text_key, cache)
