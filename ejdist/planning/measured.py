@@ -65,7 +65,7 @@ def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
     path = Path(file).expanduser()
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:  # no text, or no JSON
+    except (ValueError, RecursionError) as error:  # no text, or no JSON
         raise ValueError(_damaged(path, f"it is no JSON ({error})")) from None
     try:
         kind, measured = _checked(path, found)

@@ -92,8 +92,8 @@ def open_run(
       say: takes a line for the user.
 
     Raises:
-      ValueError: the recipe is wrong, or its files are, or another process trains in run.dir. CheckpointError: what is in run.dir is none of ours. HostsDiffer: the
-        hosts were started with different things. HostLost: one of them does not come.
+      ValueError: the recipe is wrong, or its files are, or another process trains in run.dir. CheckpointError: what is in
+        run.dir is none of ours. HostsDiffer: the hosts were started with different things. HostLost: one does not come.
     """
     s = sections
     directory = _check_run(s.run)
