@@ -11,6 +11,13 @@ SLURM, OPTIONS, LAUNCHED = "launch/slurm.py", "launch/options.py", "tests/test_s
 
 FAULTS = (
     Fault(
+        "a chip of two devices is counted once",
+        GKE,
+        'CHIPS[o.topology.partition(":")[0]].per_chip if o.topology else 1',
+        "1",
+        f"{OF_GKE} -k two_devices",
+    ),
+    Fault(
         "a job is queued for a mesh that its slices do not have",
         MESH,
         "        between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)\n",
