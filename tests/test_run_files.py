@@ -138,6 +138,9 @@ def test_rows_that_are_no_metrics_are_left_out(tmp_path):
            '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
     path.write_text("\n".join(['{"step": 1, "loss": null}', *odd, '{"step": 3, "loss": 1.0}']))
     assert [row["step"] for row in read_rows(path)] == [1, 3]
+    large = {"step": 2, "loss": 1.0, "flops_causal": 7.1e18, "flops_full": 1.4e19}
+    path.write_text(json.dumps(large) + "\n")
+    assert read_rows(path) == [large], "a step of 8B parameters and 8 rows of 2^20 tokens"
     path.write_bytes(b"\xdb\xff\x00")
     assert read_rows(path) == []
 

@@ -117,11 +117,25 @@ def open_run(
 def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
     """Returns the program of a stage. Raises ValueError, which names the stage where there are several."""
     try:
-        return make_program(stage.sections, make_mesh(**vars(stage.sections.mesh), devices=devices))
+        mesh = make_mesh(**vars(stage.sections.mesh), devices=devices)
+        _check_hosts(mesh)
+        return make_program(stage.sections, mesh)
     except ValueError as error:
         if stage.count == 1:
             raise
         raise ValueError(f"curriculum[{stage.number - 1}]: {error}") from error
+
+
+def _check_hosts(mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError, naming it, where a host has no device of a mesh: it has no part in a step."""
+    working = {device.process_index for device in mesh.devices.flat}
+    idle = [i for i in range(jax.process_count()) if i not in working]
+    if idle:
+        used = {axis: size for axis, size in mesh.shape.items() if size > 1}
+        raise ValueError(
+            f"the mesh {used or 'of one'} has {mesh.size} of {jax.device_count()} devices, and host {idle[0]} has none of "
+            "them: make an axis larger, or -1 for all that are left"
+        )
 
 
 def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int, TrainState, dict[str, Any]]:

@@ -11,6 +11,13 @@ SLURM, OPTIONS, LAUNCHED = "launch/slurm.py", "launch/options.py", "tests/test_s
 
 FAULTS = (
     Fault(
+        "a host without a device of the mesh takes part",
+        "ejdist/training/opening.py",
+        "i not in working]",
+        "i in ()]",
+        f"{OF_DOCTOR} -k no_device_of_the_mesh",
+    ),
+    Fault(
         "a chip of two devices is counted once",
         GKE,
         'CHIPS[o.topology.partition(":")[0]].per_chip if o.topology else 1',
