@@ -22,7 +22,8 @@ _OWN = {
     "--ntasks-per-node": "tasks_per_node", "-G": "gpus_per_node", "--gpus": "gpus_per_node",
     "--gpus-per-node": "gpus_per_node", "-t": "time", "--time": "time", "-J": "name",
     "--job-name": "name", "-p": "partition", "--partition": "partition", "-A": "account", "--account": "account",
-    "-q": "qos", "--qos": "qos", "-o": "log", "--output": "log", "--signal": "grace", "--requeue": "restarts", "--no-requeue": "restarts",
+    "-q": "qos", "--qos": "qos", "-o": "log", "--output": "log", "--signal": "grace",
+    "--requeue": "restarts", "--no-requeue": "restarts",
 }  # fmt: skip
 
 
