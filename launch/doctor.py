@@ -132,15 +132,8 @@ class Doctor:
             return None
         mesh = program.mesh
         used = {axis: size for axis, size in mesh.shape.items() if size > 1}
-        working = {d.process_index for d in mesh.devices.flat}
-        failures = [
-            f"the mesh {used} has {mesh.size} of {jax.device_count()} devices, and host {i} has none of them: make an "
-            "axis larger, or -1 for all that are left"
-            for i in range(jax.process_count())
-            if i not in working
-        ][:1]
         idle = f"; {jax.device_count() - mesh.size} devices are left idle" * (mesh.size < jax.device_count())
-        self._found(failures, f"mesh {used or 'of one device'}, {program.num_parameters:,} parameters{idle}")
+        self._found([], f"mesh {used or 'of one device'}, {program.num_parameters:,} parameters{idle}")
         leaves = jax.tree.leaves(program.state)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         if math.isfinite(self._free):

@@ -97,11 +97,17 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
         raise ValueError(
             f"name = {o.name!r} is too long: a pod would be called {longest}, which may have 63 characters"
         )
-    recipe = check_run(
-        rest, "launch.gke says how the processes find each other", o.slices * o.pods * o.per_node, o.slices
-    )
+    devices = o.slices * o.pods * o.per_node * _devices_of_a_chip(o)
+    recipe = check_run(rest, "launch.gke says how the processes find each other", devices, o.slices)
     _check_folders(o, recipe)
     return o, rest
+
+
+def _devices_of_a_chip(o: Options) -> int:
+    """Returns how many devices JAX has of an accelerator."""
+    from ejdist.planning.chips import CHIPS
+
+    return CHIPS[o.topology.partition(":")[0]].per_chip if o.topology else 1
 
 
 def _check_folders(o: Options, recipe: Any) -> None:

@@ -188,6 +188,7 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     refuse_cluster(arguments, how)
     recipe = compose(arguments)
     check_numbers(recipe.run)
+    recipe.checkpoint.check()
     for stage in stages_of(recipe):
         s = stage.sections
         model = s.model.build()

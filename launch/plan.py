@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.errors import DONE, NOT_COMPILED, run_command
-from launch.planned import summary, text_of
+from launch.planned import is_curriculum, summary, text_of
 
 OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth", "search", "finalists")
 
@@ -62,12 +63,17 @@ def asked_of(argv: Sequence[str]) -> Asked:
     def number(name: str, least: int) -> int | None:
         if name not in own:
             return None
-        if not own[name].isdigit() or int(own[name]) < least:
+        if not re.fullmatch("[0-9]{1,18}", own[name]) or int(own[name]) < least:
             raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
         return int(own[name])
 
-    if own.get("bandwidth") == "":
-        raise ValueError("bandwidth= must name a file that launch.doctor has written")
+    for name, words in (
+        ("topology", "a slice"),
+        ("device", "a GPU"),
+        ("bandwidth", "a file that launch.doctor has written"),
+    ):
+        if own.get(name) == "":
+            raise ValueError(f"{name}= must name {words}; or leave it out")
     if own.get("search", "auto") not in ("auto", "true", "false"):
         raise ValueError(f"search must be auto, true or false, got {own['search']!r}")
     finalists = number("finalists", 0)
@@ -122,7 +128,7 @@ def plan(asked: Asked) -> dict[str, Any]:
     if not sections.curriculum:
         report |= plan_of(asked, sections, given, target, measured, compiler)
     else:
-        stages = curriculum.stages(sections, given, "curriculum" in {w.partition("=")[0] for w in asked.recipe})
+        stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in asked.recipe))
         found: list[dict[str, Any]] = []
         for stage, keys in stages:
             _say(stage.told())

@@ -10,6 +10,11 @@ from ejdist.planning.links import NETWORK
 GIB = 2**30
 
 
+def is_curriculum(word: str) -> bool:
+    """Returns whether a word of the command line gives the stages of a curriculum."""
+    return word.partition("=")[0].lstrip("+~") == "curriculum"
+
+
 def summary(p: Any, given: set[str]) -> dict[str, Any]:
     """Returns a prediction as JSON has it: bytes on a device, seconds, bytes along axes."""
     from ejdist.planning.search import overrides_text
@@ -45,7 +50,7 @@ def text_of(r: dict[str, Any]) -> str:
         name = f"stage {one['stage']}, steps {one['steps'][0]} to {one['steps'][1]}"
         lines += [name, *_lines(one | {n: r[n] for n in ("topology", "memory_of_a_device")}, "the stage"), ""]
     if r["overrides"] and r["fits"]:
-        words = [w for w in r["recipe"] if not w.startswith("curriculum=")]
+        words = [w for w in r["recipe"] if not is_curriculum(w)]
         lines += _pasted(" ".join([*map(shlex.quote, words), r["overrides"]]))
     elif not r["fits"]:
         lines.append(

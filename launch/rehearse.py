@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.training import goodput
+from ejdist.training.metrics import read_rows
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, INTERRUPTED, WRONG, run_command
 from launch.options import refuse_cluster
@@ -69,7 +70,7 @@ class Ended:
 
     codes: list[list[int | None]]
     seconds: float
-    losses: dict[int, float]
+    losses: dict[int, float | None]
     digest: dict[str, int] | None  # of each array of the last checkpoint
 
 
@@ -80,6 +81,9 @@ def options_of(argv: Sequence[str]) -> Options:
 
     words = read(argv).words()
     refuse_cluster(words, "a rehearsal says itself how its processes find each other")
+    names = [a.partition("=")[0] for a in words]
+    if twice := [name for name in _OWN if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]} is given twice; give it once")
     given = {name: value for name, _, value in (a.partition("=") for a in words)}
     own: dict[str, Any] = {name: given.pop(name, default) for name, default in _OWN.items()}
     for name in ("hosts", "devices_per_host", "seed", "times", "series"):
@@ -91,6 +95,8 @@ def options_of(argv: Sequence[str]) -> Options:
         if key.lstrip("+~") in ("run.stop_after", "run.extend"):
             raise ValueError(f"{key} cannot be given to a rehearsal: it starts and stops the run itself")
     faults = tuple(DRILLS) if own["fault"] == "all" else tuple(own["fault"].split(","))
+    if twice := [fault for fault in faults if faults.count(fault) > 1]:
+        raise ValueError(f"fault={own['fault']} names {twice[0]} twice; times=2 makes each of them so often")
     for fault in faults:
         if fault not in DRILLS:
             raise ValueError(f"fault={fault} is unknown; there are {', '.join(DRILLS)}, and all")
@@ -107,16 +113,16 @@ def options_of(argv: Sequence[str]) -> Options:
     given = _DEFAULTS | given
     arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
     recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
+    if recipe.checkpoint.dir is not None:
+        raise ValueError(
+            f"checkpoint.dir = {recipe.checkpoint.dir!r} cannot be given to a rehearsal: each of its runs has its own "
+            "checkpoints, in a folder of run.dir; give checkpoint.dir=null"
+        )
     steps, every = recipe.run.steps, recipe.checkpoint.every
     if every < 1 or steps < 2 * every + 2:
         raise ValueError(
             f"run.steps = {steps} with checkpoint.every = {every} leaves no room for a fault between checkpoints: at least "
             "2 * checkpoint.every + 2 steps"
-        )
-    if recipe.checkpoint.dir is not None:
-        raise ValueError(
-            f"checkpoint.dir = {recipe.checkpoint.dir!r}: in a rehearsal each run keeps its checkpoints in its own folder; "
-            "give checkpoint.dir=null"
         )
     folder = Path(recipe.run.dir).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -176,13 +182,10 @@ def _signal(job: Job, seconds: float, host: int, since: str, began: int) -> None
     job.signal(signal.SIGTERM, host)
 
 
-def left(folder: Path) -> tuple[dict[int, float], dict[str, int] | None]:
+def left(folder: Path) -> tuple[dict[int, float | None], dict[str, int] | None]:
     """Returns the loss of each step of a run, and the digest of each array of its last checkpoint."""
-    rows, last = {}, None
-    path = folder / "run" / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        row = json.loads(line)
-        rows[row["step"]] = row["loss"]
+    rows = {row["step"]: row.get("loss") for row in read_rows(folder / "run" / "metrics.jsonl")}
+    last = None
     checkpoints = folder / "run" / "checkpoints"
     done = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()] if checkpoints.exists() else []
     if done:
@@ -260,7 +263,7 @@ def _series(o: Options, calm: Ended, say: Any) -> bool:
     return rehearse_series(o.folder / "series", o.series, o.faults, shape, calm.seconds, chance, start, same, say)
 
 
-def _unlike(calm: Ended, rows: dict[int, float], digest: dict[str, int] | None) -> str:
+def _unlike(calm: Ended, rows: dict[int, float | None], digest: dict[str, int] | None) -> str:
     steps = [s for s in sorted({*calm.losses, *rows}) if calm.losses.get(s) != rows.get(s)]
     if steps:
         s = steps[0]

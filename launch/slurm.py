@@ -18,9 +18,11 @@ from launch.options import check_run, command_option, help_of, option, read, sho
 _PLAIN = (", of letters, digits and %+,-./:=@_", r"[\w%+,\-./:=@]+")
 # Options of sbatch that the script has by others of this command.
 _OWN = {
-    "-N": "nodes", "--nodes": "nodes", "--ntasks-per-node": "tasks_per_node", "--gpus-per-node": "gpus_per_node", "-t": "time",
-    "--time": "time", "-J": "name", "--job-name": "name", "-p": "partition", "--partition": "partition", "-A": "account",
-    "--account": "account", "-q": "qos", "--qos": "qos", "-o": "log", "--output": "log", "--signal": "grace",
+    "-N": "nodes", "--nodes": "nodes", "-n": "tasks_per_node", "--ntasks": "tasks_per_node",
+    "--ntasks-per-node": "tasks_per_node", "-G": "gpus_per_node", "--gpus": "gpus_per_node",
+    "--gpus-per-node": "gpus_per_node", "-t": "time", "--time": "time", "-J": "name",
+    "--job-name": "name", "-p": "partition", "--partition": "partition", "-A": "account", "--account": "account",
+    "-q": "qos", "--qos": "qos", "-o": "log", "--output": "log", "--signal": "grace",
     "--requeue": "restarts", "--no-requeue": "restarts",
 }  # fmt: skip
 

@@ -15,6 +15,8 @@ from ejdist import make_mesh
 from ejdist.cluster import bandwidth, health
 from ejdist.cluster import hosts as hosts_module
 from ejdist.cluster.hosts import Hosts
+from ejdist.training.curriculum import stages_of
+from ejdist.training.opening import stage_program
 from launch import doctor, local
 from launch.errors import DONE, HOST_LOST, WRONG
 from recipes.schema import compose
@@ -196,6 +198,15 @@ def test_a_mesh_that_does_not_fit_is_a_failure(tmp_path, capsys):
         "1 failure: mend the first, and ask again\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_that_has_no_device_of_the_mesh_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    stages = stages_of(compose([*TINY, "curriculum=[{until: 3}, {}]"]))
+    with pytest.raises(
+        ValueError, match=r"curriculum\[0\]: the mesh {'sp': 2} has 2 of 8 devices, and host 1 has none of them"
+    ):
+        stage_program(stages[0])
 
 
 def test_every_stage_of_a_curriculum_is_looked_at(tmp_path, capsys):

@@ -158,6 +158,13 @@ def test_machines_of_a_topology(topology, more, pods, chips):
     assert pod_of(read)["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == topology.split(":")[1]
 
 
+def test_a_chip_may_be_two_devices():
+    words = [TPU[0], "topology=tpu7x:2x2x1", *RUN, "data.global_batch=8"]
+    assert gke.options_of([*words, "mesh.fsdp=8", "mesh.sp=1"])[0].chips == 4
+    with pytest.raises(ValueError, match="needs 16 devices, but there are 8"):
+        gke.options_of([*words, "mesh.fsdp=16", "mesh.sp=1"])
+
+
 def test_what_gke_sets_is_what_jax_asks_for(monkeypatch):
     """Two slices of two machines: the variables that GKE sets give each process its own number."""
     from jax._src.clusters import cloud_tpu_cluster as cluster

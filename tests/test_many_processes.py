@@ -124,6 +124,9 @@ def test_local_called_wrongly(arguments, message, capsys):
     [
         (["fault=earthquake"], "fault=earthquake is unknown; there are sigterm, kill"),
         (["fault=other_code", "hosts=1"], "fault=other_code needs hosts=2 or more"),
+        (["fault=kill,nan,kill"], "fault=kill,nan,kill names kill twice; times=2 makes each of them so often"),
+        (["hosts=2", "hosts=4"], "hosts is given twice"),
+        (["checkpoint.dir=/tmp/all"], "checkpoint.dir = '/tmp/all' cannot be given to a rehearsal"),
         (["hosts=many"], "hosts must be a number from 1 on, got 'many'"),
         (["times=0"], "times must be a number from 1 on"),
         (["series=3", "fault=nan"], "fault=nan is none of a series; there are kill, kill_in_save, sigterm"),

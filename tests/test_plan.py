@@ -212,6 +212,15 @@ def test_what_was_not_measured_is_said_to_be_assumed(bandwidth, capsys):
     assert "its processes are taken for ones of a host of 8" in capsys.readouterr().out
     assert main(H200S) == 0
     assert re.search(r"speed of sp: assumed: [\d,]+ Gbit/s a device, measured elsewhere\n", capsys.readouterr().out)
+    # A host of eight was measured, and half of one is planned for.
+    few = ["devices=4", "device=h200", *SMALL, "mesh.sp=4", "finalists=0"]
+    assert main([*few, f"bandwidth={bandwidth({'sp': 8})}"]) == 0
+    assert "speed of sp: assumed: as measured along sp, over 8 devices" in capsys.readouterr().out
+    # All chips of a TPU slice are linked, whichever hosts they are of.
+    file = bandwidth({"sp": 4}, kind="TPU v5", crosses="hosts")
+    assert main(["topology=v5p:2x2x1", *SMALL, "mesh.sp=4", "finalists=0", f"bandwidth={file}"]) == 0
+    said = capsys.readouterr().out
+    assert "speed of sp: measured over 4 devices" in said and "are taken for ones of a host" not in said
 
 
 def _first(found):
@@ -248,7 +257,9 @@ def test_files_of_bandwidths_that_are_refused(made, words, bandwidth):
 def test_a_file_that_is_no_json_or_is_not_there(tmp_path, capsys):
     (tmp_path / "half.json").write_text('{"device_kind": "NVIDIA H200", "mesh"')
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "deep.json").write_text("[" * 100000)
     for name, words in (
+        ("deep.json", "is damaged: it is no JSON"),
         ("half.json", "is damaged: it is no JSON"),
         ("bytes.json", "no JSON"),
         ("no.json", "cannot be read: No such file"),
@@ -343,7 +354,7 @@ def test_each_stage_of_a_curriculum_is_planned(compiler, capsys):
 
 def test_stages_of_the_command_line_stay(compiler, capsys):
     first = "{until: 3, sequence_length: 1024, global_batch: 8, mesh: {fsdp: 8}, remat: full}"
-    words = ["devices=8", "device=h200", *SMALL, "run.steps=6", f"curriculum=[{first}, {{}}]", "--json"]
+    words = ["devices=8", "device=h200", *SMALL, "run.steps=6", f"+curriculum=[{first}, {{}}]", "--json"]
     made = main(words), json.loads(capsys.readouterr().out)
     stages = made[1]["stages"]
     assert made[0] == 0 and [s["searched"] for s in stages] == [False, True] and made[1]["fits"]
@@ -399,10 +410,15 @@ def test_what_it_says_of_eight_chips(capsys):
         (["topology=v5p"], "topology"),
         (["topology=v9:2x2"], "v9:2x2"),
         (["topology=v5p:2x2x1", "mesh.sp=8"], "8"),
-        (["topology=v5p:2x2x1", "mesh.sp=2", "search=false"], "4"),
+        (["topology=v5p:2x2x1", "mesh.sp=2", "search=false", "finalists=0"], "2 devices, and v5p:2x2x1 has 4"),
         (["topology=v5p:2x2x1", "mesh.sp=3"], "4 devices cannot be divided by 3"),
         (["topology=v5p:2x2x1", "devices=4", "device=h200"], "not both"),
         (["devices=four", "device=h200"], "devices must be a number"),
+        (["devices=\u00b2", "device=h200"], "devices must be a number"),
+        (["topology=", "devices=4", "device=h200"], "topology= must name a slice"),
+        (["devices=8", "device=h200", "recipe=moe", "experts.axes=[foo]"], "experts.axes = ['foo'] must be"),
+        (["devices=8", "device=h200", "recipe=moe", "experts.buffer=nan"], "experts.buffer must be a number above 0"),
+        (["devices=8", "device=h200", "recipe=moe", "experts.capacity=0"], "experts.capacity must be a number above 0"),
         (["topology=v5p:2x2x1", "topology=v5p:4x4x4"], "topology is given twice"),
         (["topology=v5p:2x2x1", "search=yes"], "search must be auto, true or false"),
         (["topology=v5p:3x3x3"], "'v5p:3x3x3' cannot be had"),

@@ -15,15 +15,16 @@ from ejdist.planning.activations import OF_PART, Share
 from ejdist.planning.candidates import Candidate, candidate_of
 from ejdist.planning.chips import CHIPS, chip_of
 from ejdist.planning.compiled import Compiled
-from ejdist.planning.links import Links
+from ejdist.planning.links import Links, Traffic
 from ejdist.planning.measured import MeasuredAxis
-from ejdist.planning.memory import held, memory
+from ejdist.planning.memory import held, memory, share_of
 from ejdist.planning.search import (
     BATCH,
     MARGIN,
     SEARCHED,
     DoesNotFit,
     Predictor,
+    as_given,
     candidates,
     meshes,
     nearest,
@@ -33,7 +34,7 @@ from ejdist.planning.search import (
 from ejdist.planning.search import (
     REMAT as REMAT_KEY,
 )
-from ejdist.planning.step_time import ring_hops
+from ejdist.planning.step_time import _experts, ring_hops
 from ejdist.planning.targets import NoCompiler, target_of
 from ejdist.sequence.order import Order
 from ejdist.sequence.schedule import hops
@@ -144,6 +145,9 @@ def test_a_link_is_slower_between_hosts():
     sizes = dict(zip(AXES, (1, 8, 1, 8, 1), strict=True))
     inside, outside = (Links(GPU.chip, 8).rate(axis, sizes) for axis in ("sp", AXES[1]))
     assert inside == GPU.chip.link and outside == GPU.chip.network
+    # Of groups of three on hosts of eight some lie over two of them.
+    odd = dict(zip(AXES, (1, 8, 1, 3, 1), strict=True))
+    assert Links(GPU.chip, 8).rate("sp", odd) == GPU.chip.network < Links(GPU.chip, 8).rate("sp", odd | {"fsdp": 2})
     assert Links(TPU.chip, 4).rate("sp", sizes) == Links(TPU.chip, 4).rate(AXES[1], sizes) == TPU.chip.link
     assert Links(TPU.chip, 4, slices=2).rate("network", sizes) == TPU.chip.between_slices == 6.25e9
 
@@ -339,6 +343,27 @@ def test_the_batch_is_open_where_it_is_not_given():
     assert {c.global_batch for c in candidates(alone, 64, set())} == {1}
 
 
+def test_experts_over_two_axes_send_what_changes_its_place_along_each():
+    """Of rows that are spread over 2 x 4 ranks half go to the other place of dp, here between slices, and 3 of 4 along ep."""
+    words = (
+        "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=64 experts.axes=[dp,ep] mesh.dp=2 "
+    )
+    two = target_of("v5p:2x2x1", None, None, None, 2)
+    for way, rows in (("all_to_all", 1.25 * 8), ("all_gather", 1)):
+        s = compose([*words.split(), "mesh.ep=4", f"experts.dispatch={way}"])
+        links = Links(two.chip, 4, slices=2)
+        mesh = as_given(s, two).abstract_mesh()
+        made, share = Traffic(), share_of(s, mesh)
+        _experts(made, s, share, mesh.shape, links)
+        sent = {
+            axis: made.bytes[axis, way] / (share.tokens * s.model.model_dim * share.itemsize * rows)
+            for axis in ("network", "ep")
+        }
+        calls = {axis: made.calls[axis, way] for axis in ("network", "ep")}
+        parts = {"network": 1 / 2, "ep": 3 / 4} if way == "all_to_all" else {"network": 1, "ep": 2 * 3}
+        assert sent == pytest.approx({axis: part * calls[axis] for axis, part in parts.items()})
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -378,6 +403,7 @@ def test_a_plugin_that_is_not_there_is_said_to_be_and_other_faults_are_raised(mo
     ("words", "given", "said"),
     [
         ("mesh.sp=7", {"mesh.sp"}, "64 devices cannot be divided by 7"),
+        ("mesh.sp=-1 mesh.fsdp=-1", {"mesh.sp", "mesh.fsdp"}, "at most one -1"),
         ("data.global_batch=3 mesh.fsdp=64", {BATCH, "mesh.fsdp"}, "data.global_batch = 3 cannot be split"),
         ("mesh.tp=64", {"mesh.tp"}, "num_heads|num_kv_heads"),
         ("data.sequence_length=100001 mesh.sp=64", {"mesh.sp"}, "100001"),

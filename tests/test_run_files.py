@@ -1,16 +1,20 @@
 """What a run does when its folder, its disk or its cluster is not what it needs: it says so, and the next start mends it."""
 
+import fcntl
 import json
+import os
 import pkgutil
 import signal
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 from small_run import TINY, losses
 
-from ejdist.training import integrity, lock
+from ejdist.training import integrity, lock, loop
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows
 from ejdist.training.stop import Diverged, stop_on_signals
@@ -157,6 +161,9 @@ def test_rows_that_are_no_metrics_are_left_out(tmp_path):
            '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
     path.write_text("\n".join(['{"step": 1, "loss": null}', *odd, '{"step": 3, "loss": 1.0}']))
     assert [row["step"] for row in read_rows(path)] == [1, 3]
+    large = {"step": 2, "loss": 1.0, "flops_causal": 7.1e18, "flops_full": 1.4e19}
+    path.write_text(json.dumps(large) + "\n")
+    assert read_rows(path) == [large], "a step of 8B parameters and 8 rows of 2^20 tokens"
     path.write_bytes(b"\xdb\xff\x00")
     assert read_rows(path) == []
 
@@ -198,9 +205,38 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
         assert "another process trains in it" in capsys.readouterr().err
         assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
         other.kill()
-    monkeypatch.setattr(lock, "_PATIENCE", 60)
-    with subprocess.Popen([*take, "2"], stdout=subprocess.PIPE) as other:  # one that is about to end
-        other.stdout.readline()
-        assert main([*given, "run.stop_after=3"]) == DONE
-    assert "waiting for another process that trains in" in capsys.readouterr().out
-    assert len(losses(tmp_path)) == 3
+
+
+def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus, tmp_path, monkeypatch, capsys):
+    given = [*TINY, *corpus, f"run.dir={tmp_path / 'run'}", "checkpoint.every=1"]
+    assert main([*given, "run.stop_after=2"]) == DONE
+    last = tmp_path / "run" / "checkpoints" / "2"
+    last.rename(tmp_path / "2")  # is not written yet
+    held = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def ends(seconds):
+        (tmp_path / "2").rename(last)
+        os.close(held)
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends))
+    capsys.readouterr()
+    assert main([*given, "run.stop_after=3"]) == DONE
+    said = capsys.readouterr().out
+    assert "waiting for another process that trains in" in said
+    assert "going on from step 2" in said and "removing" not in said and len(losses(tmp_path / "run")) == 3
+
+
+def test_a_folder_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):
+    folder, given = tmp_path / "run", [*TINY, *corpus, f"run.dir={tmp_path / 'run'}"]
+
+    def other_trains(*args, **options):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("")
+        return compile_stage(*args, **options)
+
+    compile_stage = loop.compile_stage
+    monkeypatch.setattr(loop, "compile_stage", other_trains)
+    assert main([*given, "run.steps=1"]) == WRONG
+    assert "another process has trained in it since" in capsys.readouterr().err
+    assert [p.name for p in folder.iterdir()] == ["metrics.jsonl"]

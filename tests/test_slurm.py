@@ -138,6 +138,8 @@ def test_the_doctor_is_started_once():
         (["sbatch=--a\n--b"], "sbatch must be written sbatch=VALUE, in one word"),
         (["sbatch=--mem=4G --nodes=8"], "--nodes is what nodes= says"),
         (["sbatch=-N8"], "-N is what nodes= says"),
+        (["sbatch=--ntasks=7"], "--ntasks is what tasks_per_node= says"),
+        (["checkpoint.every=-1"], "checkpoint.every must be >= 0"),
         (["sbatch=--no-requeue"], "--no-requeue is what restarts= says"),
         (["name=it's#1"], """name = "it's#1" must be of the job, of letters, digits and"""),
         (["name="], "name is empty; write name=VALUE, or leave it out"),

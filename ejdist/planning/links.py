@@ -94,7 +94,10 @@ class Links:
         if over == "devices":
             return self.chip.link
         assert self.chip.network is not None
-        return min(self.chip.link, self.chip.network * max(1, self.per_host // _inner(axis, sizes)))
+        inner = _inner(axis, sizes)
+        # A group that is smaller than a host, and yet lies over two, may have one device in one of them.
+        ways = self.per_host // inner if inner * sizes[axis] > self.per_host else 1
+        return min(self.chip.link, self.chip.network * max(1, ways))
 
     def seconds(self, traffic: Traffic, sizes: Mapping[str, int]) -> float:
         """Returns the time of all collectives, one after the other."""
@@ -141,7 +144,7 @@ class Links:
         best = min(alike, key=lambda a: (a.name != axis, abs(math.log(a.size / size)), -a.seconds("all_gather", 2**24)))
         between = (
             f"; its processes are taken for ones of a host of {self.per_host}"
-            if best.crosses != over == "devices"
+            if self.chip.network is not None and best.crosses != over == "devices"
             else ""
         )
         if axis in (best.name, NETWORK) and best.size == size:
@@ -151,6 +154,8 @@ class Links:
     def _crossed(self, axis: MeasuredAxis) -> str:
         if self.chip.network is None:
             return "slices" if axis.crosses == "slices" else "devices"
+        if axis.crosses == "devices":
+            return "devices"
         return _level(axis.name, self.measured.mesh if self.measured else {}, self.per_host)
 
 
@@ -165,4 +170,6 @@ def _inner(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 def _level(axis: str, sizes: Mapping[str, int], per_host: int) -> str:
-    return "devices" if _inner(axis, sizes) * sizes[axis] <= per_host else "hosts"
+    # So many neighbours are a group, or several: those that do not divide the devices of a host lie over two somewhere.
+    span, host = _inner(axis, sizes) * sizes[axis], min(per_host, math.prod(sizes.values()))
+    return "hosts" if host % span else "devices"

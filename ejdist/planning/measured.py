@@ -67,7 +67,7 @@ def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
         found = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"bandwidth = {str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # no text, or no JSON
+    except (ValueError, RecursionError) as error:  # no text, or no JSON
         raise ValueError(_damaged(path, f"it is no JSON ({error})")) from None
     try:
         kind, measured = _checked(path, found)

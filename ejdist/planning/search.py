@@ -179,7 +179,10 @@ def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
 def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Candidate]:
     """Yields what may be chosen on so many devices; keys that are given stay as the recipe has them."""
     s = sections
-    sizes = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given and getattr(s.mesh, a) != -1}
+    written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
+    if list(written.values()).count(-1) > 1:
+        mesh_shape(written, count)  # which refuses it
+    sizes = {a: n for a, n in written.items() if n != -1}
     mixed = any("experts" in KINDS[kind] for kind in s.model.kinds())
     policies = (s.model.remat,) if REMAT in given else POLICIES
     for mesh in meshes(count, sizes, mixed):
@@ -195,7 +198,7 @@ def _ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tup
     split = sizes[SP] > 1
     even = s.data.sequence_length % (2 * sizes[SP]) == 0
     orders = ORDERS if even else ("contiguous",)
-    mixed = bool(s.model.experts.num) and math.prod(sizes[a] for a in s.experts.axes) > 1
+    mixed = bool(s.model.experts.num) and math.prod(sizes.get(a, 1) for a in s.experts.axes) > 1
     two = ("two_level",) if len(s.experts.axes) == 2 else ()
     yield from itertools.product(
         SCHEMES if split and SCHEME not in given else (None,),
@@ -383,5 +386,11 @@ def nearest(
 
 
 def as_given(sections: Any, target: Target) -> Candidate:
-    """Returns what the recipe says as it stands, on the devices of a target."""
-    return candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
+    """Returns what the recipe says as it stands, on the devices of a target. Raises ValueError where it leaves some idle."""
+    made = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
+    if made.devices < target.count:
+        raise ValueError(
+            f"the mesh { {a: n for a, n in made.sizes.items() if n > 1} } has {made.devices} devices, and {target.name} has "
+            f"{target.count}: make an axis larger, or -1 for all that are left, or plan for {made.devices}"
+        )
+    return made

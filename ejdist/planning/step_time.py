@@ -187,20 +187,22 @@ def imbalance(order: str, ranks: int, window: int | None, length: int) -> float:
 
 def _experts(sent: Traffic, s: Any, share: Share, sizes: Mapping[str, int], links: Links) -> None:
     """Adds the tokens that go to their experts and back, forward and backward; there a second time under remat."""
-    e, row, ranks = s.model.experts, s.model.model_dim * share.itemsize, share.experts
+    e, row = s.model.experts, s.model.model_dim * share.itemsize
     again = int(s.model.remat != "none")
     scheme = dispatch_of(s, share, links)
     pieces = [piece for a in s.experts.axes for piece in links.pieces(a, sizes)]
-    for axis, size in pieces:
-        of = (size - 1) / (ranks - 1)
+    gathered = share.tokens
+    # What comes over slices comes first, and each device brings its own.
+    for axis, size in sorted(pieces, key=lambda piece: piece[0] != NETWORK):
         if scheme == "all_gather":
-            bytes_ = share.tokens * row * (ranks - 1) * of
+            bytes_, gathered = gathered * row * (size - 1), gathered * size
             sent.add(axis, "all_gather", (2 + again) * bytes_, 2 + again)
             sent.add(axis, "reduce_scatter", 2 * bytes_, 2)
             continue
         rows = share.tokens * e.top_k * (share.buffer if scheme != "ragged_all_to_all" else 1)
         collective = "ragged_all_to_all" if scheme == "ragged_all_to_all" else "all_to_all"
-        sent.add(axis, collective, (4 + again) * rows * row * (ranks - 1) / ranks * of, 4 + again)
+        # Of the rows that are spread over all ranks, those that go to another place along this axis.
+        sent.add(axis, collective, (4 + again) * rows * row * (size - 1) / size, 4 + again)
 
 
 def dispatch_of(s: Any, share: Share, links: Links) -> str:

@@ -136,7 +136,7 @@ def target_of(
     per_host = per_host or chip.host
     if devices > per_host and devices % per_host:
         raise ValueError(f"devices = {devices} must be a multiple of devices_per_host = {per_host}")
-    return Target(chip, devices, "", min(per_host, devices))
+    return Target(chip, devices, "", per_host)
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------

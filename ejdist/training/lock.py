@@ -31,8 +31,8 @@ class Lock:
         self._directory, self._holds, self._limit = directory, holds, limit
         self._folder: int | None = None  # a file descriptor
 
-    def take(self, say: Any, *, make: bool = False) -> None:
-        """Takes the folder, if it is there and not taken yet.
+    def take(self, say: Any, *, make: bool = False) -> bool:
+        """Takes the folder, if it is there and not taken yet. Returns whether it was taken now.
 
         Args:
           make: make the folder.
@@ -41,13 +41,13 @@ class Lock:
           ValueError: another process trains in it. OSError: it cannot be made.
         """
         if not self._holds or self._folder is not None:
-            return
+            return False
         if make:
             self._directory.mkdir(parents=True, exist_ok=True)
         try:
             folder = os.open(self._directory, os.O_RDONLY)
         except FileNotFoundError:
-            return
+            return False
         facts = os.fstat(folder)
         if before := _HELD.get((facts.st_dev, facts.st_ino)):
             before.let_go()
@@ -61,9 +61,10 @@ class Lock:
             ) from error
         except OSError:
             os.close(folder)
-            return
+            return False
         self._folder = folder
         _HELD[facts.st_dev, facts.st_ino] = self
+        return True
 
     def _wait(self, folder: int, say: Any) -> None:
         end, said = time.monotonic() + min(_PATIENCE, self._limit / 2), False

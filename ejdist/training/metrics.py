@@ -36,14 +36,15 @@ def json_of(line: str) -> Any:
         return None
 
 
-def is_number(value: Any, kind: Any = (int, float)) -> bool:
-    """Returns whether a value of a JSON file is a finite number."""
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63
+def is_number(value: Any, kind: Any = (int, float), most: float = 2.0**63) -> bool:
+    """Returns whether a value of a JSON file is a finite number, below a bound."""
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < most
 
 
 def _is_row(row: dict[str, Any]) -> bool:
-    numbers = is_number(row.get("step"), int) and all(is_number(row[name]) for name in _SUMMED if name in row)
-    return numbers and (row.get("loss") is None or is_number(row["loss"]))
+    # Steps may have more than 2^63 FLOPs: of 8B parameters, 6 rows of 2^20 tokens.
+    summed = all(is_number(row[name], most=2.0**200) for name in _SUMMED if name in row)
+    return is_number(row.get("step"), int) and summed and (row.get("loss") is None or is_number(row["loss"]))
 
 
 def write_whole(path: Path, text: str) -> None:

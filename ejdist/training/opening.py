@@ -40,7 +40,7 @@ class Run:
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       found: (step, where) of all checkpoints, those on disks of the hosts too, the newest first.
       stages: all of them, with the devices that their meshes are made of.
-      lock: of `directory`; it is taken by whoever makes steps, and held as long as the run is.
+      lock: of `directory`, held as long as the run is; where that is not there yet, whoever makes steps takes it.
     """
 
     sections: TrainSections
@@ -92,13 +92,16 @@ def open_run(
       say: takes a line for the user.
 
     Raises:
-      ValueError: the recipe is wrong, or its files are. CheckpointError: what is in run.dir is none of ours. HostsDiffer: the
-        hosts were started with different things. HostLost: one of them does not come.
+      ValueError: the recipe is wrong, or its files are, or another process trains in run.dir. CheckpointError: what is in
+        run.dir is none of ours. HostsDiffer: the hosts were started with different things. HostLost: one does not come.
     """
     s = sections
     directory = _check_run(s.run)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
+    lock = Lock(directory, hosts.index == 0, hosts.limit)
+    lock.take(say)  # before any host looks what is there: a process that is about to end writes its last checkpoint
+    hosts.say("that run.dir is taken")
     stages = stages_of(s)
     # Those of all stages, so that what is wrong with a later one is said now; nothing is compiled or allocated.
     programs = [stage_program(stage, devices) for stage in stages]
@@ -107,18 +110,32 @@ def open_run(
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
-    found, lock = saves.find(program.state, say), Lock(directory, hosts.index == 0, hosts.limit)
+    found = saves.find(program.state, say)
     return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, lock)
 
 
 def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
     """Returns the program of a stage. Raises ValueError, which names the stage where there are several."""
     try:
-        return make_program(stage.sections, make_mesh(**vars(stage.sections.mesh), devices=devices))
+        mesh = make_mesh(**vars(stage.sections.mesh), devices=devices)
+        _check_hosts(mesh)
+        return make_program(stage.sections, mesh)
     except ValueError as error:
         if stage.count == 1:
             raise
         raise ValueError(f"curriculum[{stage.number - 1}]: {error}") from error
+
+
+def _check_hosts(mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError, naming it, where a host has no device of a mesh: it has no part in a step."""
+    working = {device.process_index for device in mesh.devices.flat}
+    idle = [i for i in range(jax.process_count()) if i not in working]
+    if idle:
+        used = {axis: size for axis, size in mesh.shape.items() if size > 1}
+        raise ValueError(
+            f"the mesh {used or 'of one'} has {mesh.size} of {jax.device_count()} devices, and host {idle[0]} has none of "
+            "them: make an axis larger, or -1 for all that are left"
+        )
 
 
 def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int, TrainState, dict[str, Any]]:

@@ -70,6 +70,9 @@ class ExpertsSection:
             raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that split the tokens: {known}")
         if self.dispatch != "auto" and self.dispatch not in SCHEMES:
             raise ValueError(f"experts.dispatch = {self.dispatch!r} is unknown; use auto, {', '.join(SCHEMES)}")
+        for key, value in (("buffer", self.buffer), ("capacity", self.capacity)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"experts.{key} must be a number above 0, got {value}")
         if self.load_every < 0:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
 

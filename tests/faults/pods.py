@@ -11,6 +11,20 @@ SLURM, OPTIONS, LAUNCHED = "launch/slurm.py", "launch/options.py", "tests/test_s
 
 FAULTS = (
     Fault(
+        "a host without a device of the mesh takes part",
+        "ejdist/training/opening.py",
+        "i not in working]",
+        "i in ()]",
+        f"{OF_DOCTOR} -k no_device_of_the_mesh",
+    ),
+    Fault(
+        "a chip of two devices is counted once",
+        GKE,
+        'CHIPS[o.topology.partition(":")[0]].per_chip if o.topology else 1',
+        "1",
+        f"{OF_GKE} -k two_devices",
+    ),
+    Fault(
         "a job is queued for a mesh that its slices do not have",
         MESH,
         "        between_slices(shape, [[None] * each] * num_slices, section.fsdp_across_slices)\n",

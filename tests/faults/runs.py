@@ -22,6 +22,20 @@ FAULTS = (
         "tests/test_run_files.py -k another_process",
     ),
     Fault(
+        "what is there is looked at before the process that writes it has ended",
+        "ejdist/training/opening.py",
+        "    lock.take(say)  # before",
+        "    # before",
+        "tests/test_run_files.py -k while_another_waits",
+    ),
+    Fault(
+        "a run that was begun in the meantime is gone over",
+        "ejdist/training/steps.py",
+        'if taken and (run.directory / "metrics.jsonl").exists():',
+        "if False:",
+        "tests/test_run_files.py -k of_the_first",
+    ),
+    Fault(
         "a folder stays taken by a run that has ended",
         "ejdist/training/lock.py",
         "    def __del__(self) -> None:\n        self.let_go()\n",
