@@ -59,17 +59,19 @@ def _main(arguments: list[str]) -> int:
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
     job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
     gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}
-    told = threading.Event()
+    told, before = threading.Event(), {}
     try:
         job.start(rest, environment=gpus)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: job.signal(number))
+            before[number] = signal.signal(number, lambda number, frame: job.signal(number))
         reader = threading.Thread(target=_tell, args=(job, told), daemon=True)
         reader.start()
         codes = job.wait(float("inf"), _PATIENCE)
         told.set()
         reader.join()
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         job.kill()
         shutil.rmtree(logs, ignore_errors=True)
     return next((128 - c if c < 0 else c for c in codes if c), DONE)

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -39,6 +40,9 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+# A background job of a shell ignores it, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["budget"]
 

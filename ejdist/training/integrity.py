@@ -118,8 +118,10 @@ def item_of(checkpoint: Any, error: BaseException) -> str:
       checkpoint: path of the folder of a step.
     """
     reason = reason_of(error)
-    if isinstance(error, Changed) or " in OCDBT " in reason or "local file" in reason:
+    if isinstance(error, Changed):
         return ""
+    if " in OCDBT " in reason or "local file" in reason:
+        return "" if _agrees(checkpoint / _METADATA) else f"{_METADATA} has two names for one array: "
     arrays = sorted(f"{_ARRAYS}/{p.name}" for p in _listed(checkpoint / _ARRAYS))
     for name in (*_JSON, *arrays):
         try:
@@ -137,6 +139,17 @@ def item_of(checkpoint: Any, error: BaseException) -> str:
     # It is JSON, and not what its reader expects.
     readers = " ".join(frame.filename for frame in traceback.extract_tb(_first(error).__traceback__))
     return f"{_SHARDING}: " if "sharding" in readers + reason else f"{_METADATA}: "
+
+
+def _agrees(metadata: Any) -> bool:
+    """Returns whether each array is called the same in both places of that file; it is looked for by the second."""
+    try:
+        for name, one in json.loads(metadata.read_text())["tree_metadata"].items():
+            if name != str(tuple(key["key"] for key in one["key_metadata"])):
+                return False
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return True  # nobody knows
+    return True
 
 
 def _listed(folder: Any) -> list[Any]:
