@@ -291,21 +291,16 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monk
     """Whatever the library below does not check: one bit of one element of the restored state."""
     import orbax.checkpoint as ocp
 
-    restore = ocp.CheckpointManager.restore
+    restore = ocp.StandardCheckpointHandler.restore
 
     def flipped(self, *args, **kwargs):
-        found = restore(self, *args, **kwargs)
-        if "state" in found.keys():
-            state = found["state"]
-            table = state["params"]["embedding"]
-            bits = jax.lax.bitcast_convert_type(table, "uint32")
-            bits = bits.at[3, 5].set(bits[3, 5] ^ 1)
-            params = state["params"] | {"embedding": jax.lax.bitcast_convert_type(bits, "float32")}
-            return {"state": state | {"params": params}}
-        return found
+        state = restore(self, *args, **kwargs)
+        bits = jax.lax.bitcast_convert_type(state["params"]["embedding"], "uint32")
+        bits = bits.at[3, 5].set(bits[3, 5] ^ 1)
+        return state | {"params": state["params"] | {"embedding": jax.lax.bitcast_convert_type(bits, "float32")}}
 
     directory = stopped_run
-    monkeypatch.setattr(ocp.CheckpointManager, "restore", flipped)
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", flipped)
     assert command(directory, corpus) == BAD_CHECKPOINT
     message = capsys.readouterr().err
     assert "checkpoints/3 cannot be read" in message and "embedding is not what was saved" in message
