@@ -167,6 +167,10 @@ def test_a_step_that_waits_for_a_host_that_failed_ends_with_its_code(monkeypatch
     with pytest.raises(SystemExit):
         ending._watch(ending.Codes(75, 69), lambda: failed, threading.Event())
     assert len(left) == 1 and left[0][1] == ends and words in left[0][0]
+    # Two hosts notice that no step ends, and tell each other: both find out who holds them up before they end.
+    with ending.finding_out():
+        ending._watch(ending.Codes(75, 69), lambda: failed, threading.Event())
+    assert len(left) == 1
 
 
 def test_the_first_host_that_says_something_is_heard_by_all(together):

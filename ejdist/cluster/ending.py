@@ -33,6 +33,7 @@ class Codes:
 
 _codes: Codes | None = None
 _stepping = threading.Event()
+_finding_out = threading.Event()
 _limit = 0.0  # seconds that a step may take after SIGTERM
 
 
@@ -99,11 +100,21 @@ def _watch(codes: Codes, failed: Callable[[], Failed | None], ended: threading.E
         except Exception:  # the coordinator is gone: JAX ends this process, and says so
             return
         if said is not None:
-            if not ended.wait(_GRACE):
+            if not ended.wait(_GRACE) and not _finding_out.is_set():
                 if said.code is not None:
                     leave(f"error: {said.text}", said.code)
                 leave(f"error: {said.text}; the same command goes on from the last checkpoint", codes.lost)
             return
+
+
+@contextlib.contextmanager
+def finding_out() -> Iterator[None]:
+    """Whoever is in here ends this process, and has more to say than that another host has ended, however long it takes."""
+    _finding_out.set()
+    try:
+        yield
+    finally:
+        _finding_out.clear()
 
 
 @contextlib.contextmanager

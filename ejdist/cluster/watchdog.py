@@ -11,10 +11,10 @@ import faulthandler
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ejdist.cluster.ending import codes, leave
+from ejdist.cluster.ending import codes, finding_out, leave
 from ejdist.cluster.hosts import Hosts, post, posted, tell_others
 
 _EVERY = 5.0  # seconds between two looks
@@ -70,6 +70,20 @@ def _watch(
             break
     else:
         return
+    with finding_out():
+        _end(where, hosts, seconds, every, code, ended, say_where)
+
+
+def _end(
+    where: Where,
+    hosts: Hosts,
+    seconds: float,
+    every: float,
+    code: int,
+    ended: threading.Event,
+    say_where: Callable[[], None],
+) -> None:
+    """Ends this process, with what holds it up, unless a step ends all the same."""
     faulthandler.dump_traceback(all_threads=True)
     told = f"no step has ended for {time.monotonic() - where.ended:.0f} s (guards.hang_seconds = {seconds:g})"
     tell_others(told)  # first of all: this host may be the only one that notices

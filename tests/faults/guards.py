@@ -8,6 +8,13 @@ TESTS, LEDGER = "tests/test_guards.py", "tests/test_goodput.py"
 
 FAULTS = (
     Fault(
+        "a host that finds out who holds up the others is ended by their telling it so",
+        "ejdist/cluster/ending.py",
+        "if not ended.wait(_GRACE) and not _finding_out.is_set():",
+        "if not ended.wait(_GRACE):",
+        "tests/test_hosts.py -k ends_with_its_code",
+    ),
+    Fault(
         "a line of the ledger that is no record ends a run in a traceback",
         GOODPUT,
         "if isinstance(row, dict) and _is_row(row)]",
