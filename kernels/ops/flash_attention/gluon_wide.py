@@ -7,8 +7,10 @@ are all the registers of a warpgroup each, so a program has 64 keys, and three w
 - one makes the gradients of the logits from the weights, and the gradient of the keys;
 - one multiplies those with the keys, and adds the products to the gradient of the queries in memory, some columns at a time.
 
-Weights, and then the gradients of the logits in their place, pass from one to the next through shared memory, in 16 bits. No
-warp only loads: who is the last to read a tile loads the next one into its stage.
+Weights, and then the gradients of the logits in their place, pass from one to the next through shared memory, in 16 bits: the
+weights, of 0 to 1, as float16 whatever the arrays are, times a power of two that keeps small ones exact, so that they are not
+rounded to the few bits of bfloat16 before the gradients are. No warp only loads: who is the last to read a tile loads the next
+one into its stage.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -30,6 +32,10 @@ from kernels._core.gluon import SWIZZLED, after
 from kernels.ops.flash_attention.gluon_gradients import place, row_of, seen, store_keys
 from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, TILE_OF_SUMS, span_of, tanh
 from kernels.ops.flash_attention.triton_parts import LOG2E
+
+# The largest weight, 1, as it passes between warpgroups: half of what float16 holds. The smallest that keeps all of its bits is
+# 2**-29, of a row of half a billion keys.
+ONE = gl.constexpr(2.0**15)
 
 
 @gluon.jit
@@ -129,10 +135,11 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
                 p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
             weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
             mbarrier.wait(tile_free.index(stage), phase ^ 1)
+            passed = tiles.index(stage).reinterpret(dtype=gl.float16)
             if O.CAP is None:
-                tiles.index(stage).store(p.to(dtype))
+                passed.store((p * ONE).to(gl.float16))
             else:
-                tiles.index(stage).store((p * (1.0 - s * s)).to(dtype))
+                passed.store((p * (ONE - ONE * (s * s))).to(gl.float16))
             mbarrier.arrive(weighed.index(stage))
             mbarrier.wait(d_full.index(stage), phase)
             dv = warpgroup_mma(weights, d_tiles.index(stage), dv, is_async=True)
@@ -190,7 +197,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
         for i in range(steps):
             mbarrier.wait(weighed.index(stage), phase)
             tile = tiles.index(stage)
-            ds = (tile.load(PAIRS).to(gl.float32) * dp).to(dtype)
+            ds = (tile.reinterpret(dtype=gl.float16).load(PAIRS).to(gl.float32) * (dp * (1 / ONE))).to(dtype)
             tile.store(ds)
             fence_async_shared()
             mbarrier.arrive(differentiated.index(stage))
