@@ -48,7 +48,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
             centres.append(at + (len(group) - 1) / 2)
             at += len(group) + 0.9
         panel.set_title(TITLES[direction], fontsize=9, loc="left")
-        panel.set_xticks(centres, [_label(block) for block in blocks], fontsize=8)
+        # Names that do not fit beside one another lean.
+        lean = {"rotation": 20, "ha": "right", "rotation_mode": "anchor"} if len(blocks) > 12 else {}
+        panel.set_xticks(centres, [_label(block) for block in blocks], fontsize=8, **lean)
         panel.axhline(1.0, color="#333333", linewidth=0.8, linestyle=":")
         panel.set_ylabel("of the roofline" if roofline else "of the fastest", fontsize=8)
         panel.margins(y=0.12)
