@@ -176,7 +176,7 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
     from ejdist.evaluation import Evaluator, Prompts, loss_by_octave, measure_recall
     from ejdist.evaluation.weights import open_weights
     from ejdist.mesh import make_mesh
-    from ejdist.training.opening import data_of
+    from ejdist.training.opening import check_hosts, data_of
     from ejdist.training.program import make_program
     from ejdist.weights.match import flat
     from recipes.schema import compose
@@ -191,6 +191,7 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
         digest = {} if hosts.count == 1 else {"weights (digest)": weights.digest()}
         hosts.compare("the start", facts | own | digest | environment())
         mesh = make_mesh(**vars(recipe.mesh))
+        check_hosts(mesh)
         sections = {
             n: dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sequence_length=n)) for n in lengths
         }

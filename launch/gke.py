@@ -117,6 +117,11 @@ def _check_folders(o: Options, recipe: Any) -> None:
             f"run.dir = {run!r} would be a folder of a container, which no other pod sees and which is lost with it: give "
             "volume=CLAIM and a run.dir in it; checkpoints may go to checkpoint.dir=gs://BUCKET/FOLDER"
         )
+    if recipe.checkpoint.local is not None:
+        raise ValueError(
+            f"checkpoint.local = {recipe.checkpoint.local!r} would be a folder of a container, which the next start of its pod "
+            "does not find: leave it and checkpoint.local_every out"
+        )
     for key, folder in (("run.dir", run), ("checkpoint.dir", recipe.checkpoint.dir)):
         if folder is not None and "://" not in folder and not _inside(folder, o.mount):
             raise ValueError(

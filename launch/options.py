@@ -81,7 +81,7 @@ def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
                 raise ValueError(f"{name} is given twice; give it once")
             own[section][inner] = value
         else:
-            _check_spelling(name, list(known))
+            check_spelling(name, list(known))
             rest.append(argument)
     for f in known.values():
         if f.default is MISSING and f.default_factory is MISSING and f.name not in own:
@@ -89,8 +89,8 @@ def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
     return kind(**own), flags.read(rest).words()
 
 
-def _check_spelling(name: str, known: Sequence[str]) -> None:
-    """Raises ValueError for a name that is nearly one of the launcher's own options, and is no key of a recipe."""
+def check_spelling(name: str, known: Sequence[str]) -> None:
+    """Raises ValueError for a name that is nearly one of a command's own options, and is no key of a recipe."""
     from recipes.schema import GROUPS, keys_of
 
     keys = [*GROUPS, *keys_of()]
@@ -182,13 +182,17 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     from ejdist.mesh import abstract_mesh
     from ejdist.training.curriculum import stages_of
     from ejdist.training.opening import check_numbers
+    from ejdist.training.optimizer import make_optimizer
     from ejdist.training.program import check_sizes
     from recipes.schema import compose
 
     refuse_cluster(arguments, how)
     recipe = compose(arguments)
     check_numbers(recipe.run)
+    for section in (recipe.experts, recipe.guards):
+        section.validate()
     recipe.checkpoint.check()
+    make_optimizer(recipe.optimizer, recipe.run.steps, decayed=True)
     for stage in stages_of(recipe):
         s = stage.sections
         model = s.model.build()

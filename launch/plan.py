@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.errors import DONE, NOT_COMPILED, run_command
-from launch.planned import is_curriculum, summary, text_of
+from launch.options import check_spelling
+from launch.planned import is_curriculum, name_of, summary, text_of
 
 OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth", "search", "finalists")
 
@@ -54,6 +55,8 @@ def asked_of(argv: Sequence[str]) -> Asked:
     for word in argv:
         name, equals, value = word.partition("=")
         if name not in OWN or not equals:
+            if not word.startswith("-"):
+                check_spelling(name, OWN)
             recipe += [] if word == "--json" else [word]
         elif name in own:
             raise ValueError(f"{name} is given twice")
@@ -111,6 +114,7 @@ def plan(asked: Asked) -> dict[str, Any]:
     from ejdist.planning import curriculum
     from ejdist.planning.measured import read
     from ejdist.planning.targets import target_of
+    from ejdist.training.curriculum import is_of
     from recipes.schema import compose
 
     start = time.perf_counter()
@@ -139,7 +143,8 @@ def plan(asked: Asked) -> dict[str, Any]:
             found.append({"stage": stage.number, "steps": [stage.start + 1, stage.until]} | made)
         report |= {"stages": found, "fits": all(r["fits"] for r in found)}
         plans = [r["plan"] if r["searched"] else None for r in found]
-        report["overrides"] = curriculum.overrides_text(sections, plans) if any(plans) else ""
+        report["overrides"], over = curriculum.overrides_text(sections, plans) if any(plans) else ("", [])
+        report["kept"] = [w for w in asked.recipe if not (is_curriculum(w) or is_of(name_of(w), over))]
     return report | {"seconds": time.perf_counter() - start}
 
 

@@ -10,9 +10,14 @@ from ejdist.planning.links import NETWORK
 GIB = 2**30
 
 
+def name_of(word: str) -> str:
+    """Returns the key of a word of the command line."""
+    return word.partition("=")[0].lstrip("+~")
+
+
 def is_curriculum(word: str) -> bool:
     """Returns whether a word of the command line gives the stages of a curriculum."""
-    return word.partition("=")[0].lstrip("+~") == "curriculum"
+    return name_of(word) == "curriculum"
 
 
 def summary(p: Any, given: set[str]) -> dict[str, Any]:
@@ -50,8 +55,7 @@ def text_of(r: dict[str, Any]) -> str:
         name = f"stage {one['stage']}, steps {one['steps'][0]} to {one['steps'][1]}"
         lines += [name, *_lines(one | {n: r[n] for n in ("topology", "memory_of_a_device")}, "the stage"), ""]
     if r["overrides"] and r["fits"]:
-        words = [w for w in r["recipe"] if not is_curriculum(w)]
-        lines += _pasted(" ".join([*map(shlex.quote, words), r["overrides"]]))
+        lines += _pasted(" ".join([*map(shlex.quote, r["kept"]), r["overrides"]]))
     elif not r["fits"]:
         lines.append(
             "the curriculum does not fit: " + ", ".join(f"stage {s['stage']}" for s in r["stages"] if not s["fits"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.models.decoder import DecoderConfig
+from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
 from recipes.arguments import Arguments, RecipeError, check_values, quoted, read
 
@@ -163,6 +164,7 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
         OmegaConf.set_struct(composed, True)
         _check_order(a, composed)
         recipe: Any = OmegaConf.to_object(composed)
+        _check_stages(a, recipe)
     except RecipeError:
         raise
     except Exception as error:  # Hydra and OmegaConf have many; all of them mean that the recipe cannot be composed
@@ -189,6 +191,20 @@ def _check_order(a: Arguments, composed: Any) -> None:
                     f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
                     "the command line, or take it out of the recipe"
                 )
+
+
+def _check_stages(a: Arguments, recipe: Recipe) -> None:
+    """Raises RecipeError where the command line gives what every stage of the curriculum has of its own: no stage would be
+    made with it, and nothing would say so."""
+    over = unused([named(stage) for stage in recipe.curriculum])
+    for override in a.overrides:
+        name = override.partition("=")[0].lstrip("+~")
+        if is_of(name, over):
+            inside = name.partition(".")[0] if name.partition(".")[0] in over else name.rpartition(".")[2]
+            raise RecipeError(
+                f"{override} is not used: every stage of the curriculum has its own {inside}; give it in curriculum=[...], or "
+                "give curriculum=[] for no stages"
+            )
 
 
 def _alone(group: str, variant: str, config_dir: Path | None) -> Any:

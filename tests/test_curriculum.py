@@ -39,6 +39,7 @@ from recipes.schema import compose
 
 # The second stage has other rows, another mesh, and positions that turn much more slowly.
 FIRST = "{until: 3, sequence_length: 32, global_batch: 4, mesh: {dp: 2}, rope_base: 100.0}"
+SHORT = FIRST.replace("mesh: {dp: 2}, ", "")
 PLAN = [*TINY, "run.steps=6", "optimizer.warmup_steps=1", f"curriculum=[{FIRST}, {{}}]", "optimizer.learning_rate=0.03"]
 
 
@@ -178,6 +179,24 @@ def test_a_wrong_plan_names_the_stage_and_the_key(stages, words):
         stages_of(compose([*PLAN, f"curriculum={stages}"]))
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "override", "own"),
+    [
+        ("mesh: {sp: 2}", "mesh: {sp: 4}", "mesh.sp=8", "mesh"),
+        ("mesh: {sp: 2}", "mesh: {sp: 4}", "mesh=sequence", "mesh"),
+        ("sequence_length: 32", "sequence_length: 64", "data.sequence_length=128", "sequence_length"),
+        ("rope_base: 5.0", "rope_base: 6.0", "model.rope_base=7.0", "rope_base"),
+        ("accumulation: 2", "accumulation: 1", "accumulation=2", "accumulation"),
+    ],
+)
+def test_what_every_stage_has_of_its_own_is_not_taken_beside_them(first, last, override, own):
+    words = ["recipe=long_context", override]
+    with pytest.raises(ValueError, match=f"{override} is not used: every stage of the curriculum has its own {own};"):
+        compose([*words, f"curriculum=[{{until: 2, {first}}}, {{{last}}}]"])
+    for one_has_none in (f"[{{until: 2, {first}}}, {{}}]", f"[{{until: 2}}, {{{last}}}]", "[]"):
+        compose([*words, f"curriculum={one_has_none}"])
+
+
 def test_what_is_wrong_with_a_later_stage_is_said_at_the_start(corpus, tmp_path):
     for stage, words in (
         ("{mesh: {sp: 3}}", r"curriculum\[1\]: .*sequence length 64"),
@@ -185,7 +204,7 @@ def test_what_is_wrong_with_a_later_stage_is_said_at_the_start(corpus, tmp_path)
         ("{accumulation: 3}", r"curriculum\[1\]: data.global_batch = 2 must be a multiple of accumulation = 3"),
     ):
         with pytest.raises(ValueError, match=words):
-            run(tmp_path / "none", corpus, f"curriculum=[{FIRST}, {stage}]")
+            run(tmp_path / "none", corpus, f"curriculum=[{SHORT}, {stage}]")
     assert not (tmp_path / "none").exists()
 
 
@@ -197,7 +216,7 @@ def test_the_recipe_is_a_plan_and_one_program_says_that_it_is_none_of_its_stages
     assert len({s.sections.data.sequence_length * s.sections.data.global_batch for s in stages}) == 1
     assert [s.sections.model.rope_factor for s in stages] == [1.0, 2.0, 4.0] and stages[-1].until == recipe.run.steps
     assert _virtual_cpus(recipe, only=True) == 4
-    assert _virtual_cpus(compose([*PLAN, f"curriculum=[{FIRST}, {{mesh: {{sp: 6}}}}]"]), only=True) == 6
+    assert _virtual_cpus(compose([*PLAN, f"curriculum=[{SHORT}, {{mesh: {{sp: 6}}}}]"]), only=True) == 6
     sections = compose([*PLAN, "mesh.sp=1"])
     mesh = make_mesh(devices=jax.devices()[:1])
     assert any("stages this is none" in note for note in make_program(sections, mesh).notes)
@@ -238,7 +257,8 @@ def test_a_rewind_goes_back_to_the_stage_before(corpus, tmp_path, monkeypatch, d
 @pytest.mark.slow
 def test_kills_anywhere_go_on_bit_for_bit(corpus, tmp_path):
     """kill -9 of a real process in each stage, and wherever it is a moment after a stage's last step."""
-    plan = [*TINY, *corpus, "optimizer.learning_rate=0.03", "run.steps=24", "checkpoint.every=3", "checkpoint.keep=9"]
+    own = [word for word in TINY if not word.startswith("mesh.")]
+    plan = [*own, *corpus, "optimizer.learning_rate=0.03", "run.steps=24", "checkpoint.every=3", "checkpoint.keep=9"]
     third = "{until: 16, sequence_length: 64, global_batch: 2, mesh: {sp: 2}, rope_base: 1000.0}"
     plan += [f"curriculum=[{FIRST.replace('until: 3', 'until: 8')}, {third}, {{mesh: {{sp: 4}}, rope_base: 5000.0}}]"]
     command = [sys.executable, "-m", "launch.train", *plan]

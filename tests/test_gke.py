@@ -242,6 +242,10 @@ def test_the_doctor_is_not_started_again():
         ([*TPU, "image=again"], "image is given twice"),
         ([*TPU, "mount=/mnt/other"], "run.dir = '/mnt/runs/first' is not in the volume runs"),
         ([*TPU[:3], "run.dir=outputs/a"], "run.dir = 'outputs/a' would be a folder of a container"),
+        (
+            [*TPU, "checkpoint.local=/tmp/a", "checkpoint.local_every=5"],
+            "checkpoint.local = '/tmp/a' would be a folder of a",
+        ),
         ([*TPU, "command=plan"], "command=plan is unknown; there are train, doctor"),
     ],
 )

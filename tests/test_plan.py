@@ -366,8 +366,11 @@ def test_stages_of_the_command_line_stay(compiler, capsys):
     # An axis of the command line stays in every stage that has no mesh of its own.
     first = "{until: 3, sequence_length: 1024}"
     assert main([*words[:-2], "mesh.sp=2", f"curriculum=[{first}, {{}}]", "--json"]) == 0
-    pasted = json.loads(capsys.readouterr().out)["overrides"]
-    again = stages_of(compose([*words[2:-2], "mesh.sp=2", *shlex.split(pasted)]))
+    made = json.loads(capsys.readouterr().out)
+    assert (
+        made["kept"] == words[2:-2]
+    )  # every stage has a mesh of its own now, and mesh.sp would be refused beside them
+    again = stages_of(compose([*made["kept"], *shlex.split(made["overrides"])]))
     assert [s.sections.mesh.sp for s in again] == [2, 2] and math.prod(again[0].sections.mesh.sizes.values()) == 8
 
 
@@ -420,6 +423,7 @@ def test_what_it_says_of_eight_chips(capsys):
         (["devices=8", "device=h200", "recipe=moe", "experts.buffer=nan"], "experts.buffer must be a number above 0"),
         (["devices=8", "device=h200", "recipe=moe", "experts.capacity=0"], "experts.capacity must be a number above 0"),
         (["topology=v5p:2x2x1", "topology=v5p:4x4x4"], "topology is given twice"),
+        (["topolgy=v5p:2x2x1"], "unknown key 'topolgy'; did you mean 'topology'?"),
         (["topology=v5p:2x2x1", "search=yes"], "search must be auto, true or false"),
         (["topology=v5p:3x3x3"], "'v5p:3x3x3' cannot be had"),
         (["topology=v5p:4x4"], "a slice of v5p has 3 dims, for example v5p:4x4x4"),

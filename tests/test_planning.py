@@ -322,6 +322,15 @@ def test_the_nearest_plans_that_fit():
     assert all(p.memory.total * (1 + MARGIN) <= target.chip.memory for p, _ in found.values())
 
 
+def test_no_plan_for_hosts_of_which_one_has_fewer_gpus():
+    sections = compose(["recipe=long_context", "model=8b", "data.sequence_length=131072", "data.global_batch=24"])
+    sections.model.remat, sections.mesh.fsdp = "attention", 6
+    target = target_of(None, 6, "h100", None)
+    given = {REMAT_KEY, BATCH, *(k for k in SEARCHED if k.startswith("mesh."))}
+    found = {what for what, _, _ in nearest(sections, target, given)}
+    assert "24 devices" in found and "12 devices" not in found
+
+
 def test_the_fastest_is_first_and_of_alike_ones_the_smallest_batch():
     base = predicted(EIGHT)
 

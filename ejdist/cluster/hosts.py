@@ -53,6 +53,12 @@ class Failed(NamedTuple):
     code: int | None
 
 
+def check_limit(limit: float) -> None:
+    """Raises ValueError for a run.host_timeout that no host can wait for."""
+    if not limit > 0:
+        raise ValueError(f"run.host_timeout must be a positive number of seconds, got {limit}")
+
+
 class Hosts:
     """The processes of this run, each called a host: on a pod there is one on each.
 
@@ -63,8 +69,7 @@ class Hosts:
 
     def __init__(self, limit: float, *, before_devices: bool = False) -> None:
         """With `before_devices` the numbers are those that the processes joined with: to make the devices waits for all."""
-        if not limit > 0:
-            raise ValueError(f"run.host_timeout must be a positive number of seconds, got {limit}")
+        check_limit(limit)
         self.limit = limit
         self.index, self.count = _joined() if before_devices else (jax.process_index(), jax.process_count())
 

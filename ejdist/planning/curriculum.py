@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ejdist.mesh import AXES
 from ejdist.planning.search import ACCUMULATION, BATCH, DISPATCH, ORDER, REMAT, SCHEME
-from ejdist.training.curriculum import Stage, StageSection, stages_of
+from ejdist.training.curriculum import Stage, StageSection, named, stages_of, unused
 
 _MESH = tuple(f"mesh.{axis}" for axis in AXES)
 # Keys that a stage does not have, and the rows of its batches, which say how many tokens the run sees.
@@ -37,20 +36,19 @@ def stages(sections: Any, given: set[str], listed: bool) -> list[tuple[Stage, se
     return found
 
 
-def overrides_text(sections: Any, plans: Sequence[Mapping[str, Any] | None]) -> str:
-    """Returns `curriculum=...` as a command line has it: every stage of the recipe, with what was found for it.
+def overrides_text(sections: Any, plans: Sequence[Mapping[str, Any] | None]) -> tuple[str, list[str]]:
+    """Returns (`curriculum=...` as a command line has it: every stage of the recipe, with what was found for it; the keys and
+    sections that all of these have of their own, which the command line has no more).
 
     Args:
       plans: of each stage its mesh (axis -> devices), and what was `chosen` (key -> value); None where nothing was searched.
     """
-    return (
-        f"curriculum='[{', '.join(_text(sections, *pair) for pair in zip(sections.curriculum, plans, strict=True))}]'"
-    )
+    found = [_words(sections, *pair) for pair in zip(sections.curriculum, plans, strict=True)]
+    return f"curriculum='[{', '.join(map(_braces, found))}]'", unused(found)
 
 
-def _text(sections: Any, section: StageSection, plan: Mapping[str, Any] | None) -> str:
-    named = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
-    words: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+def _words(sections: Any, section: StageSection, plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    words: dict[str, Any] = {name: getattr(section, name) for name in named(section)}
     if plan is not None:
         words |= {
             key.rpartition(".")[2]: value for key, value in plan["chosen"].items() if key in (REMAT, ACCUMULATION)
@@ -60,7 +58,7 @@ def _text(sections: Any, section: StageSection, plan: Mapping[str, Any] | None) 
         sizes = {a: n for a, n in (mesh.sizes if plan is None else plan["mesh"]).items() if n != 1}
         across = {"fsdp_across_slices": True} if mesh.fsdp_across_slices else {}
         words["mesh"] = _braces(sizes | across or {AXES[0]: 1})
-    return _braces(words)
+    return words
 
 
 def _braces(words: Mapping[str, Any]) -> str:

@@ -378,6 +378,8 @@ def nearest(
             break
     for times in (2, 4, 8):
         count = target.count * times
+        if not target.shape and count > target.per_host and count % target.per_host:
+            continue  # hosts of which one has fewer GPUs
         free = {k for k in kept if not k.startswith("mesh.")}
         # Chips of a larger slice are as those of this one; its shape is the reader's to choose.
         if attempt(f"{count} devices", sections, replace(target, count=count), free, {}):

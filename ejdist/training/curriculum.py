@@ -7,7 +7,7 @@ step is a pure function of (seed, step) and the stage that the step is in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -37,6 +37,27 @@ class StageSection:
 _ROPE = tuple(f.name for f in fields(StageSection) if f.name.startswith("rope_"))
 _MODEL = (*_ROPE, "remat")
 _DATA = ("sequence_length", "global_batch")
+
+
+def unused(stages: Sequence[Collection[str]]) -> list[str]:
+    """Returns the keys, and sections, of a recipe that every stage has of its own: nothing reads the recipe's.
+
+    Args:
+      stages: what each one names, as `StageSection` has it.
+    """
+    common = set.intersection(*map(set, stages)) if stages else set()
+    keys = {name: f"data.{name}" for name in _DATA} | {name: f"model.{name}" for name in _MODEL}
+    return sorted(keys.get(name, name) for name in common - {"until"})
+
+
+def named(stage: StageSection) -> list[str]:
+    """Returns what a stage names."""
+    return [f.name for f in fields(stage) if getattr(stage, f.name) is not None]
+
+
+def is_of(key: str, unused: Collection[str]) -> bool:
+    """Returns whether a key of a command line, or the group of a variant, is one of `unused` keys or inside of one."""
+    return any(key == one or key.startswith(f"{one}.") for one in unused)
 
 
 @dataclass(frozen=True)

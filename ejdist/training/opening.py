@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from ejdist.cluster.agreement import environment
-from ejdist.cluster.hosts import Hosts
+from ejdist.cluster.hosts import Hosts, check_limit
 from ejdist.mesh import make_mesh
 from ejdist.training.checkpoint import Checkpoints
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
@@ -118,7 +118,7 @@ def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
     """Returns the program of a stage. Raises ValueError, which names the stage where there are several."""
     try:
         mesh = make_mesh(**vars(stage.sections.mesh), devices=devices)
-        _check_hosts(mesh)
+        check_hosts(mesh)
         return make_program(stage.sections, mesh)
     except ValueError as error:
         if stage.count == 1:
@@ -126,7 +126,7 @@ def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
         raise ValueError(f"curriculum[{stage.number - 1}]: {error}") from error
 
 
-def _check_hosts(mesh: jax.sharding.Mesh) -> None:
+def check_hosts(mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError, naming it, where a host has no device of a mesh: it has no part in a step."""
     working = {device.process_index for device in mesh.devices.flat}
     idle = [i for i in range(jax.process_count()) if i not in working]
@@ -204,6 +204,7 @@ def check_numbers(run: RunSection) -> None:
         raise ValueError(f"run.cpu_devices must be at least 1, got {run.cpu_devices}")
     if not 0 <= run.seed < 2**32:
         raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
+    check_limit(run.host_timeout)
 
 
 def _check_run(run: RunSection) -> Path:

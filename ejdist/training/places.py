@@ -25,17 +25,11 @@ def check_folder(key: str, value: str | None, remedy: str = _MOUNT) -> None:
         raise ValueError(f"{key} = {value!r} is a URL, and this key takes a path of this machine: {remedy}")
 
 
-def place(key: str, value: str) -> epath.Path:
-    """Returns the place of checkpoints that a key names: a folder, or gs://BUCKET/FOLDER.
-
-    Raises:
-      ValueError: it is another URL, or the library that reads and writes it is not installed.
-    """
-    from etils import epath
-
+def check_place(key: str, value: str) -> None:
+    """Raises ValueError for a place that no checkpoint can be written to, whatever is installed."""
     found = _URL.match(value)
     if found is None:
-        return epath.Path(value).expanduser().absolute()
+        return
     scheme = found.group(1).lower()
     if scheme != "gs":
         raise ValueError(
@@ -44,6 +38,19 @@ def place(key: str, value: str) -> epath.Path:
         )
     if not re.match(r"gs://[^/]+/.*[^/]", value):
         raise ValueError(f"{key} = {value!r} names no folder of a bucket: write gs://BUCKET/FOLDER")
+
+
+def place(key: str, value: str) -> epath.Path:
+    """Returns the place of checkpoints that a key names: a folder, or gs://BUCKET/FOLDER.
+
+    Raises:
+      ValueError: it is another URL, or the library that reads and writes it is not installed.
+    """
+    from etils import epath
+
+    check_place(key, value)
+    if not is_url(value):
+        return epath.Path(value).expanduser().absolute()
     missing = [name for name in ("gcsfs", "google.cloud.storage") if not _installed(name)]
     if missing:
         raise ValueError(

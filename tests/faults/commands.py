@@ -161,4 +161,11 @@ FAULTS = (
         "changed = False if len(runs) == 1",
         f"{PAGE} -k differs_from_the_defaults",
     ),
+    Fault(
+        "a key that every stage of a curriculum has of its own is not used, without a word",
+        SCHEMA,
+        "        if is_of(name, over):",
+        "        if name in over:",
+        "tests/test_curriculum.py -k has_of_its_own",
+    ),
 )

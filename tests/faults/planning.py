@@ -282,4 +282,18 @@ FAULTS = (
         'between slices 100 Gbit/s", 3),',
         f"{TESTS} -k as_many_devices",
     ),
+    Fault(
+        "what the stages that were found have of their own is pasted beside them",
+        PLAN,
+        "or is_of(name_of(w), over)",
+        "or is_of(name_of(w), ())",
+        f"{COMMAND} -k stages_of_the_command_line",
+    ),
+    Fault(
+        "a plan for hosts of which one has fewer GPUs",
+        SEARCH,
+        "count > target.per_host and count % target.per_host",
+        "count > target.per_host and count % 2",
+        f"{TESTS} -k one_has_fewer",
+    ),
 )

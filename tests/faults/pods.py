@@ -206,4 +206,11 @@ FAULTS = (
         "return DONE",
         f"{OF_DOCTOR} -k does_not_fit_is_a_failure",
     ),
+    Fault(
+        "a job is queued with a learning rate that is no number",
+        "launch/options.py",
+        "    make_optimizer(recipe.optimizer, recipe.run.steps, decayed=True)\n",
+        "",
+        "tests/test_slurm.py -k called_wrongly",
+    ),
 )
