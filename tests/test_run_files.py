@@ -1,5 +1,6 @@
 """What a run does when its folder, its disk or its cluster is not what it needs: it says so, and the next start mends it."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -192,6 +193,17 @@ time.sleep(float(sys.argv[2]))
 """
 
 
+@contextlib.contextmanager
+def taken(folder):
+    """While another process has it."""
+    with subprocess.Popen([sys.executable, "-c", _TAKES, str(folder), "600"], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            yield
+        finally:
+            other.kill()
+
+
 def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path, monkeypatch, capsys):
     given = [*TINY, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
     assert main([*given, "run.stop_after=2"]) == DONE
@@ -199,12 +211,44 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
     take = [sys.executable, "-c", _TAKES, str(tmp_path)]
     assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds nothing"
     monkeypatch.setattr(lock, "_PATIENCE", 0.1)
-    with subprocess.Popen([*take, "600"], stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
+    with taken(tmp_path):
         assert main([*given, "run.stop_after=3"]) == WRONG
         assert "another process trains in it" in capsys.readouterr().err
         assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
-        other.kill()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, monkeypatch, capsys):
+    where, first = tmp_path / "checkpoints", tmp_path / "first"
+    given = [*TINY, *corpus, f"checkpoint.dir={where}", "checkpoint.every=1", "run.steps=1"]
+    if there:
+        assert main([*given, f"run.dir={first}"]) == DONE
+    else:
+        where.mkdir()
+    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    with taken(where):
+        assert main([*given, f"run.dir={tmp_path / 'second'}"]) == WRONG
+        assert f"checkpoint.dir = '{where}': another process trains in it" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path}/."]) == WRONG
+    assert "is run.dir: a folder of checkpoints holds nothing else" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_checkpoints_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):
+    where = tmp_path / "checkpoints"
+
+    def other_trains(*args, **options):
+        (where / "1").mkdir(parents=True)
+        return compile_stage(*args, **options)
+
+    compile_stage = loop.compile_stage
+    monkeypatch.setattr(loop, "compile_stage", other_trains)
+    assert main([*TINY, *corpus, f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={where}", "run.steps=1"]) == WRONG
+    assert f"checkpoint.dir = '{where}': another process has trained in it since" in capsys.readouterr().err
 
 
 def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""One run at a time in a run.dir: two would write over each other's metrics, and remove each other's unfinished checkpoints."""
+"""One run at a time in a run.dir, and in a checkpoint.dir: two would write over each other's metrics, and remove each other's
+unfinished checkpoints."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ _HELD: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDic
 
 
 class Lock:
-    """The run.dir of a run that is made. The kernel lets go of it when the process ends, however it does.
+    """A folder of a run that is made. The kernel lets go of it when the process ends, however it does.
 
     It is a lock (flock) of the folder itself, so nothing is written. Where a file system has none for folders, as NFS, nothing
     is known of others, and nothing refused.
 
     Args:
+      key: of the recipe, which names the folder.
       holds: whether this process is the one of the run's that takes it: host 0.
       limit: seconds that the other hosts wait for what it finds.
     """
 
-    def __init__(self, directory: Path, holds: bool, limit: float) -> None:
-        self._directory, self._holds, self._limit = directory, holds, limit
+    def __init__(self, key: str, directory: Path, holds: bool, limit: float) -> None:
+        self.key, self.directory, self._holds, self._limit = key, directory, holds, limit
         self._folder: int | None = None  # a file descriptor
 
     def take(self, say: Any, *, make: bool = False) -> bool:
@@ -43,10 +45,10 @@ class Lock:
         if not self._holds or self._folder is not None:
             return False
         if make:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
         try:
-            folder = os.open(self._directory, os.O_RDONLY)
-        except FileNotFoundError:
+            folder = os.open(self.directory, os.O_RDONLY)
+        except OSError:  # it is not there, or it is no folder, which whoever looks into it says
             return False
         facts = os.fstat(folder)
         if before := _HELD.get((facts.st_dev, facts.st_ino)):
@@ -56,8 +58,8 @@ class Lock:
         except BlockingIOError as error:
             os.close(folder)
             raise ValueError(
-                f"run.dir = {str(self._directory)!r}: another process trains in it; let that end, or stop it, or choose "
-                "another run.dir"
+                f"{self.key} = {str(self.directory)!r}: another process trains in it; let that end, or stop it, or choose "
+                f"another {self.key}"
             ) from error
         except OSError:
             os.close(folder)
@@ -75,7 +77,7 @@ class Lock:
                 if time.monotonic() >= end:
                     raise
                 if not said:
-                    say(f"waiting for another process that trains in {self._directory}")
+                    say(f"waiting for another process that trains in {self.directory}")
                 said = True
                 time.sleep(_EVERY)
 

@@ -57,12 +57,12 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def cannot_write(directory: Path, error: OSError) -> OSError:
+def cannot_write(directory: Path, error: OSError, key: str = "run.dir") -> OSError:
     """Returns the error with the words that a user needs: where, why, and what to do."""
     where = f" ({error.filename})" if error.filename else ""
     return OSError(
         error.errno,
-        f"run.dir = {str(directory)!r} cannot be written: {error.strerror or error}{where}; make room, or mend the path, and "
+        f"{key} = {str(directory)!r} cannot be written: {error.strerror or error}{where}; make room, or mend the path, and "
         "start again: the run goes on from its last complete checkpoint",
     )
 

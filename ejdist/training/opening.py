@@ -22,7 +22,7 @@ from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
 from ejdist.training.lock import Lock
-from ejdist.training.places import check_folder
+from ejdist.training.places import check_folder, is_url
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.resume import check_same_run, fingerprint, flat
 from ejdist.training.saves import Saves, Tier
@@ -40,7 +40,8 @@ class Run:
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       found: (step, where) of all checkpoints, those on disks of the hosts too, the newest first.
       stages: all of them, with the devices that their meshes are made of.
-      lock: of `directory`, held as long as the run is; where that is not there yet, whoever makes steps takes it.
+      locks: of `directory`, and of a folder for its checkpoints, held as long as the run is; one that is not there yet is
+        taken by whoever makes steps.
     """
 
     sections: TrainSections
@@ -54,7 +55,7 @@ class Run:
     stage: Stage
     stages: Sequence[Stage]
     devices: list[Any] | None
-    lock: Lock
+    locks: Sequence[Lock]
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -99,9 +100,18 @@ def open_run(
     directory = _check_run(s.run)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
-    lock = Lock(directory, hosts.index == 0, hosts.limit)
-    lock.take(say)  # before any host looks what is there: a process that is about to end writes its last checkpoint
-    hosts.say("that run.dir is taken")
+    folders = {"run.dir": directory}
+    if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
+        folders["checkpoint.dir"] = Path(s.checkpoint.dir).expanduser()
+        if folders["checkpoint.dir"].resolve() == directory.resolve():
+            raise ValueError(
+                f"checkpoint.dir = {s.checkpoint.dir!r} is run.dir: a folder of checkpoints holds nothing else; leave it out, "
+                "and they lie in run.dir/checkpoints"
+            )
+    locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders.items()]
+    for lock in locks:
+        lock.take(say)  # before any host looks what is there: a process that is about to end writes its last checkpoint
+    hosts.say("that its folders are taken")
     stages = stages_of(s)
     # Those of all stages, so that what is wrong with a later one is said now; nothing is compiled or allocated.
     programs = [stage_program(stage, devices) for stage in stages]
@@ -111,7 +121,7 @@ def open_run(
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
     found = saves.find(program.state, say)
-    return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, lock)
+    return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, locks)
 
 
 def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:

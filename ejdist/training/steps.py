@@ -64,7 +64,7 @@ def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, say: A
     """Returns the state of the last of these checkpoints that is whole, or the first one. To be called by all hosts.
 
     Raises:
-      ValueError: another process trains in run.dir, or has since this one looked; and as `resume`.
+      ValueError: another process trains in a folder of the run, or has since this one looked; and as `resume`.
     """
     if found:
         run, step, state, beside = resume(run, found, say)
@@ -73,15 +73,17 @@ def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, say: A
         step, kept = 0, {}
         state = run.program.init() if source is None else start_from(run.program, source, say)
     hosts = run.hosts
-    try:
-        taken = run.lock.take(say, make=True)
-    except OSError as error:
-        raise cannot_write(run.directory, error) from error
-    if taken and (run.directory / "metrics.jsonl").exists():  # there was no such folder when this run was opened
-        raise ValueError(
-            f"run.dir = {str(run.directory)!r}: another process has trained in it since this one was started; start this one "
-            "again, which goes on from there, or choose another run.dir"
-        )
+    for lock in run.locks:
+        try:
+            taken = lock.take(say, make=True)
+        except OSError as error:
+            raise cannot_write(lock.directory, error, lock.key) from error
+        # There was no such folder when this run was opened.
+        if taken and any(p.name == "metrics.jsonl" or p.name.isdigit() for p in lock.directory.iterdir()):
+            raise ValueError(
+                f"{lock.key} = {str(lock.directory)!r}: another process has trained in it since this one was started; start "
+                f"this one again, which goes on from there, or choose another {lock.key}"
+            )
     rewinds = Passed.read(run.directory, kept.get("passed", ()), step).rewinds if hosts.index == 0 else None
     return Begun(run, step, state, kept, Passed(hosts.say("the batches that rewinds went past", rewinds)))
 

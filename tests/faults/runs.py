@@ -24,16 +24,23 @@ FAULTS = (
     Fault(
         "what is there is looked at before the process that writes it has ended",
         "ejdist/training/opening.py",
-        "    lock.take(say)  # before",
-        "    # before",
+        "        lock.take(say)  # before",
+        "        pass  # before",
         "tests/test_run_files.py -k while_another_waits",
     ),
     Fault(
         "a run that was begun in the meantime is gone over",
         "ejdist/training/steps.py",
-        'if taken and (run.directory / "metrics.jsonl").exists():',
+        'if taken and any(p.name == "metrics.jsonl" or p.name.isdigit() for p in lock.directory.iterdir()):',
         "if False:",
         "tests/test_run_files.py -k of_the_first",
+    ),
+    Fault(
+        "two runs are made with one folder of checkpoints",
+        "ejdist/training/opening.py",
+        '        folders["checkpoint.dir"] = Path(s.checkpoint.dir).expanduser()\n',
+        "        pass\n",
+        "tests/test_run_files.py -k share_a_folder",
     ),
     Fault(
         "a folder stays taken by a run that has ended",
