@@ -4,6 +4,7 @@ that one that is killed takes nothing with it."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -154,6 +155,8 @@ def _work(folder: Path, settings: Any, source: Any, pipe: Connection) -> None:
     """A process: makes the shards that it is told to, until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent hears it too, and ends this process
     signal.signal(signal.SIGTERM, _end)
+    # JAX's, of arrays, of which there are none here: what a signal raises while garbage is collected is dropped.
+    gc.callbacks.clear()
     tokenizer: Tokenizer = tokenizer_of(folder, {"name": settings.tokenizer, "fingerprint": settings.fingerprint})
     while True:
         try:
