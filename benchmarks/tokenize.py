@@ -32,6 +32,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import read
+
 OPTIONS = {
     "mb": 1000, "tokenizer": "bytes", "processes": "1,2", "rounds": 1, "folder": "", "out": "",
     "do": "scale,threads,resume,memory,start,text",
@@ -41,7 +43,6 @@ _SHARD_MB, _TEXT_MB = 32, 200
 _START = """
 import json, resource, sys, time
 import ejdist.training.loop
-from benchmarks.options import read
 from ejdist.training.data import DataSection, build
 begin = time.perf_counter()
 section = DataSection(source=sys.argv[1], tokenizer="dataset", packing=sys.argv[2], cache_dir=sys.argv[3], global_batch=16)

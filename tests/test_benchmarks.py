@@ -511,3 +511,9 @@ def test_what_each_start_of_a_run_took(tmp_path, capsys):
     assert "| 7 | 5 | 36.5 | 5.0 | 10.0 | 2.0 | 18.0 |" in shown and "a chip, 1 processes" in shown
     with pytest.raises(SystemExit, match="has a goodput"):
         resumed.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["experts", "plan", "replicas", "resumed", "sequence", "step", "tokenize"])
+def test_every_benchmark_names_what_it_does_not_know(name):
+    with pytest.raises((SystemExit, ValueError), match="nonsense"):
+        importlib.import_module(f"benchmarks.{name}").main(["nonsense=1"])

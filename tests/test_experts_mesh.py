@@ -164,7 +164,8 @@ def test_a_batch_of_one_counts_once_what_has_no_room():
     mesh = ejdist.make_mesh(dp=2, sp=2, devices=jax.devices()[:4])
     for where in ({}, {"mesh": mesh, "axis": "sp", "dispatch": "all_to_all"}):
         out, stats = jax.jit(lambda arrays, where=where: moe(**arrays, top_k=K, capacity=1.0, **where))(arrays)
-        found = (out, stats.dropped) if not where else found
+        if not where:
+            found = out, stats.dropped
         np.testing.assert_allclose(out, found[0], atol=1e-5)
         assert stats.dropped == found[1] > 0
 
