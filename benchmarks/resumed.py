@@ -49,7 +49,8 @@ def main(argv: list[str]) -> None:
     o, rest = split(OPTIONS, argv)
     if len(rest) != 1 or not (Path(rest[0]) / NAME).is_file():
         raise SystemExit(
-            f"{' '.join(rest)!r}: give the folder of a run, which has a {NAME}, and of {', '.join(OPTIONS)} what is to be written"
+            f"{' '.join(rest)!r}: give the folder of a run, which has a {NAME}, and of {', '.join(OPTIONS)} what is to be "
+            "written"
         )
     rows, recipe = read(Path(rest[0]) / NAME), json.loads((Path(rest[0]) / "recipe.json").read_text())
     mesh = {
