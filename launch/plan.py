@@ -55,7 +55,7 @@ def asked_of(argv: Sequence[str]) -> Asked:
     for word in argv:
         name, equals, value = word.partition("=")
         if name not in OWN or not equals:
-            if not word.startswith("-"):
+            if equals:  # a word without is a flag, or its folder
                 check_spelling(name, OWN)
             recipe += [] if word == "--json" else [word]
         elif name in own:

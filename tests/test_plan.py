@@ -367,9 +367,8 @@ def test_stages_of_the_command_line_stay(compiler, capsys):
     first = "{until: 3, sequence_length: 1024}"
     assert main([*words[:-2], "mesh.sp=2", f"curriculum=[{first}, {{}}]", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert (
-        made["kept"] == words[2:-2]
-    )  # every stage has a mesh of its own now, and mesh.sp would be refused beside them
+    # Every stage has a mesh of its own now, and mesh.sp would be refused beside them.
+    assert made["kept"] == words[2:-2]
     again = stages_of(compose([*made["kept"], *shlex.split(made["overrides"])]))
     assert [s.sections.mesh.sp for s in again] == [2, 2] and math.prod(again[0].sections.mesh.sizes.values()) == 8
 
@@ -423,6 +422,7 @@ def test_what_it_says_of_eight_chips(capsys):
         (["devices=8", "device=h200", "recipe=moe", "experts.buffer=nan"], "experts.buffer must be a number above 0"),
         (["devices=8", "device=h200", "recipe=moe", "experts.capacity=0"], "experts.capacity must be a number above 0"),
         (["topology=v5p:2x2x1", "topology=v5p:4x4x4"], "topology is given twice"),
+        (["--config-dir", "device", "topology=v5p:2x2x1"], "--config-dir device"),
         (["topolgy=v5p:2x2x1"], "unknown key 'topolgy'; did you mean 'topology'?"),
         (["topology=v5p:2x2x1", "search=yes"], "search must be auto, true or false"),
         (["topology=v5p:3x3x3"], "'v5p:3x3x3' cannot be had"),
