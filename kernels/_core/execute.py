@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels._core.backend import Backend, Operation, Plan
-from kernels._core.binding import Call, floats_apart, is_traced_argument, merged
+from kernels._core.binding import Call, floats_apart, is_float_array, is_traced_argument, merged
 from kernels._core.dispatch import apply, vary_alike
 from kernels._core.platforms import Unsupported
 
@@ -122,25 +122,35 @@ def _batched_forward(
     return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), found, result)
 
 
-def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str) -> Callable:
+def compiled(
+    op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str, asked: frozenset[str] | None = None
+) -> Callable:
     """Returns the jitted, differentiable function of the arrays of a call -> outputs.
 
     Args:
       primal, gradient: what runs as the forward, and as the backward. Where the forward of a differentiated call keeps more
         than its outputs, it is that of `gradient` too.
       refusal: why there is no `gradient`.
+      asked: names of the outputs that are returned, None in place of the others; None for all of them. An output that nobody
+        has asked for has no cotangent, which its backward may know, where a cotangent that is zero says nothing.
     """
     static = call.static()
 
-    def forward_of(plan: Plan, keep: bool = False) -> Callable:
+    def cut(outputs: Any) -> Any:
+        if asked is None:
+            return outputs
+        return tuple(y if name in asked else None for name, y in zip(op.outputs, outputs, strict=True))
+
+    def forward_of(plan: Plan, keep: bool = False, cut: Callable[[Any], Any] = lambda outputs: outputs) -> Callable:
         """Returns the forward (inputs, others) -> (outputs, what is kept) of a plan, differentiable as often as one likes."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            return _run_forward(op, plan, static, merged(inputs, others), keep)
+            outputs, kept = _run_forward(op, plan, static, merged(inputs, others), keep)
+            return cut(outputs), kept
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             outputs, residuals, kept = differentiated(inputs, others)
-            return (outputs, kept if keep else {}), (inputs, others, {**residuals, **kept})
+            return (cut(outputs), kept if keep else {}), (inputs, others, {**residuals, **kept})
 
         def run_bwd(saved: Any, cotangents: Any) -> Any:
             # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
@@ -174,13 +184,15 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
     def pull(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
         """Returns the gradients of the inputs."""
         assert gradient is not None  # else the forward has raised
-        d = {
-            f"d_{name}": value
-            for name, value in zip(op.outputs, _as_tuple(op, cotangents), strict=True)
-            if value.dtype != jax.dtypes.float0
-        }
+        traced = merged(inputs, others)
+        sent = {f"d_{name}": value for name, value in zip(op.outputs, _as_tuple(op, cotangents), strict=True)}
+        d = {name: x for name, x in sent.items() if x is not None and x.dtype != jax.dtypes.float0}
+        if op.backward_inputs is None and any(x is None for x in sent.values()):
+            outputs = _as_tuple(op, jax.eval_shape(lambda x: op.function(**static, **x), traced))
+            unasked = [(name, y) for (name, x), y in zip(sent.items(), outputs, strict=True) if x is None]
+            d |= {name: jnp.zeros(y.shape, y.dtype) for name, y in unasked if is_float_array(y)}
         saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
-        return _run_backward(op, gradient, static, saved, merged(inputs, others))
+        return _run_backward(op, gradient, static, saved, traced)
 
     def pull_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
         return pull(inputs, others, residuals, cotangents), (inputs, others, cotangents)
@@ -190,15 +202,21 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
         all of it reaches the inputs and the cotangents."""
         inputs, others, cotangents = kept
 
+        def sent(outputs: Any) -> Any:
+            """Returns the outputs that have a cotangent, None in place of the others."""
+            every = zip(_as_tuple(op, outputs), _as_tuple(op, cotangents), strict=True)
+            found = tuple(None if d is None else y for y, d in every)
+            return found if len(op.outputs) > 1 else found[0]
+
         def gradients(inputs: Any, cotangents: Any) -> Any:
             with jax.default_matmul_precision("highest"):
-                return jax.vjp(lambda x: op.function(**static, **merged(x, others)), inputs)[1](cotangents)[0]
+                return jax.vjp(lambda x: sent(op.function(**static, **merged(x, others))), inputs)[1](cotangents)[0]
 
         d_inputs, d_cotangents = jax.vjp(gradients, inputs, cotangents)[1](d_gradients)
         return d_inputs, None, None, d_cotangents
 
     pull.defvjp(pull_fwd, pull_bwd)
-    differentiable = forward_of(primal)
+    differentiable = forward_of(primal, cut=cut)
 
     def run(traced: dict[str, Any]) -> Any:
         _check_mesh(op, traced)

@@ -4,6 +4,27 @@ from faults import Fault
 
 FAULTS = (
     Fault(
+        "an output that nobody asks for is sent back whole",
+        "kernels/_core/execute.py",
+        "found = tuple(None if d is None else y for y, d in every)",
+        "found = tuple(y for y, d in every)",
+        "tests/test_asked.py -k rwkv4",
+    ),
+    Fault(
+        "a public function asks for all outputs",
+        "kernels/_core/public.py",
+        "cfg=cfg, asked=prepared.asked))",
+        "cfg=cfg))",
+        "tests/test_asked.py -k cudnn",
+    ),
+    Fault(
+        "a sharded function asks a device for all outputs",
+        "ejdist/sharded.py",
+        "asked = prepared.asked if local is None else None",
+        "asked = None",
+        "tests/test_asked.py -k mesh",
+    ),
+    Fault(
         "a configuration tuned for another device",
         "kernels/_core/select.py",
         '            "device": self.device_kind,\n',

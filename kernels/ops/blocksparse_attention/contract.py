@@ -130,7 +130,7 @@ def backward_inputs(residuals: dict, cotangents: dict) -> dict:
     """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], as of flash attention: a ring computes
     them once, from the output over the keys of all ranks."""
     delta = jnp.sum(cotangents["d_out"].astype(jnp.float32) * residuals["out"].astype(jnp.float32), axis=-1)
-    return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents["d_lse"]}
+    return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents.get("d_lse", 0)}
 
 
 def work(call: Call) -> tuple[Work, Work]:

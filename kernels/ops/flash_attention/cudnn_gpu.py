@@ -4,7 +4,8 @@ XLA calls cuDNN's fused attention where a program has a custom call of these nam
 call is, are XLA's own and no interface that it promises to keep. They are here and nowhere else.
 
 cuDNN's backward takes out, and computes delta = rowsum(d_out * out) of it. Ours is given delta, which may be that of more keys,
-and holds the cotangent of lse. So it is handed another out: the multiple of d_out whose product with d_out is delta.
+and holds the cotangent of lse. So it is handed another out: the multiple of d_out whose product with d_out is delta. Where
+delta is of this call's own out, it is handed that.
 """
 
 from __future__ import annotations
@@ -152,7 +153,9 @@ def _out_of(d_out: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(saved: Saved, query, key, value, mask, softmax_scale):
-    d_out, out = _out_of(saved.d_out.astype(query.dtype), saved.delta)
+    d_out, out = saved.d_out.astype(query.dtype), saved.get("out")
+    if out is None:
+        d_out, out = _out_of(d_out, saved.delta)
     results = [(_turned(x.shape), x.dtype, _ROWS_FIRST) for x in (query, key, value)]
     config = _told(query, value, mask, softmax_scale, True)
     lse = saved.lse.swapaxes(1, 2)

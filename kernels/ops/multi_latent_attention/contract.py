@@ -191,7 +191,7 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def backward_inputs(residuals: dict, cotangents: dict) -> dict:
     """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], as in `flash_attention`."""
     delta = jnp.sum(cotangents["d_out"].astype(jnp.float32) * residuals["out"].astype(jnp.float32), axis=-1)
-    return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents["d_lse"]}
+    return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents.get("d_lse", 0)}
 
 
 def work(call: Call) -> tuple[Work, Work]:
