@@ -57,13 +57,17 @@ def tune(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ours(op: Op, arguments: dict[str, Any], tuned: Mapping[str, Any] | None = None) -> list[Contestant]:
+def ours(
+    op: Op, arguments: dict[str, Any], tuned: Mapping[str, Any] | None = None, of: Callable[..., Any] | None = None
+) -> list[Contestant]:
     """Returns the operation's backends for this platform, those that refuse the call with their reason.
 
     Args:
       tuned: backend -> the configuration that it runs with.
+      of: `peers.first`, to ask them for their first output alone, or None.
     """
     call, found = op.bind(**arguments), []
+    asked = op.outputs[:1] if of is peers.first else None
     _, _, static = split(arguments)
     for backend in op.backends.values():
         if platform_here() not in backend.platforms:
@@ -76,11 +80,11 @@ def ours(op: Op, arguments: dict[str, Any], tuned: Mapping[str, Any] | None = No
         cfg = (tuned or {}).get(backend.name)
 
         def function(*, _name: str = backend.name, _cfg: Any = cfg, **arrays: Any) -> Any:
-            return op(**static, **arrays, platform=_name, cfg=_cfg)
+            return op(**static, **arrays, platform=_name, cfg=_cfg, asked=asked)
 
         backward = backend.refuses(op, call, True) is None
         kept = None if cfg is None else {"version": backend.version, "config": dataclasses.asdict(cfg)}
-        found.append(Contestant(backend.name, True, programs_of("jax", function), backward=backward, tuned=kept))
+        found.append(Contestant(backend.name, True, programs_of("jax", function), of, backward, tuned=kept))
     return found
 
 

@@ -78,7 +78,11 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
     small = scaled(op, case, contract_fits(op, settings.oracle_bytes))
     arguments = op.case_inputs(case, dtype=dtype)
     tuned = tune(op, arguments) if settings.tune else {}
-    field_ = [*ours(op, arguments, tuned), *theirs(op, arguments, chosen)]
+    rivals = theirs(op, arguments, chosen)
+    # Where all peers give the first output alone, ours are asked for no more, and differentiate no more.
+    given = {c.of for c in rivals if c.programs is not None}
+    asked = peers.first if given == {peers.first} else None
+    field_ = [*ours(op, arguments, tuned, asked), *rivals]
     rows = {c.name: {"contestant": c.name, "ours": c.ours, "status": "cannot", "reason": c.reason} for c in field_}
     for c in field_:
         if c.tuned is not None:
@@ -92,7 +96,8 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         # The same on a smaller case against the contract, with programs of their own: they are made for their shapes.
         few = op.case_inputs(small, dtype=dtype)
         truth = Oracle(op, few)
-        same = {c.name: c for c in [*ours(op, few, tuned), *theirs(op, few, chosen)] if c.programs is not None}
+        both = [*ours(op, few, tuned, asked), *theirs(op, few, chosen)]
+        same = {c.name: c for c in both if c.programs is not None}
         good = {c.name for c in _check(op, [same[c.name] for c in able if c.name in same], few, truth, rows)}
         able = [c for c in able if c.name in good]
         # By whole-case `of`: a peer makes one for each call, and what it gives may be off by what it may be off here.
