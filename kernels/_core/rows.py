@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kernels._core.target import MULTIPROCESSORS
+
 # A row lies in the registers of one program: 32 elements of each array a thread, at 32 warps.
 WIDEST = 32768
-# Of an H100 or H200. A backward has some programs for each, and each keeps one partial sum of the gradient of a weight.
-MULTIPROCESSORS = 132
 # From this width on, a backward does best with one large program a multiprocessor (measured, benchmarks/results).
 WIDE = 4096
 
@@ -59,7 +59,8 @@ def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, i
     else:
         backward_rows = rows(D, max(2048, 2 * D))
         backward_warps = warps(backward_rows * block_d, 16 if crowded else 32)
-    # 16 warps on each multiprocessor, in one program or in several that take turns.
+    # 16 warps on each multiprocessor, in one program or in several that take turns. Each keeps one partial sum of the gradient
+    # of a weight.
     programs = MULTIPROCESSORS * max(1, 16 // backward_warps)
     return forward_rows, forward_warps, backward_rows, backward_warps, programs
 

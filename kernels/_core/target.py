@@ -12,6 +12,8 @@ from kernels._core.platforms import DEVICE_OF_PLATFORM
 
 # The custom calls of cuDNN's attention, as XLA names them.
 CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+# Of an H100 or H200: programs that stay on one each.
+MULTIPROCESSORS = 132
 # JAX keeps what it traced and lowered by the value of this too, so no program for one GPU is taken for another's.
 _asked = jax.make_user_context(default_value=None)
 

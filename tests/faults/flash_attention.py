@@ -57,6 +57,13 @@ FAULTS = (
         "def forward(query, key, value, mask, softmax_scale, deterministic):",
         "tests/kernels/test_flash_attention_deterministic.py -k cudnn",
     ),
+    Fault(
+        "cuDNN takes the true output where lse has a cotangent too",
+        "kernels/ops/flash_attention/contract.py",
+        'return saved | {"delta": delta - cotangents["d_lse"]}',
+        'return saved | {"delta": delta - cotangents["d_lse"], "out": residuals["out"]}',
+        "tests/test_asked.py -k cudnn",
+    ),
     Fault("mask off by one", MASKS, "        below = j <= i\n", "        below = j < i\n", FLASH),
     Fault("window one key wider", MASKS, "seen &= j >= i - left", "seen &= j >= i - left - 1", FLASH),
     Fault("integer window is W + 1", MASKS, "(int(sliding_window) - 1, 0)", "(int(sliding_window), 0)", FLASH),
@@ -193,7 +200,7 @@ FAULTS = (
     Fault(
         "Hopper: wide heads have the backward of two passes",
         TRITON,
-        "return _config((128, keys, SPECIALISED, 2), (64, keys, SPECIALISED, 2))",
+        "return _config((128, keys, SPECIALISED, 2), (backward[0], keys, SPECIALISED, backward[1]))",
         "return FlashAttentionConfig(FwdParams(128, keys, SPECIALISED, 2), plain.bwd_params)",
         f"{HOPPER} -k chosen",
     ),

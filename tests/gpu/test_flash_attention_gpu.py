@@ -64,7 +64,15 @@ CALLS = {
     "scale": (MaskInfo(causal=True), {"softmax_scale": 0.3}),
     "together": (segments(PADDED, causal=True, window=(100, 0)), {"logits_soft_cap": 3.0, **SINKS}),
 }
-LENGTHS = {"tails": (T, S), "one_key_block": (130, 40), "more_keys": (300, 901), "more_queries": (500, 200)}
+# Of the longest ones there are more tiles than programs, which take the next one when they are done, some without any key.
+LENGTHS = {
+    "tails": (T, S),
+    "one_key_block": (130, 40),
+    "more_keys": (300, 901),
+    "more_queries": (500, 200),
+    "more_tiles_than_programs": (4500, 4600),
+    "more_tiles_and_few_keys": (4500, 700),
+}
 
 
 def arrays(t, s, width, value_width, dtype, key_heads=K):
@@ -131,7 +139,7 @@ def test_other_widths(call, width):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_lengths_and_groups_of_heads(lengths, key_heads, width):
     floats = arrays(*LENGTHS[lengths], width, width, "float16", key_heads)
     compare(floats, MaskInfo(causal=True), {})

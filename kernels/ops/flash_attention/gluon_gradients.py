@@ -2,8 +2,9 @@
 
 One pass over the pairs, with five products a block: the gradients of keys and values stay in registers, that of the queries is
 added to memory in float32, in whatever order programs come: the plain kernels of `triton_gradients.py` are the deterministic
-ones. The logits of the next block of queries are begun before the gradients of this one are done, so that the matrix units
-have work while weights are made.
+ones. Of blocks of 64 queries, the logits of the next one are begun before the gradients of this one are done, so that the
+matrix units have work while weights are made; under a soft cap, which makes them long, its weights too. Blocks of 128 leave no
+registers for that, and less to hide.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -118,15 +119,34 @@ def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
 
 
 @gluon.jit
+def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+           dtype: gl.constexpr, VALUES: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """Returns (weights as the left side of their product with cotangents, weights times the slope of the soft cap)."""
+    UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
+    if O.CAP is None:
+        p = gl.exp2(s * UNIT)
+    else:
+        s = tanh(s * (O.SCALE / O.CAP))
+        p = gl.exp2(s * UNIT + row_of(rows, 2 * stage, s.shape, s.type.layout))
+    if (m >= full_end) | (m < full_first):
+        p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
+    weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, VALUES, 2))
+    if O.CAP is not None:
+        p *= 1.0 - s * s
+    return weights, p
+
+
+@gluon.jit
 def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dk_ptr, dv_ptr, k_tile, v_tile,
                kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = O.N // O.K
+    AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # logits of the next block are begun in this one
+    EARLY: gl.constexpr = AHEAD and O.CAP is not None  # and its weights are made
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_Q, 16])
     OF_KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_H, 16])
     OF_VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_V, 16])
     OF_QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, O.BLOCK_H // 2, 16])
-    UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, d_tiles, rows, full, free = ring
     b, head, block = place(O, HEADS)
@@ -148,49 +168,70 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
     steps = G * (last - first)
     mbarrier.wait(kv_full, 0)
     if steps > 0:
-        mbarrier.wait(full.index(0), 0)
-        s = _logits(k_tile, ring, 0, no_pair, O)
-        delta = row_of(rows, 1, SHAPE, PAIRS)
-        s = warpgroup_mma_wait(0, (s,))
         stage, phase = 0, 0
         m, n = first, head * G
+        if AHEAD:
+            mbarrier.wait(full.index(0), 0)
+            s = _logits(k_tile, ring, 0, no_pair, O)
+            delta = row_of(rows, 1, SHAPE, PAIRS)
+            s = warpgroup_mma_wait(0, (s,))
+        if EARLY:
+            weights, p = _weigh(
+                s, rows, 0, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+                prefix, dtype, OF_VALUES, O)  # fmt: skip
         for i in range(steps):
+            if not AHEAD:
+                mbarrier.wait(full.index(stage), phase)
+                s = _logits(k_tile, ring, stage, no_pair, O)
+                delta = row_of(rows, 2 * stage + 1, SHAPE, PAIRS)
             # The gradients of weights less delta, under which the weights are made.
             dp = warpgroup_mma(v_tile, d_tiles.index(stage).permute((1, 0)), delta, is_async=True)
-            mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=i > 0)
-            if O.CAP is None:
-                p = gl.exp2(s * UNIT)
+            if AHEAD:
+                mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=i > 0)
             else:
-                s = tanh(s * (O.SCALE / O.CAP))
-                p = gl.exp2(s * UNIT + row_of(rows, 2 * stage, SHAPE, PAIRS))
-            if (m >= full_end) | (m < full_first):
-                p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
-            weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OF_VALUES, 2))
-            if O.CAP is not None:
-                p *= 1.0 - s * s
+                s = warpgroup_mma_wait(1, (s,))
+            if not EARLY:
+                weights, p = _weigh(
+                    s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+                    prefix, dtype, OF_VALUES, O)  # fmt: skip
             dv = warpgroup_mma(weights, d_tiles.index(stage), dv, is_async=True)
             dp = warpgroup_mma_wait(1, (dp,))
             ds_tile.store((p * dp).to(dtype))
             fence_async_shared()
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, no_query, use_acc=False, is_async=True)
-            dk = warpgroup_mma(ds_tile, q_tiles.index(stage), dk, is_async=True)
+            if not EARLY:
+                dk = warpgroup_mma(ds_tile, q_tiles.index(stage), dk, is_async=True)
             next_stage, next_phase = after(stage, phase, STAGES)
-            # After the last block these are of whatever lies there, and nobody reads them.
-            mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < steps)
-            s = _logits(k_tile, ring, next_stage, no_pair, O)
-            dq, dv = warpgroup_mma_wait(2, (dq, dv))
+            if AHEAD:
+                # After the last block these are of whatever lies there, and nobody reads them.
+                mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < steps)
+                s = _logits(k_tile, ring, next_stage, no_pair, O)
+            if EARLY:
+                dk = warpgroup_mma(ds_tile, q_tiles.index(stage), dk, is_async=True)
+            dq, dv = warpgroup_mma_wait(2 if AHEAD else 1, (dq, dv))
             tma.store_wait(0)
             dq_tile.store(dq)
             fence_async_shared()
             part = dq_tile.reinterpret(shape=[1, O.BLOCK_Q, 1, O.BLOCK_H], layout=BLOCK_OF_SUMS)
             tma.async_atomic_add(dq_desc, [b, m * O.BLOCK_Q, n, 0], part)
-            delta = row_of(rows, 2 * next_stage + 1, SHAPE, PAIRS)
-            s, dk = warpgroup_mma_wait(0, (s, dk))
-            stage, phase = after(stage, phase, STAGES)
             m += 1
             ended = m == last
             m = gl.where(ended, first, m)
             n = gl.where(ended, n + 1, n)
+            if EARLY:
+                s = warpgroup_mma_wait(1, (s,))
+                weights, p = _weigh(
+                    s, rows, next_stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+                    prefix, dtype, OF_VALUES, O)  # fmt: skip
+            if AHEAD:
+                delta = row_of(rows, 2 * next_stage + 1, SHAPE, PAIRS)
+            if AHEAD and not EARLY:
+                s, dk = warpgroup_mma_wait(0, (s, dk))
+            else:
+                dk = warpgroup_mma_wait(0, (dk,))
+            if not AHEAD:
+                mbarrier.arrive(free.index(stage))
+            stage, phase = next_stage, next_phase
     WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
     WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
     store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS)

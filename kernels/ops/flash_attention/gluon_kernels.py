@@ -1,9 +1,10 @@
 """The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two warpgroups that attend.
 
 It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
-over the same spans. A program has 128 queries of a head; either warpgroup has 64 of them. While a warpgroup makes the weights
+over the same spans. A tile is 128 queries of a head; either warpgroup has 64 of them. While a warpgroup makes the weights
 of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of the other
-warpgroup. The block with the last keys comes first, which is the diagonal of a causal mask.
+warpgroup. The block with the last keys comes first, which is the diagonal of a causal mask. A program has a multiprocessor to
+itself and takes tiles from a queue: the next queries, keys and values are loaded while a tile is ended and written.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -13,9 +14,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from kernels._core.gluon import SWIZZLED, after
+from kernels._core.gluon import SWIZZLED, after, hear, make_queue, take
 from kernels.ops.flash_attention.gluon_parts import (
     BLOCK,
     positions_of,
@@ -30,20 +37,25 @@ ROWS = gl.constexpr(64)  # of a warpgroup, the fewest that an instruction multip
 
 
 @gluon.jit
-def _place(O: gl.constexpr, HEADS: gl.constexpr):
-    """Returns the row of the batch, the head and the block of queries of a program. The last blocks, which see the most keys as
-    a rule, come first, those of a few heads side by side, whose keys then stay in the cache."""
+def _tiles(O: gl.constexpr):
     BLOCKS: gl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
-    pid = gl.program_id(0)
-    some = pid // (BLOCKS * HEADS)
-    n = some % (O.N // HEADS) * HEADS + pid % HEADS
-    return some // (O.N // HEADS), n, BLOCKS - 1 - pid // HEADS % BLOCKS
+    return BLOCKS * O.N * O.B
 
 
 @gluon.jit
-def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns (tiles of keys or values, a barrier of each for "is full", and one for "is free")."""
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], SWIZZLED)
+def _place(tile, O: gl.constexpr, HEADS: gl.constexpr):
+    """Returns the row of the batch, the head and the block of queries of a tile. The last blocks, which see the most keys as
+    a rule, come first, those of a few heads side by side, whose keys then stay in the cache."""
+    BLOCKS: gl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    some = tile // (BLOCKS * HEADS)
+    n = some % (O.N // HEADS) * HEADS + tile % HEADS
+    return some // (O.N // HEADS), n, BLOCKS - 1 - tile // HEADS % BLOCKS
+
+
+@gluon.jit
+def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns (so many tiles of each stage, a barrier of each stage for "is full", and one for "is free")."""
+    tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, ROWS, WIDTH], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -65,21 +77,27 @@ def _load_tile(desc, batch, row, head, ring, stage, phase):
 
 
 @gluon.jit
-def _load(q_desc, k_desc, v_desc, spans_ptr, q_tiles, q_full, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
-    b, n, block = _place(O, HEADS)
-    first, full, full_end, last = span_of(spans_ptr, b, block, O)
-    head = n // (O.N // O.K)
-    mbarrier.expect(q_full, 2 * q_desc.nbytes_per_cta)
-    for i in gl.static_range(2):
-        half = q_tiles.index(i).reinterpret(shape=[1, ROWS, 1, O.BLOCK_H], layout=BLOCK)
-        tma.async_load(q_desc, [b, block * O.BLOCK_Q + i * ROWS, n, 0], q_full, half)
-    stage, phase = 0, 0
-    for i in range(last - first):
-        row = (last - 1 - i) * O.BLOCK_K
-        _load_tile(k_desc, b, row, head, keys, stage, phase)
-        _load_tile(v_desc, b, row, head, values, stage, phase)
-        stage, phase = after(stage, phase, STAGES)
+def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+          STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
+    q_tiles, q_full, q_free = queries
+    tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
+    while tile < _tiles(O):
+        b, n, block = _place(tile, O, HEADS)
+        first, full, full_end, last = span_of(spans_ptr, b, block, O)
+        head = n // (O.N // O.K)
+        tile = take(queue, turn_ptr, turn)
+        turn += 1
+        mbarrier.wait(q_free.index(at), q_phase ^ 1)
+        mbarrier.expect(q_full.index(at), 2 * q_desc.nbytes_per_cta)
+        for i in gl.static_range(2):
+            half = q_tiles.index(2 * at + i).reinterpret(shape=[1, ROWS, 1, O.BLOCK_H], layout=BLOCK)
+            tma.async_load(q_desc, [b, block * O.BLOCK_Q + i * ROWS, n, 0], q_full.index(at), half)
+        at, q_phase = after(at, q_phase, QUEUED)
+        for i in range(last - first):
+            row = (last - 1 - i) * O.BLOCK_K
+            _load_tile(k_desc, b, row, head, keys, stage, phase)
+            _load_tile(v_desc, b, row, head, values, stage, phase)
+            stage, phase = after(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -106,19 +124,38 @@ def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segm
 
 
 @gluon.jit
-def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr, q_tiles,
-            q_full, keys, values, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr, queue,
+            queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, QUEUED: gl.constexpr,
             WHICH: gl.constexpr):  # fmt: skip
+    q_tiles, q_full, q_free = queries
+    tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
+    while tile < _tiles(O):
+        b, n, block = _place(tile, O, HEADS)
+        mbarrier.wait(q_full.index(at), q_phase)
+        stage, phase = _attend_tile(
+            b, n, block, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
+            q_tiles.index(2 * at + WHICH), keys, values, stage, phase, O, STAGES, WHICH)  # fmt: skip
+        fence_async_shared()
+        mbarrier.arrive(q_free.index(at))
+        at, q_phase = after(at, q_phase, QUEUED)
+        tile = hear(queue, turn)
+        turn += 1
+
+
+@gluon.jit
+def _attend_tile(b, n, block, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr,
+                 lse_ptr, q, keys, values, stage, phase, O: gl.constexpr, STAGES: gl.constexpr,
+                 WHICH: gl.constexpr):  # fmt: skip
+    """Attends from the queries of a warpgroup, and returns the stage that comes next, and its phase."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
-    dtype: gl.constexpr = q_tiles.dtype
+    dtype: gl.constexpr = q.dtype
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
-    b, n, block = _place(O, HEADS)
     first, full, full_end, last = span_of(spans_ptr, b, block, O)
     row = block * O.BLOCK_Q + WHICH * ROWS
     at = row + gl.arange(0, ROWS, ROW)
@@ -142,37 +179,35 @@ def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_
         sink = gl.load(sink_ptr + n) * (LOG2E / UNIT)
         largest = gl.zeros([ROWS], gl.float32, ROW) + sink
         total = gl.where(largest > float("-inf"), 1.0, 0.0)
-    mbarrier.wait(q_full, 0)
-    q = q_tiles.index(WHICH)
     if last > first:
-        mbarrier.wait(k_full.index(0), 0)
-        s = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False)
-        mbarrier.arrive(k_free.index(0))
+        mbarrier.wait(k_full.index(stage), phase)
+        s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False)
+        mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
         weights, largest, total, rescale = _weights(
             s, last - 1, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
         p = gl.convert_layout(weights.to(dtype), LEFT)
-        k_stage, k_phase = after(0, 0, STAGES)
-        v_stage, v_phase = 0, 0
         for i in range(1, last - first):
             j = last - 1 - i
+            k_stage, k_phase = after(stage, phase, STAGES)
             mbarrier.wait(k_full.index(k_stage), k_phase)
             s = warpgroup_mma(q, k_tiles.index(k_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            acc = warpgroup_mma(p, v_tiles.index(v_stage), acc, is_async=True)
+            mbarrier.wait(v_full.index(stage), phase)
+            acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(k_free.index(k_stage))
             masked = (j >= full_end) | (j < full)
             weights, largest, total, rescale = _weights(
                 s, j, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
             acc = warpgroup_mma_wait(0, (acc,))
-            mbarrier.arrive(v_free.index(v_stage))
+            mbarrier.arrive(v_free.index(stage))
             p = gl.convert_layout(weights.to(dtype), LEFT)
             acc = acc * gl.convert_layout(rescale, ROW_OF_SUMS)[:, None]
-            k_stage, k_phase = after(k_stage, k_phase, STAGES)
-            v_stage, v_phase = after(v_stage, v_phase, STAGES)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        acc = warpgroup_mma(p, v_tiles.index(v_stage), acc)
+            stage, phase = k_stage, k_phase
+        mbarrier.wait(v_full.index(stage), phase)
+        acc = warpgroup_mma(p, v_tiles.index(stage), acc)
+        mbarrier.arrive(v_free.index(stage))
+        stage, phase = after(stage, phase, STAGES)
     some = total > 0
     total = gl.where(some, total, 1.0)
     lse = gl.where(some, (largest * UNIT + gl.log2(total)) * LN2, float("-inf"))
@@ -187,10 +222,12 @@ def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_
     cols = gl.arange(0, O.BLOCK_V, gl.SliceLayout(0, WIDE))
     where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
     gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
+    return stage, phase
 
 
 @gluon.jit
 def specialised_forward_kernel(
+    turn_ptr,  # [1], zero before: how many tiles were taken from the queue
     q_desc,  # [B, T, N, H] in blocks [1, 64, 1, BLOCK_H]
     k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, BLOCK_H]
     v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
@@ -206,22 +243,22 @@ def specialised_forward_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 128
     HEADS: gl.constexpr,  # that run side by side
     STAGES: gl.constexpr,
+    QUEUED: gl.constexpr,  # tiles of queries that there is room for
     ATTENDING: gl.constexpr,  # registers of a thread that attends
     LOADING: gl.constexpr,  # and of one that loads
 ):
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, O.BLOCK_H], SWIZZLED)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    keys = _make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_H)
-    values = _make_ring(STAGES, dtype, O.BLOCK_K, O.BLOCK_V)
+    queue = make_queue(2)
+    queries = _make_ring(QUEUED, 2, dtype, ROWS, O.BLOCK_H)
+    keys = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_H)
+    values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V)
     gl.warp_specialize(
         [
             (_attend, (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
-                       q_tiles, q_full, keys, values, O, HEADS, STAGES, 0)),
+                       queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 0)),
             (_attend, (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
-                       q_tiles, q_full, keys, values, O, HEADS, STAGES, 1)),
-            (_load, (q_desc, k_desc, v_desc, spans_ptr, q_tiles, q_full, keys, values, O, HEADS, STAGES)),
+                       queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 1)),
+            (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
         ],
         [4, 1],
         [ATTENDING, LOADING],

@@ -18,7 +18,6 @@ ROW = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
 
 # The same source as in Triton's kernels: what a pair means is said once.
 visible = gluon.jit(triton_parts.visible.fn)
-tanh = gluon.jit(triton_parts.tanh.fn)
 positions_of = gluon.jit(triton_parts.positions_of.fn)
 segments_of = gluon.jit(triton_parts.segments_of.fn)
 
@@ -28,3 +27,11 @@ def span_of(spans_ptr, b, block, O: gl.constexpr):
     """Returns (first, first that attends wholly, end of those, end) of the blocks that a block meets."""
     span = spans_ptr + b * O.SPAN_BATCH + block * 4
     return gl.load(span), gl.load(span + 1), gl.load(span + 2), gl.load(span + 3)
+
+
+@gluon.jit
+def tanh(x):
+    """Returns tanh by the one instruction that a GPU has for it; its error, 2^-11 of the result, is less than that of weights
+    in 16 bits."""
+    asm: gl.constexpr = "tanh.approx.f32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -16,6 +16,7 @@ from kernels._core.execute import Saved
 from kernels._core.interpret import interpreting
 from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
+from kernels._core.target import MULTIPROCESSORS
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
@@ -67,7 +68,7 @@ class _Call(NamedTuple):
             return given
         H, HV = self.options["H"], self.options["HV"]
         direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
-        made = getattr(_specialised(H, HV, itemsize, self.options["SCALE"]), direction)
+        made = getattr(_specialised(H, HV, itemsize, self.options["SCALE"], self.options["CAP"]), direction)
         asks = [name for name, array in _NOT_SPECIALISED.items() if self.arrays[array] is not None]
         if asks or (given.q_blocksize, given.kv_blocksize) != (made.q_blocksize, made.kv_blocksize):
             raise ValueError(
@@ -196,29 +197,31 @@ def forward(
     blocks = params.q_blocksize, params.kv_blocksize
     rest: dict[str, Any] = {
         "sink_ptr": None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1),
-        "out_shape": (
-            jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype),
-            jax.ShapeDtypeStruct((B, T, N), jnp.float32),
-        ),
-        "grid": (triton.cdiv(T, blocks[0]) * N * B,),
         "work": _work(query, key, value, call.mask, (1, 1)),
     }
-    spans, options = call.spans(*blocks)[0], call.options
+    out = jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+    spans, options, tiles = call.spans(*blocks)[0], call.options, triton.cdiv(T, blocks[0]) * N * B
     if params.num_warps != SPECIALISED:
-        return call.launch(forward_kernel, (query, key, value), spans, blocks, params, **rest)
+        plain = (query, key, value), spans, blocks, params
+        return call.launch(forward_kernel, *plain, out_shape=out, grid=(tiles,), **rest)
     wide, tall = options["BLOCK_H"], options["BLOCK_V"]
     arrays = _block_of(query, 64, wide), _block_of(key, blocks[1], wide), _block_of(value, blocks[1], tall)
-    return call.launch_specialised(
+    *results, _ = call.launch_specialised(
         specialised_forward_kernel,
-        arrays,
+        (jnp.zeros(1, jnp.int32), *arrays),
         spans,
         blocks,
         N,
+        out_shape=(*out, jax.ShapeDtypeStruct((1,), jnp.int32)),
+        input_output_aliases={0: 2},
+        grid=(min(tiles, MULTIPROCESSORS),),
         STAGES=params.num_stages,
+        QUEUED=2 if wide <= 128 else 1,  # what shared memory has room for
         ATTENDING=240,
         LOADING=24,
         **rest,
     )
+    return tuple(results)
 
 
 def _block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
@@ -235,11 +238,15 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
         x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - T)), constant_values=fill)
         return tensor_descriptor(x, (B * N, length), (1, q_block), ROW.value)
 
+    # Flat, so that they have no other layout, and behind a barrier: XLA would make delta where it is turned, and take seven
+    # times as long for the sum that it is.
+    flat = jax.lax.optimization_barrier((saved.lse.reshape(-1), saved.delta.reshape(-1)))
+    lse, delta = (x.reshape(B, T, N) for x in flat)
     # Weights of rows without a key, and of those past the end, are zero, whatever their cotangents are.
-    some = saved.lse > -jnp.inf
+    some = lse > -jnp.inf
     unit = call.options["SCALE"] if call.options["CAP"] is None else math.log(2)
-    lse = by_head(jnp.where(some, saved.lse * (-1 / unit), -jnp.inf), -jnp.inf)
-    delta = by_head(jnp.where(some, -saved.delta, 0), 0)
+    lse = by_head(jnp.where(some, lse * (-1 / unit), -jnp.inf), -jnp.inf)
+    delta = by_head(jnp.where(some, -delta, 0), 0)
     sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
         kernel, columns, how = specialised_gradient_kernel, wide, {"num_warps": 8, "LOADING": 24}
@@ -380,7 +387,7 @@ def _plain(width: int, itemsize: int) -> FlashAttentionConfig:
     return _config((128, 64, 8, 2), (64, 64, 8, 2))
 
 
-def _specialised(H: int, HV: int, itemsize: int, scale: float) -> FlashAttentionConfig:
+def _specialised(H: int, HV: int, itemsize: int, scale: float, cap: float | None) -> FlashAttentionConfig:
     """Returns the tiles of Hopper's kernels for heads of so many entries, or those of the plain ones where Hopper has none."""
     wide, tall = _width(H), _width(HV)
     plain = _plain(max(wide, tall), itemsize)
@@ -388,7 +395,9 @@ def _specialised(H: int, HV: int, itemsize: int, scale: float) -> FlashAttention
     if itemsize != 2 or H % 8 or HV % 8 or not 64 <= tall <= wide or scale <= 0:
         return plain
     keys = 128 if wide <= 128 else 64
-    return _config((128, keys, SPECIALISED, 2), (64, keys, SPECIALISED, 2))
+    # Under a soft cap twice the queries are more than registers hold.
+    backward = (128, 2) if wide <= 64 and cap is None else (64, 3 if wide <= 128 else 2)
+    return _config((128, keys, SPECIALISED, 2), (backward[0], keys, SPECIALISED, backward[1]))
 
 
 def _width(entries: int) -> int:
@@ -405,7 +414,7 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     dense = call.mask is not None and call.mask.attention_mask is not None
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
-    found = _specialised(H, HV, itemsize, _scale(call.softmax_scale, H))
+    found = _specialised(H, HV, itemsize, _scale(call.softmax_scale, H), call.logits_soft_cap)
     # The backward of one pass is not deterministic.
     return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
 

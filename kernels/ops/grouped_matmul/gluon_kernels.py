@@ -17,19 +17,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from kernels._core.gluon import SWIZZLED, after
+from kernels._core.gluon import SWIZZLED, after, hear, make_queue, take
 from kernels.ops.grouped_matmul.gluon_parts import (
     hand_over,
     hand_over_activated,
     has_half,
-    hear,
     make_hands,
-    make_queue,
     make_ring,
     multiply,
     skip,
     sums,
-    take,
     write,
 )
 
@@ -188,7 +185,7 @@ def specialised_matmul_kernel(
     COLUMNS: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, COLUMNS if TRANSPOSED else BLOCK_K,
                      BLOCK_K if TRANSPOSED else COLUMNS)  # fmt: skip
-    queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    queue, hands = make_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
             (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
@@ -348,7 +345,7 @@ def specialised_contraction_kernel(
     TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
     TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
     ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, BLOCK_K, BLOCK_Q)
-    queue, hands = make_queue(), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    queue, hands = make_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
             (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,

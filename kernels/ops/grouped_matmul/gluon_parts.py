@@ -1,7 +1,7 @@
 """What the Gluon kernels of grouped_matmul have in common: a ring of stages, a queue of tiles, and sums that change hands.
 
 A `ring` is (stages of a, one for either warpgroup; stages of b; a barrier of each stage for "is full", and one for "is free").
-A `queue` is (two places for the number of a tile, and barriers of each for "is told" and "is read"). `hands` are (buffers for
+`hands` are (buffers for
 64 columns of sums, of the first warpgroup and then of the second, and barriers for "is filled" and "is drained"). `WHICH` of
 the two warpgroups that multiply is 0 or 1.
 """
@@ -32,17 +32,6 @@ def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B0: gl
 
 
 @gluon.jit
-def make_queue():
-    tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(told.index(i), count=1)
-        mbarrier.init(read.index(i), count=4)
-    return tiles, told, read
-
-
-@gluon.jit
 def make_hands(BUFFERS: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr):
     buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS, 64], SWIZZLED)
     filled = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -51,26 +40,6 @@ def make_hands(BUFFERS: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr):
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(drained.index(i), count=1)
     return buffers, filled, drained
-
-
-@gluon.jit
-def take(queue, turn_ptr, turn):
-    """Returns the next tile, for the warp that loads, which tells it to the four others."""
-    tiles, told, read = queue
-    tile = gl.num_programs(0) + gl.atomic_add(turn_ptr, 1, sem="relaxed")
-    mbarrier.wait(read.index(turn % 2), (turn // 2 & 1) ^ 1)
-    tiles.index(turn % 2).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
-    mbarrier.arrive(told.index(turn % 2))
-    return tile
-
-
-@gluon.jit
-def hear(queue, turn):
-    tiles, told, read = queue
-    mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
-    tile = gl.max(tiles.index(turn % 2).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
-    mbarrier.arrive(read.index(turn % 2))
-    return tile
 
 
 @gluon.jit

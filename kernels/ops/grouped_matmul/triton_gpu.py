@@ -17,6 +17,7 @@ from jax import lax
 
 from kernels._core.gluon import SWIZZLED
 from kernels._core.interpret import interpreting
+from kernels._core.target import MULTIPROCESSORS
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
@@ -28,9 +29,6 @@ from kernels.ops.grouped_matmul.triton_kernels import (
     ragged_contraction_kernel,
     tile_map_kernel,
 )
-
-# Multiprocessors of an H100 or H200: programs that stay, each of which takes every 132nd tile.
-MULTIPROCESSORS = 132
 
 
 class _Map(NamedTuple):

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from kernels._core.target import MULTIPROCESSORS
 from kernels._core.triton import triton_launch
 from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op, work
 
-# Of an H100 or H200, and how many programs each is to have at least, so that loads of some hide the waiting of others.
-MULTIPROCESSORS, PROGRAMS_EACH = 132, 8
+# How many programs each multiprocessor is to have at least, so that loads of some hide the waiting of others.
+PROGRAMS_EACH = 8
 # The least tiles of tokens that a part of a segment is worth a program for.
 LEAST_TILES = 4
 
