@@ -44,7 +44,8 @@ class _OnShard:
         cfg: Any,
         **arguments: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        given = {**arguments, "query": query, "key": key, "block_mask": block_mask, "block_size": block_size}
+        own = {"query": query, "key": key, "block_mask": block_mask, "block_size": block_size}
+        given: dict[str, Any] = {**arguments, **own}
         axis, of_keys = axes["T"], axes["S"]
         ranks = math.prod(jax.lax.axis_size(a) for a in axis)
         if ranks == 1 and axis == of_keys:
