@@ -60,7 +60,8 @@ class Op:
       order: names of backend files that may exist, fastest first, where nothing was measured.
       classes: call -> the class of calls that it belongs to, among which one backend is fastest on a kind of device: what was
         measured for it goes before `order` (measured.py); None for a call of no class.
-      backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both.
+      backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both, zero for outputs
+        that nobody asked for. Of these it is given no cotangent itself.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
       work: call -> (Work of the forward, Work of the backward), see work.py: what each direction must at least compute and
