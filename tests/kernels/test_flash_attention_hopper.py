@@ -207,6 +207,26 @@ def test_what_is_launched(monkeypatch, width, value_width, cap, kernel, queries,
     ]
 
 
+@pytest.mark.parametrize(("width", "room"), [(64, 2), (128, 2), (192, 1)])
+@pytest.mark.parametrize(("length", "programs"), [(130, 24), (4500, 132)])
+def test_how_many_programs_take_tiles(monkeypatch, width, room, length, programs):
+    """One for each tile of 128 queries, or each multiprocessor, and a counter that they share, which is zero before."""
+    launches = []
+
+    def launch(kernel, turn, *inputs, out_shape, **rest):
+        launches.append((kernel.fn.__name__, turn, rest))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
+    x = jax.ShapeDtypeStruct((3, length, 4, width), "bfloat16")
+    with compile_for(90) as checks:
+        program = jax.jit(lambda x: op(x, x, x, mask=MaskInfo(causal=True), platform="triton"))
+        jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(x)
+    ((name, turn, rest),) = launches
+    assert (name, rest["grid"], rest["QUEUED"]) == ("specialised_forward_kernel", (programs,), room)
+    assert (turn.shape, turn.dtype, rest["input_output_aliases"]) == ((1,), "int32", {0: 2})
+
+
 def test_other_gpus_have_the_plain_kernels():
     assert [k.name for k in made(call(width=64), 80)] == PLAIN
 
