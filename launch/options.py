@@ -163,8 +163,10 @@ def file_of(key: str, given: str, suffix: str = "") -> Path:
 
 def refuse_cluster(arguments: Sequence[str], how: str) -> None:
     """Raises ValueError where a run says itself how its processes find each other; `how`: who says it, as a sentence."""
+    from recipes.arguments import key_of
+
     for argument in arguments:
-        name = argument.partition("=")[0].lstrip("+~")
+        name = key_of(argument)
         if name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
             raise ValueError(f"{argument} cannot be given here: {how}")
 

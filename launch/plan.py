@@ -27,7 +27,8 @@ from typing import Any
 
 from launch.errors import DONE, NOT_COMPILED, run_command
 from launch.options import check_spelling
-from launch.planned import is_curriculum, name_of, summary, text_of
+from launch.planned import is_curriculum, summary, text_of
+from recipes.arguments import key_of
 
 OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth", "search", "finalists")
 
@@ -91,7 +92,7 @@ def given_keys(words: Sequence[str]) -> set[str]:
     """Returns the keys of the search that a command line gives; `mesh=VARIANT` gives every axis."""
     from ejdist.planning.search import SEARCHED
 
-    names = {w.partition("=")[0].lstrip("+~") for w in words}
+    names = {key_of(w) for w in words}
     return {k for k in SEARCHED if k in names or ("mesh" in names and k.startswith("mesh."))}
 
 
@@ -144,7 +145,7 @@ def plan(asked: Asked) -> dict[str, Any]:
         report |= {"stages": found, "fits": all(r["fits"] for r in found)}
         plans = [r["plan"] if r["searched"] else None for r in found]
         report["overrides"], over = curriculum.overrides_text(sections, plans) if any(plans) else ("", [])
-        report["kept"] = [w for w in asked.recipe if not (is_curriculum(w) or is_of(name_of(w), over))]
+        report["kept"] = [w for w in asked.recipe if not (is_curriculum(w) or is_of(key_of(w), over))]
     return report | {"seconds": time.perf_counter() - start}
 
 

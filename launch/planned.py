@@ -6,18 +6,14 @@ import shlex
 from typing import Any
 
 from ejdist.planning.links import NETWORK
+from recipes.arguments import key_of
 
 GIB = 2**30
 
 
-def name_of(word: str) -> str:
-    """Returns the key of a word of the command line."""
-    return word.partition("=")[0].lstrip("+~")
-
-
 def is_curriculum(word: str) -> bool:
     """Returns whether a word of the command line gives the stages of a curriculum."""
-    return name_of(word) == "curriculum"
+    return key_of(word) == "curriculum"
 
 
 def summary(p: Any, given: set[str]) -> dict[str, Any]:

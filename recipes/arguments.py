@@ -41,6 +41,11 @@ class Arguments:
         return [*self.overrides, *([] if self.config_dir is None else [f"--config-dir={self.config_dir}"])]
 
 
+def key_of(word: str) -> str:
+    """Returns the key of GROUP=VARIANT or KEY=VALUE, without the marks with which Hydra adds or removes one."""
+    return word.partition("=")[0].lstrip("+~")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{message}; --help lists what there is")

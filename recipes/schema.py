@@ -17,7 +17,7 @@ from typing import Any
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
-from recipes.arguments import Arguments, RecipeError, check_values, quoted, read
+from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read
 
 __all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of"]
 
@@ -198,7 +198,7 @@ def _check_stages(a: Arguments, recipe: Recipe) -> None:
     made with it, and nothing would say so."""
     over = unused([named(stage) for stage in recipe.curriculum])
     for override in a.overrides:
-        name = override.partition("=")[0].lstrip("+~")
+        name = key_of(override)
         if is_of(name, over):
             inside = name.partition(".")[0] if name.partition(".")[0] in over else name.rpartition(".")[2]
             raise RecipeError(

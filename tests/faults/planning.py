@@ -285,7 +285,7 @@ FAULTS = (
     Fault(
         "what the stages that were found have of their own is pasted beside them",
         PLAN,
-        "or is_of(name_of(w), over)",
+        "or is_of(key_of(w), over)",
         "or is_of(name_of(w), ())",
         f"{COMMAND} -k stages_of_the_command_line",
     ),
