@@ -56,7 +56,7 @@ def _cotangents(outputs: tuple, dtypes: tuple) -> tuple:
 
 
 class Oracle:
-    """The references of one call: of all outputs for our backends, of what a peer gives for a peer.
+    """The references of one call: of all outputs, or of what a contestant gives of them.
 
     Args:
       function: what the truth is computed with; None for the contract in float32.

@@ -86,9 +86,12 @@ def table(name: str, result: dict[str, Any]) -> str:
     lines = [f"### `{result['op']}` on {result['device']}", ""]
     if (RESULTS / f"{name}.png").exists():
         lines += [f"![{result['op']} on {result['device']}](results/{name}.png)", ""]
-    origins = {(b["date"], b["commit"][:9], *b["versions"].items()) for b in result["cases"]}
-    for date, commit, *versions in sorted(origins):
-        lines += [f"Measured {date} at `{commit}` with " + ", ".join(f"{p} {v}" for p, v in versions) + ".", ""]
+    origins: dict[tuple, list[str]] = {}
+    for b in result["cases"]:
+        origins.setdefault((b["date"], b["commit"][:9], *b["versions"].items()), []).append(b["case"])
+    for (date, commit, *versions), cases in sorted(origins.items()):
+        which = f" ({', '.join(dict.fromkeys(cases))})" if len(origins) > 1 else ""
+        lines += [f"Measured {date} at `{commit}` with {', '.join(f'{p} {v}' for p, v in versions)}{which}.", ""]
     lines += ["| case | contestant | forward µs | backward µs | both µs | largest error |", "|---|---|---|---|---|---|"]
     out: dict[str, list[str]] = {}
     for block in result["cases"]:

@@ -337,9 +337,9 @@ class Op:
         self, call: Call, *, platform: str | None = None, cfg: Any = None, asked: Iterable[str] | None = None
     ) -> Any:
         """Returns the outputs of a call that is bound already, as `__call__`."""
-        wanted = frozenset(self.outputs if asked is None else asked)
-        if strange := wanted.difference(self.outputs):
-            raise ValueError(f"{self.name}: argument 'asked': no output {min(strange)!r} in {', '.join(self.outputs)}")
+        wanted = frozenset(self.outputs if asked is None else [asked] if isinstance(asked, str) else asked)
+        if not wanted or not wanted.issubset(self.outputs):
+            raise ValueError(f"{self.name}: argument 'asked' = {asked!r} must name some of {', '.join(self.outputs)}")
         some = None if wanted.issuperset(self.outputs) else wanted
 
         def make() -> Callable:

@@ -137,6 +137,33 @@ def test_other_widths(call, width):
     compare(arrays(T, S, *width, "bfloat16"), mask, options)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_soft_cap_of_large_logits(width, dtype):
+    """Of 8 to 16 as a rule, where the cap bends them, and what tanh is off by is multiplied by it."""
+    options = {"logits_soft_cap": 50.0, "softmax_scale": 1.0}
+    compare(arrays(T, S, width, width, dtype), MaskInfo(causal=True), options)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_soft_cap_of_a_deterministic_call(width):
+    """Its backward is of the plain kernels, which make the weights of Hopper's lse again."""
+    floats, options = arrays(T, S, width, width, "bfloat16"), {"logits_soft_cap": 50.0, "softmax_scale": 1.0}
+    d_out = jnp.asarray(RNG.standard_normal((B, T, N, width)), jnp.bfloat16)
+    d_lse = jnp.asarray(RNG.standard_normal((B, T, N)), jnp.float32)
+
+    def run(**how):
+        return lambda **x: op(**x, mask=MaskInfo(causal=True), platform="triton", **options, **how)
+
+    heuristic = op.backends["triton_gpu"].heuristic(op.bind(**floats, **options, deterministic=True), "cuda")
+    assert [p.num_warps == SPECIALISED for p in (heuristic.fwd_params, heuristic.bwd_params)] == [True, False]
+    got = jax.jit(lambda x: outcome(run(deterministic=True), x, d_out, d_lse))(floats)
+    plain = jax.jit(lambda x: outcome(run(cfg=_plain(width, 2)), x, d_out, d_lse))(floats)
+    assert error(got["lse"], plain["lse"]) < 1e-5
+    for name in ("query", "key", "value"):
+        assert error(got[name], plain[name]) <= FLOOR["bfloat16"], name
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("width", [64, 128, 256])

@@ -1,6 +1,7 @@
 """flash_attention's kernels for Hopper, without one: who is chosen, what is refused, and the code. Their numbers are held in
 tests/gpu/test_flash_attention_gpu.py."""
 
+import contextlib
 import re
 from itertools import pairwise
 
@@ -126,6 +127,7 @@ def test_the_code_with_every_option(width, names):
     given = call(width, **EVERYTHING, **SEGMENTS, mask=MaskInfo(causal=True, window=(100, 0)))
     kernels = made(given, 90)
     held(kernels, names, every_option=True)
+    assert all("tanh.approx" in k.ptx for k in kernels)
     if names == WIDE:
         # Who loads into a stage has read it: all warps must have, and it is the compiler that lets them meet.
         marks = re.findall(r"bar\.sync|wgmma\.wait_group|try_wait|expect_tx", kernels[1].ptx)
@@ -207,10 +209,11 @@ def test_what_is_launched(monkeypatch, width, value_width, cap, kernel, queries,
     ]
 
 
-@pytest.mark.parametrize(("width", "room"), [(64, 2), (128, 2), (192, 1)])
+@pytest.mark.parametrize(("width", "stages", "room"), [(64, 3, 2), (128, 2, 2), (128, 3, 1), (192, 2, 1)])
 @pytest.mark.parametrize(("length", "programs"), [(130, 24), (4500, 132)])
-def test_how_many_programs_take_tiles(monkeypatch, width, room, length, programs):
-    """One for each tile of 128 queries, or each multiprocessor, and a counter that they share, which is zero before."""
+def test_how_many_programs_take_tiles(monkeypatch, width, stages, room, length, programs):
+    """One for each tile of 128 queries, or each multiprocessor, and a counter that they share, which is zero before; with room
+    for the queries of the next tile where stages leave it."""
     launches = []
 
     def launch(kernel, turn, *inputs, out_shape, **rest):
@@ -220,11 +223,40 @@ def test_how_many_programs_take_tiles(monkeypatch, width, room, length, programs
     monkeypatch.setattr(triton_gpu, "triton_launch", launch)
     x = jax.ShapeDtypeStruct((3, length, 4, width), "bfloat16")
     with compile_for(90) as checks:
-        program = jax.jit(lambda x: op(x, x, x, mask=MaskInfo(causal=True), platform="triton"))
+        cfg = KernelConfig(FwdParams(num_stages=stages))
+        program = jax.jit(lambda x: op(x, x, x, mask=MaskInfo(causal=True), platform="triton", cfg=cfg))
         jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(x)
     ((name, turn, rest),) = launches
     assert (name, rest["grid"], rest["QUEUED"]) == ("specialised_forward_kernel", (programs,), room)
     assert (turn.shape, turn.dtype, rest["input_output_aliases"]) == ((1,), "int32", {0: 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "exact"),
+    [
+        ({"logits_soft_cap": 30.0}, [False, False]),
+        ({"logits_soft_cap": 30.0, "dtype": "float16"}, [True, True]),
+        ({"logits_soft_cap": 30.0, "deterministic": True}, [True, True, True]),
+        ({}, [False, False]),
+    ],
+    ids=str,
+)
+def test_when_tanh_is_exact(monkeypatch, given, exact):
+    """In both directions alike, since one makes the weights of the other's lse again."""
+    found = []
+
+    def launch(kernel, *inputs, out_shape, **rest):
+        found.append(rest["O"].EXACT)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
+    monkeypatch.setattr(op, "_programs", {})
+    floats = {n: x for n, x in call(**given).items() if n in ("query", "key", "value")}
+    options = {n: x for n, x in given.items() if n != "dtype"}
+    with compile_for(90) as checks:
+        program = jax.jit(jax.grad(lambda x: op(**x, **options, platform="triton")[0].astype("float32").sum()))
+        jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(floats)
+    assert found == exact
 
 
 def test_other_gpus_have_the_plain_kernels():
@@ -257,6 +289,17 @@ def test_a_configuration_that_no_kernel_has_is_told(given, cfg, message):
     }
     with interpret(), pytest.raises(ValueError, match=message):
         op(**arrays, platform="triton", cfg=cfg)
+
+
+@pytest.mark.parametrize(("queries", "cap", "refused"), [(64, None, False), (128, None, False), (128, 30.0, True)])
+def test_blocks_of_queries_of_the_backward(queries, cap, refused):
+    """Heads of 64 have the larger ones, and the smaller too, as a configuration of before may say."""
+    x = jnp.ones((1, 128, 1, 64), "bfloat16")
+    cfg = KernelConfig(bwd_params=BwdParams(queries, 128, SPECIALISED, 2))
+    message = "bwd_params has 12 warps, .* blocks of 128 queries and 128 keys; of this call it has"
+    expected = pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext()
+    with interpret(), expected:
+        jax.grad(lambda x: op(x, x, x, logits_soft_cap=cap, platform="triton", cfg=cfg)[0].sum().astype("float32"))(x)
 
 
 @pytest.mark.parametrize(("width", "keys"), [(128, 64), (256, 128)])

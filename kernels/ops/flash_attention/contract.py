@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels._core import softmax
 from kernels._core.binding import Call
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.contract import Op
@@ -132,15 +133,9 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array, accumulate: jnp.dtype) -> 
 
 
 def backward_inputs(residuals: dict, cotangents: dict) -> dict:
-    """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N]; and out, where lse has no cotangent.
-
-    With ds = p * (dp - delta) the two cotangents need no separate terms; a ring computes delta once, from its global out.
-    """
-    delta = jnp.sum(cotangents["d_out"].astype(jnp.float32) * residuals["out"].astype(jnp.float32), axis=-1)
-    saved = {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta}
-    if "d_lse" in cotangents:
-        return saved | {"delta": delta - cotangents["d_lse"]}
-    return saved | {"out": residuals["out"]}
+    """Returns what `softmax.backward_inputs` does; and out, where lse has no cotangent, so that delta is of it alone."""
+    saved = softmax.backward_inputs(residuals, cotangents)
+    return saved if "d_lse" in cotangents else saved | {"out": residuals["out"]}
 
 
 def work(call: Call) -> tuple[Work, Work]:

@@ -126,7 +126,7 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
     if O.CAP is None:
         p = gl.exp2(s * UNIT)
     else:
-        s = tanh(s * (O.SCALE / O.CAP))
+        s = tanh(s * (O.SCALE / O.CAP), O)
         p = gl.exp2(s * UNIT + row_of(rows, 2 * stage, s.shape, s.type.layout))
     if (m >= full_end) | (m < full_first):
         p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)

@@ -4,7 +4,7 @@ It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays a
 over the same spans. A tile is 128 queries of a head; either warpgroup has 64 of them. While a warpgroup makes the weights
 of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of the other
 warpgroup. The block with the last keys comes first, which is the diagonal of a causal mask. A program has a multiprocessor to
-itself and takes tiles from a queue: the next queries, keys and values are loaded while a tile is ended and written.
+itself and takes tiles from a queue: while a tile of heads up to 128 is ended and written, the next one is loaded.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -36,17 +36,16 @@ from kernels.ops.flash_attention.triton_parts import LN2, LOG2E
 ROWS = gl.constexpr(64)  # of a warpgroup, the fewest that an instruction multiplies
 
 
-@gluon.jit
-def _tiles(O: gl.constexpr):
-    BLOCKS: gl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
-    return BLOCKS * O.N * O.B
+@gluon.constexpr_function
+def _blocks(O):
+    return (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
 
 
 @gluon.jit
 def _place(tile, O: gl.constexpr, HEADS: gl.constexpr):
     """Returns the row of the batch, the head and the block of queries of a tile. The last blocks, which see the most keys as
     a rule, come first, those of a few heads side by side, whose keys then stay in the cache."""
-    BLOCKS: gl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    BLOCKS: gl.constexpr = _blocks(O)
     some = tile // (BLOCKS * HEADS)
     n = some % (O.N // HEADS) * HEADS + tile % HEADS
     return some // (O.N // HEADS), n, BLOCKS - 1 - tile // HEADS % BLOCKS
@@ -81,7 +80,7 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
     q_tiles, q_full, q_free = queries
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
-    while tile < _tiles(O):
+    while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, O, HEADS)
         first, full, full_end, last = span_of(spans_ptr, b, block, O)
         head = n // (O.N // O.K)
@@ -108,7 +107,7 @@ def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segm
         UNIT: gl.constexpr = O.SCALE * LOG2E
     else:
         UNIT: gl.constexpr = O.CAP * LOG2E
-        s = tanh(s * (O.SCALE / O.CAP))
+        s = tanh(s * (O.SCALE / O.CAP), O)
     if masked:
         layout: gl.constexpr = gl.SliceLayout(0, s.type.layout)
         kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
@@ -129,7 +128,7 @@ def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_
             WHICH: gl.constexpr):  # fmt: skip
     q_tiles, q_full, q_free = queries
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
-    while tile < _tiles(O):
+    while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, O, HEADS)
         mbarrier.wait(q_full.index(at), q_phase)
         stage, phase = _attend_tile(

@@ -18,6 +18,7 @@ ROW = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
 
 # The same source as in Triton's kernels: what a pair means is said once.
 visible = gluon.jit(triton_parts.visible.fn)
+_exact_tanh = gluon.jit(triton_parts.tanh.fn)
 positions_of = gluon.jit(triton_parts.positions_of.fn)
 segments_of = gluon.jit(triton_parts.segments_of.fn)
 
@@ -30,8 +31,11 @@ def span_of(spans_ptr, b, block, O: gl.constexpr):
 
 
 @gluon.jit
-def tanh(x):
-    """Returns tanh by the one instruction that a GPU has for it; its error, 2^-11 of the result, is less than that of weights
-    in 16 bits."""
-    asm: gl.constexpr = "tanh.approx.f32 $0, $1;"
-    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+def tanh(x, O: gl.constexpr):
+    """Returns tanh, by the one instruction that a GPU has for it unless it is to be exact: that is off by 2^-11 at most."""
+    if O.EXACT:
+        y = _exact_tanh(x)
+    else:
+        asm: gl.constexpr = "tanh.approx.f32 $0, $1;"
+        y = gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return y

@@ -129,7 +129,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
             if O.CAP is None:
                 p = gl.exp2(s * UNIT)
             else:
-                s = tanh(s * (O.SCALE / O.CAP))
+                s = tanh(s * (O.SCALE / O.CAP), O)
                 p = gl.exp2(s * UNIT + row_of(q_rows, stage, SHAPE, PAIRS))
             if (m >= full_end) | (m < full_first):
                 p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)

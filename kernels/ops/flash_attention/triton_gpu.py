@@ -36,6 +36,8 @@ from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 WIDEST = 256
 # Warps of a program of Hopper's kernels, which specialise them: three warpgroups. A plain program has a power of two.
 SPECIALISED = 12
+# What a program of theirs may have of shared memory, less what is not tiles.
+SHARED_MEMORY = 220 * 1024
 # The most heads whose programs run side by side: keys that are read, or queries, then stay in the cache. In the backward of
 # wide heads the sums of several do not: one head at a time is a third faster on an H200 at 32k. That of narrow heads is as
 # fast with 8 there, and faster at 8k.
@@ -70,7 +72,9 @@ class _Call(NamedTuple):
         direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
         made = getattr(_specialised(H, HV, itemsize, self.options["SCALE"], self.options["CAP"]), direction)
         asks = [name for name, array in _NOT_SPECIALISED.items() if self.arrays[array] is not None]
-        if asks or (given.q_blocksize, given.kv_blocksize) != (made.q_blocksize, made.kv_blocksize):
+        # The backward has blocks of 64 queries wherever it has larger ones.
+        queries = (made.q_blocksize, 64) if isinstance(given, BwdParams) else (made.q_blocksize,)
+        if asks or given.q_blocksize not in queries or given.kv_blocksize != made.kv_blocksize:
             raise ValueError(
                 f"flash_attention: argument 'cfg': {direction} has {SPECIALISED} warps, those of the kernel for Hopper, with "
                 f"blocks of {given.q_blocksize} queries and {given.kv_blocksize} keys"
@@ -117,7 +121,7 @@ def _stride(x: Any, dim: int) -> int:
 
 
 def _prepare(
-    query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
+    query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob, cfg
 ) -> _Call:
     (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
     mask = MaskInfo() if mask is None else mask.resolved()
@@ -149,6 +153,7 @@ def _prepare(
         HV=HV,
         SCALE=_scale(softmax_scale, H),
         CAP=logits_soft_cap,
+        EXACT=logits_soft_cap is not None and _exact(query, cfg),
         CAUSAL=mask.causal,
         LEFT=left,
         RIGHT=right,
@@ -166,6 +171,12 @@ def _prepare(
         **strides,
     )
     return _Call(arrays, options, mask)
+
+
+def _exact(query: Any, cfg: FlashAttentionConfig) -> bool:
+    """Returns whether a soft cap takes more than the instruction for tanh: where weights in 16 bits are more exact than what it
+    is off by, and where the plain kernels, which have no such instruction, make the other direction."""
+    return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {SPECIALISED}
 
 
 def _work(query, key, value, mask, matmuls: tuple[int, int]) -> Work:
@@ -191,7 +202,7 @@ def forward(
     cfg,
 ):
     call = _prepare(
-        query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
+        query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob, cfg
     )
     (B, T, N, _), params = query.shape, call.params(cfg.fwd_params, query.dtype.itemsize)
     blocks = params.q_blocksize, params.kv_blocksize
@@ -216,12 +227,18 @@ def forward(
         input_output_aliases={0: 2},
         grid=(min(tiles, MULTIPROCESSORS),),
         STAGES=params.num_stages,
-        QUEUED=2 if wide <= 128 else 1,  # what shared memory has room for
+        QUEUED=2 if _bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
         ATTENDING=240,
         LOADING=24,
         **rest,
     )
     return tuple(results)
+
+
+def _bytes_of(queued: int, params: FwdParams, wide: int, tall: int) -> int:
+    """Returns the bytes of the forward's tiles on Hopper: of so many blocks of queries, and of stages of keys and values."""
+    assert params.q_blocksize and params.kv_blocksize and params.num_stages
+    return 2 * (queued * params.q_blocksize * wide + params.num_stages * params.kv_blocksize * (wide + tall))
 
 
 def _block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
@@ -300,7 +317,7 @@ def backward(
     cfg,
 ):
     call = _prepare(
-        query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob
+        query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob, cfg
     )
     if deterministic and cfg.bwd_params.num_warps == SPECIALISED:
         raise Unsupported(
@@ -445,4 +462,5 @@ op.register(
     rejects=_rejects,
     heuristic=_heuristic,
     candidates=_candidates,
+    version=2,
 )

@@ -18,7 +18,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 class Options:
     """What is compiled into a kernel: sizes, strides in entries (0 where a dim is broadcast), and the meaning of the call.
 
-    Names are those of the contract; `THRESHOLD` and `FACTOR` are of the bits of dropout and of a weight that is kept.
+    Names are those of the contract; `THRESHOLD` and `FACTOR` are of the bits of dropout and of a weight that is kept. `EXACT`
+    asks Hopper's kernels for a tanh to the rounding of float32.
     """
 
     B: int
@@ -30,6 +31,7 @@ class Options:
     HV: int
     SCALE: float
     CAP: float | None
+    EXACT: bool
     CAUSAL: bool
     LEFT: int | None
     RIGHT: int | None

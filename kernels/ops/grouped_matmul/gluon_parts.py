@@ -1,9 +1,8 @@
-"""What the Gluon kernels of grouped_matmul have in common: a ring of stages, a queue of tiles, and sums that change hands.
+"""What the Gluon kernels of grouped_matmul have in common: a ring of stages, and sums that change hands.
 
 A `ring` is (stages of a, one for either warpgroup; stages of b; a barrier of each stage for "is full", and one for "is free").
-`hands` are (buffers for
-64 columns of sums, of the first warpgroup and then of the second, and barriers for "is filled" and "is drained"). `WHICH` of
-the two warpgroups that multiply is 0 or 1.
+`hands` are (buffers for 64 columns of sums, of the first warpgroup and then of the second, and barriers for "is filled" and "is
+drained"). `WHICH` of the two warpgroups that multiply is 0 or 1.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.

@@ -13,6 +13,7 @@ from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.masks import MaskInfo
 from kernels._core.pairs import visible_pairs
+from kernels._core.softmax import backward_inputs
 from kernels._core.work import Work, nbytes
 from kernels.ops.multi_latent_attention.cases import CASES, DECODE_CASES, PAGED_CASES
 
@@ -186,12 +187,6 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     accumulate = jnp.promote_types(a.dtype, jnp.float32)
     a, b = a.astype(accumulate), b.astype(accumulate)
     return jnp.einsum(subscripts, a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-def backward_inputs(residuals: dict, cotangents: dict) -> dict:
-    """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], as in `flash_attention`."""
-    delta = jnp.sum(cotangents["d_out"].astype(jnp.float32) * residuals["out"].astype(jnp.float32), axis=-1)
-    return {"d_out": cotangents["d_out"], "lse": residuals["lse"], "delta": delta - cotangents.get("d_lse", 0)}
 
 
 def work(call: Call) -> tuple[Work, Work]:

@@ -1,0 +1,19 @@
+"""What attention hands to its backward, whichever pairs attend: a softmax is remade from one number a row."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def backward_inputs(residuals: dict, cotangents: dict) -> dict:
+    """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], of the residuals out and lse.
+
+    With ds = p * (dp - delta) the two cotangents need no separate terms; a ring computes delta once, from its global out. A
+    cotangent that is not there, of an output that nobody asked for, is zero.
+    """
+    out = residuals["out"]
+    d_out = cotangents.get("d_out")
+    if d_out is None:
+        d_out = jnp.zeros_like(out)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    return {"d_out": d_out, "lse": residuals["lse"], "delta": delta - cotangents.get("d_lse", 0)}
