@@ -95,7 +95,7 @@ def made(given, compute_capability, cfg=None):
 # Bytes that a kernel may spill at most, and with every option at once, where limits of masks and documents are held around the
 # loop as well. What is not here spills nothing.
 SPILLS = {
-    "specialised_forward_kernel": (16, 48),  # of heads of 256, whose sums are half of the registers of a thread
+    "specialised_forward_kernel": (44, 48),  # of heads past 128, whose sums are half of the registers of a thread
     # Two sums, logits and their gradients fill the registers of a thread.
     "specialised_gradient_kernel": (136, 60),
     # One sum of 64 x 256 does so, beside logits or their gradients. Other shares of the registers spill more, or have products
