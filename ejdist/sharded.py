@@ -168,8 +168,15 @@ def run(
         results,
         call.program_key(),
     )
-    key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
-    key += (asked,)
+    key += (
+        asked,
+        tuple(gathered.items()),
+        tuple(offsets.items()),
+        platform,
+        typed(cfg),
+        interpreting(),
+        select.state(call),
+    )
     some = tuple(lie if asked is None or n in asked else None for n, lie in zip(op.outputs, results, strict=True))
     out = some if len(some) > 1 else some[0]
     program = _Program(key, op, own, mesh, specs, out, gathered, sums, offsets, options)

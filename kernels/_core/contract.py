@@ -337,10 +337,10 @@ class Op:
         self, call: Call, *, platform: str | None = None, cfg: Any = None, asked: Iterable[str] | None = None
     ) -> Any:
         """Returns the outputs of a call that is bound already, as `__call__`."""
-        wanted = frozenset(self.outputs if asked is None else [asked] if isinstance(asked, str) else asked)
+        wanted = set(self.outputs if asked is None else [asked] if isinstance(asked, str) else asked)
         if not wanted or not wanted.issubset(self.outputs):
             raise ValueError(f"{self.name}: argument 'asked' = {asked!r} must name some of {', '.join(self.outputs)}")
-        some = None if wanted.issuperset(self.outputs) else wanted
+        some = tuple(name if name in wanted else None for name in self.outputs)
 
         def make() -> Callable:
             primal = self.plan(call, platform, cfg, differentiated=False)
@@ -368,7 +368,7 @@ class Op:
         return self._program("backward", call, platform, cfg, make)(dict(saved), call.traced())
 
     def _program(
-        self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable], some: Any = None
+        self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable], some: tuple = ()
     ) -> Callable:
         """Returns the jitted function of calls of one kind: the backends and configurations that were chosen for the first
         one hold for the next while nothing that decides the choice has changed."""

@@ -30,6 +30,13 @@ def _as_tuple(op: Operation, value: Any) -> tuple:
     return value if len(op.outputs) > 1 else (value,)
 
 
+def _only(op: Operation, outputs: Any, asked: Any) -> Any:
+    """Returns the outputs, None in place of those for which `asked` has None."""
+    if len(op.outputs) == 1:
+        return outputs
+    return tuple(None if name is None else y for y, name in zip(outputs, asked, strict=True))
+
+
 def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
     return {c.platform: c.reason if c.backend is None else make(c.backend, c.cfg) for c in plan.choices}
 
@@ -123,7 +130,7 @@ def _batched_forward(
 
 
 def compiled(
-    op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str, asked: frozenset[str] | None = None
+    op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str, asked: tuple[str | None, ...]
 ) -> Callable:
     """Returns the jitted, differentiable function of the arrays of a call -> outputs.
 
@@ -131,26 +138,21 @@ def compiled(
       primal, gradient: what runs as the forward, and as the backward. Where the forward of a differentiated call keeps more
         than its outputs, it is that of `gradient` too.
       refusal: why there is no `gradient`.
-      asked: names of the outputs that are returned, None in place of the others; None for all of them. An output that nobody
-        has asked for has no cotangent, which its backward may know, where a cotangent that is zero says nothing.
+      asked: the outputs that are returned, None in place of the others. An output that nobody has asked for has no cotangent,
+        which its backward may know, where a cotangent that is zero says nothing.
     """
     static = call.static()
 
-    def cut(outputs: Any) -> Any:
-        if asked is None:
-            return outputs
-        return tuple(y if name in asked else None for name, y in zip(op.outputs, outputs, strict=True))
-
-    def forward_of(plan: Plan, keep: bool = False, cut: Callable[[Any], Any] = lambda outputs: outputs) -> Callable:
+    def forward_of(plan: Plan, asked: tuple[str | None, ...], keep: bool = False) -> Callable:
         """Returns the forward (inputs, others) -> (outputs, what is kept) of a plan, differentiable as often as one likes."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             outputs, kept = _run_forward(op, plan, static, merged(inputs, others), keep)
-            return cut(outputs), kept
+            return _only(op, outputs, asked), kept
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             outputs, residuals, kept = differentiated(inputs, others)
-            return (cut(outputs), kept if keep else {}), (inputs, others, {**residuals, **kept})
+            return (_only(op, outputs, asked), kept if keep else {}), (inputs, others, {**residuals, **kept})
 
         def run_bwd(saved: Any, cotangents: Any) -> Any:
             # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
@@ -171,7 +173,7 @@ def compiled(
             return checkpoint_name(value, f"{op.name}.{name}")
 
         keeps = op.kept is not None
-        outputs, kept = forward_of(gradient if keeps else primal, keeps)(inputs, others)
+        outputs, kept = forward_of(gradient if keeps else primal, op.outputs, keeps)(inputs, others)
         outputs = tuple(
             known(name, value) if name in op.residuals else value
             for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
@@ -202,21 +204,18 @@ def compiled(
         all of it reaches the inputs and the cotangents."""
         inputs, others, cotangents = kept
 
-        def sent(outputs: Any) -> Any:
-            """Returns the outputs that have a cotangent, None in place of the others."""
-            every = zip(_as_tuple(op, outputs), _as_tuple(op, cotangents), strict=True)
-            found = tuple(None if d is None else y for y, d in every)
-            return found if len(op.outputs) > 1 else found[0]
-
         def gradients(inputs: Any, cotangents: Any) -> Any:
+            def outputs(x: Any) -> Any:
+                return _only(op, op.function(**static, **merged(x, others)), cotangents)
+
             with jax.default_matmul_precision("highest"):
-                return jax.vjp(lambda x: sent(op.function(**static, **merged(x, others))), inputs)[1](cotangents)[0]
+                return jax.vjp(outputs, inputs)[1](cotangents)[0]
 
         d_inputs, d_cotangents = jax.vjp(gradients, inputs, cotangents)[1](d_gradients)
         return d_inputs, None, None, d_cotangents
 
     pull.defvjp(pull_fwd, pull_bwd)
-    differentiable = forward_of(primal, cut=cut)
+    differentiable = forward_of(primal, asked)
 
     def run(traced: dict[str, Any]) -> Any:
         _check_mesh(op, traced)

@@ -12,7 +12,7 @@ from kernels._core.binding import is_array
 from kernels._core.config import KernelConfig
 from kernels._core.masks import MaskInfo, window_of
 from kernels._core.public import Prepared, public
-from kernels.ops.flash_attention.contract import attention_op, op
+from kernels.ops.flash_attention.contract import attention_op, backward_inputs, op
 from kernels.ops.flash_attention.dropout import expand_dropout_seed
 
 
@@ -219,9 +219,10 @@ def flash_attention_backward(
     for name, x in (("d_out", d_out), ("lse", lse), ("delta", delta), ("out", out)):
         if x is not None and x.shape != wanted[name]:
             raise ValueError(f"argument {name!r} must be {wanted[name]}, got {x.shape}")
-    if out is not None:
-        delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    saved = {"d_out": d_out, "lse": lse, "delta": delta}
+    if out is None:
+        saved = {"d_out": d_out, "lse": lse, "delta": delta}
+    else:
+        saved = backward_inputs({"out": out, "lse": lse}, {"d_out": d_out})
     call = flash_attention.prepare(query, key, value, **options).call
     return op.backward(saved, **call.arguments, platform=platform, cfg=cfg)
 
