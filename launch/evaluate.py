@@ -15,6 +15,9 @@ from typing import Any
 from launch.errors import DONE, run_command
 from launch.options import file_of
 from launch.train import command, start_jax
+from recipes.arguments import key_of
+
+NO_STAGES = "curriculum=[]"  # of the recipe: one mesh for all lengths
 
 USAGE = """usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
        python -m launch.evaluate model.init_from=DIR [KEY=VALUE ...]
@@ -101,6 +104,10 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         if of is None:
             if name == "model":
                 raise ValueError(f"{argument}: the model is that of the weights; leave it out")
+            if key_of(argument) == "curriculum" and argument != NO_STAGES:
+                raise ValueError(
+                    f"{argument}: an evaluation has no stages; leave it out, and give lengths=, mesh= and data="
+                )
             recipe.append(argument)
             continue
         if not equals or not value:
@@ -129,7 +136,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         _number("value_tokens", v["value_tokens"]),
         to,
     )
-    return own, next(iter(where.values())), recipe
+    return own, next(iter(where.values())), [*recipe, NO_STAGES]
 
 
 def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
@@ -146,7 +153,6 @@ def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
     kept = [] if capacity is None else [f"experts.capacity={capacity}"]
     recipe = compose([*model, *kept, *given])
     recipe.model.experts.jitter = 0.0  # noise of training
-    recipe.curriculum = []
     weights.check(recipe.model)
     return recipe
 

@@ -299,6 +299,7 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         ([], "give run.dir=DIR, or model.init_from=DIR"),
         (["run.dir=a", "model.init_from=b"], "one of the two"),
         (["run.dir=a", "model=8b"], "the model is that of the weights"),
+        (["run.dir=a", "curriculum=[{until: 3}]"], "an evaluation has no stages"),
         (["run.dir=a", "tasks=loss,hay"], "must be some of loss,needle,recall"),
         (["run.dir=a", "lengths=1,2"], "lengths = '1,2' must be different numbers from 2 on"),
         (["run.dir=a", "lengths=many"], "lengths = 'many'"),
@@ -312,6 +313,12 @@ def test_what_the_model_was_trained_on_is_said(corpus):
 def test_a_wrong_key_is_named(arguments, words):
     with pytest.raises(ValueError, match=words):
         asked_of(arguments)
+
+
+def test_a_recipe_of_stages_is_evaluated_on_the_mesh_that_is_given():
+    keys = asked_of(["run.dir=a", "recipe=length_curriculum", "mesh.sp=2"])[2]
+    recipe = compose(keys)  # which refuses mesh.sp where every stage has a mesh of its own
+    assert recipe.mesh.sp == 2 and recipe.curriculum == []
 
 
 def test_what_is_no_key_no_run_and_no_step_is_refused(trained, tmp_path, capsys):

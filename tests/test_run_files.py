@@ -232,6 +232,17 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, 
     assert not (tmp_path / "second").exists()
 
 
+def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp_path, monkeypatch, capsys):
+    first, given = tmp_path / "first", [*TINY, *corpus, "checkpoint.every=1", "run.steps=1"]
+    assert main([*given, f"run.dir={first}"]) == DONE
+    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    other = [*given, f"run.dir={tmp_path / 'second'}", f"checkpoint.dir={first}/checkpoints"]
+    with taken(first):
+        assert main(other) == WRONG
+        assert f"checkpoint.dir = '{first}': another process trains in it" in capsys.readouterr().err
+    assert main(other) == DONE, "the first one has ended"
+
+
 def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path}/."]) == WRONG
     assert "is run.dir: a folder of checkpoints holds nothing else" in capsys.readouterr().err

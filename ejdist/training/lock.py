@@ -3,10 +3,12 @@ unfinished checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,16 @@ _PATIENCE = 60.0
 _EVERY = 0.5
 # (device, inode) of a folder -> who has it in this process, which has one run at a time.
 _HELD: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
+
+
+@contextlib.contextmanager
+def let_go_at_the_end() -> Iterator[None]:
+    """Lets go of all folders that this process has when the run ends: what was of it may be in memory for longer."""
+    try:
+        yield
+    finally:
+        for lock in list(_HELD.values()):
+            lock.let_go()
 
 
 class Lock:

@@ -18,6 +18,7 @@ from ejdist.cluster.hosts import Hosts, lost
 from ejdist.cluster.watchdog import ending_hangs
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
+from ejdist.training.lock import let_go_at_the_end
 from ejdist.training.metrics import cannot_write, draw_loss, measured_peak, read_rows, summarise, write_whole
 from ejdist.training.opening import Run, open_run
 from ejdist.training.pace import SAVES, Pace
@@ -37,6 +38,7 @@ class Outcome:
     summary: dict[str, Any] | None
 
 
+@let_go_at_the_end()
 def train(
     sections: TrainSections,
     *,

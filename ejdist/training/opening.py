@@ -108,7 +108,13 @@ def open_run(
                 f"checkpoint.dir = {s.checkpoint.dir!r} is run.dir: a folder of checkpoints holds nothing else; leave it out, "
                 "and they lie in run.dir/checkpoints"
             )
-    locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders.items()]
+    taken = list(folders.items())
+    kept = folders.get("checkpoint.dir")
+    if kept is not None and kept.name == "checkpoints" and kept.resolve().parent != directory.resolve():
+        taken.append(
+            ("checkpoint.dir", kept.parent)
+        )  # the run.dir of the run, if there is one, whose own folder this is
+    locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in taken]
     for lock in locks:
         lock.take(say)  # before any host looks what is there: a process that is about to end writes its last checkpoint
     hosts.say("that its folders are taken")
