@@ -98,7 +98,7 @@ def row_of(rows, index, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O: gl.constexpr):
+def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O: gl.constexpr):
     """Returns weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
     PAIRS: gl.constexpr = p.type.layout
     at = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
@@ -119,20 +119,30 @@ def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
 
 
 @gluon.jit
+def weights_of(s, rows, index, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+               O: gl.constexpr):  # fmt: skip
+    """Returns (weights [keys, queries] of a pair of blocks from its logits, what the soft cap made of those over the cap).
+    Without a cap the logits are less lse; with one, row `index` has what is to be added."""
+    if O.CAP is None:
+        p = gl.exp2(s * (O.SCALE * LOG2E))
+    else:
+        s = tanh(s * (O.SCALE / O.CAP), O)
+        p = gl.exp2(s * (O.CAP * LOG2E) + row_of(rows, index, s.shape, s.type.layout))
+    if (m >= full_end) | (m < full_first):
+        p = _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
+    return p, s
+
+
+@gluon.jit
 def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
            dtype: gl.constexpr, VALUES: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """Returns (weights as the left side of their product with cotangents, weights times the slope of the soft cap)."""
-    UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
-    if O.CAP is None:
-        p = gl.exp2(s * UNIT)
-    else:
-        s = tanh(s * (O.SCALE / O.CAP), O)
-        p = gl.exp2(s * UNIT + row_of(rows, 2 * stage, s.shape, s.type.layout))
-    if (m >= full_end) | (m < full_first):
-        p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
+    p, capped = weights_of(
+        s, rows, 2 * stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+        O)  # fmt: skip
     weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, VALUES, 2))
     if O.CAP is not None:
-        p *= 1.0 - s * s
+        p *= 1.0 - capped * capped
     return weights, p
 
 

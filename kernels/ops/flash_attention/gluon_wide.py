@@ -29,9 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels._core.gluon import SWIZZLED, after
-from kernels.ops.flash_attention.gluon_gradients import place, row_of, seen, store_keys
-from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, TILE_OF_SUMS, span_of, tanh
-from kernels.ops.flash_attention.triton_parts import LOG2E
+from kernels.ops.flash_attention.gluon_gradients import place, row_of, store_keys, weights_of
+from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, TILE_OF_SUMS, span_of
 
 # The largest weight, 1, as it passes between warpgroups: half of what float16 holds. The smallest that keeps all of its bits is
 # 2**-29, of a row of half a billion keys.
@@ -92,7 +91,6 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
     """Makes the weights of a block, and the gradient of the values."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
-    UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, q_rows, q_full = queries
@@ -126,20 +124,16 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
         s = warpgroup_mma(k_tile, q_tiles.index(0).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, (s,))
         for i in range(steps):
-            if O.CAP is None:
-                p = gl.exp2(s * UNIT)
-            else:
-                s = tanh(s * (O.SCALE / O.CAP), O)
-                p = gl.exp2(s * UNIT + row_of(q_rows, stage, SHAPE, PAIRS))
-            if (m >= full_end) | (m < full_first):
-                p = seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
+            p, capped = weights_of(
+                s, q_rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+                O)  # fmt: skip
             weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
             mbarrier.wait(tile_free.index(stage), phase ^ 1)
             passed = tiles.index(stage).reinterpret(dtype=gl.float16)
             if O.CAP is None:
                 passed.store((p * ONE).to(gl.float16))
             else:
-                passed.store((p * (ONE - ONE * (s * s))).to(gl.float16))
+                passed.store((p * (ONE - ONE * (capped * capped))).to(gl.float16))
             mbarrier.arrive(weighed.index(stage))
             mbarrier.wait(d_full.index(stage), phase)
             dv = warpgroup_mma(weights, d_tiles.index(stage), dv, is_async=True)
