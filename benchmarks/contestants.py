@@ -67,7 +67,6 @@ def ours(
       of: `peers.first`, to ask them for their first output alone, or None.
     """
     call, found = op.bind(**arguments), []
-    asked = op.outputs[:1] if of is peers.first else None
     _, _, static = split(arguments)
     for backend in op.backends.values():
         if platform_here() not in backend.platforms:
@@ -80,7 +79,8 @@ def ours(
         cfg = (tuned or {}).get(backend.name)
 
         def function(*, _name: str = backend.name, _cfg: Any = cfg, **arrays: Any) -> Any:
-            return op(**static, **arrays, platform=_name, cfg=_cfg, asked=asked)
+            outputs = op(**static, **arrays, platform=_name, cfg=_cfg)
+            return outputs if of is None else of(*outputs)
 
         backward = backend.refuses(op, call, True) is None
         kept = None if cfg is None else {"version": backend.version, "config": dataclasses.asdict(cfg)}

@@ -122,7 +122,7 @@ def run(
     call = prepared.call
     mesh = mesh_of(mesh, in_specs, out_specs)
     if mesh is None:
-        return prepared.result(op, op.run(call, platform=platform, cfg=cfg, asked=prepared.asked))
+        return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
     axes = resolve_axes(op, call, mesh, in_specs, table, handles)
     check_local(op, call, axes, mesh, handles)
     axes = apart(op, call, axes, mesh, handles, said=in_specs is not None or is_explicit(mesh))
@@ -155,8 +155,7 @@ def run(
         if axes.get(d) and d in split
     }
     options = {**{n: v for n, v in call.static().items() if n not in offsets}, "platform": platform, "cfg": cfg}
-    asked = prepared.asked if local is None else None
-    own: Callable = functools.partial(op, asked=asked) if local is None else local
+    own: Callable = op if local is None else local
     if handles:
         own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
     key = (
@@ -168,17 +167,8 @@ def run(
         results,
         call.program_key(),
     )
-    key += (
-        asked,
-        tuple(gathered.items()),
-        tuple(offsets.items()),
-        platform,
-        typed(cfg),
-        interpreting(),
-        select.state(call),
-    )
-    some = tuple(lie if asked is None or n in asked else None for n, lie in zip(op.outputs, results, strict=True))
-    out = some if len(some) > 1 else some[0]
+    key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
+    out = results if len(results) > 1 else results[0]
     program = _Program(key, op, own, mesh, specs, out, gathered, sums, offsets, options)
     return prepared.result(op, _compiled(program)(data))
 

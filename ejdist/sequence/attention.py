@@ -30,6 +30,7 @@ from kernels._core.binding import is_array, is_float_array
 from kernels._core.config import KernelConfig
 from kernels._core.contract import Op
 from kernels._core.dispatch import vary_alike
+from kernels._core.execute import cotangent, primals
 from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
 from kernels._core.public import Prepared, module_class
@@ -89,6 +90,7 @@ _forward_of_a_gradient = _differentiated_once(_forward)
 
 
 def _ring_fwd(static, arrays, mask):
+    arrays, mask = primals((arrays, mask))
     out, lse = _forward_of_a_gradient(static, arrays, mask)
     # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded.
     out, lse = checkpoint_name(out, "flash_attention.out"), checkpoint_name(lse, "flash_attention.lse")
@@ -98,14 +100,13 @@ def _ring_fwd(static, arrays, mask):
 def _ring_bwd(static, kept, cotangents):
     arrays, mask, out, lse = kept
     assert static.op.backward_inputs is not None
-    saved = static.op.backward_inputs(
-        {"out": out, "lse": lse}, {"d_out": cotangents[0].astype(out.dtype), "d_lse": cotangents[1]}
-    )
+    sent = {"d_out": cotangent(cotangents[0]), "d_lse": cotangent(cotangents[1])}
+    saved = static.op.backward_inputs({"out": out, "lse": lse}, {n: d for n, d in sent.items() if d is not None})
     grads = _backward(static, saved, arrays, mask)
     return {n: grads[n].astype(x.dtype) if is_float_array(x) else None for n, x in arrays.items()}, None
 
 
-_ring.defvjp(_ring_fwd, _ring_bwd)
+_ring.defvjp(_ring_fwd, _ring_bwd, symbolic_zeros=True)
 
 
 def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:

@@ -209,6 +209,6 @@ class Local:
     def pull(self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], holders: Any) -> dict[str, jax.Array]:
         """Returns the gradients by argument name, of key, value and `own`, of this rank's queries over those keys.
 
-        `saved` has d_out, and the lse and delta of all keys, wherever they are.
+        `saved` has d_out, and the lse and delta, or out, of all keys, wherever they are.
         """
         return self._over(functools.partial(self.static.op.backward, saved), keys, holders)

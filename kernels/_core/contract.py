@@ -61,7 +61,7 @@ class Op:
       classes: call -> the class of calls that it belongs to, among which one backend is fastest on a kind of device: what was
         measured for it goes before `order` (measured.py); None for a call of no class.
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both, zero for outputs
-        that nobody asked for. Of these it is given no cotangent itself.
+        that nothing depends on. Of these it is given no cotangent itself.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
       work: call -> (Work of the forward, Work of the backward), see work.py: what each direction must at least compute and
@@ -311,36 +311,21 @@ class Op:
             choices.append(choice)
         return Plan(tuple(choices), toolchain, cfg)
 
-    def __call__(
-        self,
-        *args: Any,
-        platform: str | None = None,
-        cfg: Any = None,
-        asked: Iterable[str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
         """Returns all outputs of the contract: a tuple, or the bare array when there is one.
 
         Args:
           platform: None for the fastest backend of whatever this is lowered for; or a toolchain ("xla", "triton",
             "pallas") or backend ("triton_gpu"), which never falls back.
           cfg: a configuration for this call; fields left None are chosen.
-          asked: names of the outputs that are wanted, with None in place of the others; default: all of them. What nobody
-            wants has no gradient, which some backwards are faster for.
 
         Raises:
           ValueError: the call is wrong. Unsupported: no backend, or not the one asked for, can run it.
         """
-        return self.run(self.bind(*args, **kwargs), platform=platform, cfg=cfg, asked=asked)
+        return self.run(self.bind(*args, **kwargs), platform=platform, cfg=cfg)
 
-    def run(
-        self, call: Call, *, platform: str | None = None, cfg: Any = None, asked: Iterable[str] | None = None
-    ) -> Any:
+    def run(self, call: Call, *, platform: str | None = None, cfg: Any = None) -> Any:
         """Returns the outputs of a call that is bound already, as `__call__`."""
-        wanted = set(self.outputs if asked is None else [asked] if isinstance(asked, str) else asked)
-        if not wanted or not wanted.issubset(self.outputs):
-            raise ValueError(f"{self.name}: argument 'asked' = {asked!r} must name some of {', '.join(self.outputs)}")
-        some = tuple(name if name in wanted else None for name in self.outputs)
 
         def make() -> Callable:
             primal = self.plan(call, platform, cfg, differentiated=False)
@@ -348,9 +333,9 @@ class Op:
                 gradient, refusal = self.plan(call, platform, cfg, differentiated=True), ""
             except Unsupported as error:  # only a differentiated call needs a backward, so it is raised there
                 gradient, refusal = None, str(error)
-            return execute.compiled(self, call, primal, gradient, refusal, some)
+            return execute.compiled(self, call, primal, gradient, refusal)
 
-        return self._program("forward", call, platform, cfg, make, some)(call.traced())
+        return self._program("forward", call, platform, cfg, make)(call.traced())
 
     def backward(
         self, saved: Mapping[str, Any], *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any
@@ -367,12 +352,10 @@ class Op:
 
         return self._program("backward", call, platform, cfg, make)(dict(saved), call.traced())
 
-    def _program(
-        self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable], some: tuple = ()
-    ) -> Callable:
+    def _program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
         """Returns the jitted function of calls of one kind: the backends and configurations that were chosen for the first
         one hold for the next while nothing that decides the choice has changed."""
-        asked = (direction, some, call.program_key(), platform, cfg, interpreting())
+        asked = (direction, call.program_key(), platform, cfg, interpreting())
         found = self._programs.get((*asked, select.state(call)))
         if found is None:
             found = make()

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from kernels._core.backend import Backend, Operation, Plan
 from kernels._core.binding import Call, floats_apart, is_float_array, is_traced_argument, merged
@@ -30,11 +31,14 @@ def _as_tuple(op: Operation, value: Any) -> tuple:
     return value if len(op.outputs) > 1 else (value,)
 
 
-def _only(op: Operation, outputs: Any, asked: Any) -> Any:
-    """Returns the outputs, None in place of those for which `asked` has None."""
-    if len(op.outputs) == 1:
-        return outputs
-    return tuple(None if name is None else y for y, name in zip(outputs, asked, strict=True))
+def primals(tree: Any) -> Any:
+    """Returns the values of what the forward of a `custom_vjp` with `symbolic_zeros` is given."""
+    return jax.tree.map(lambda leaf: leaf.value, tree)
+
+
+def cotangent(given: Any) -> jax.Array | None:
+    """Returns the cotangent of an output as such a backward is given it; None where nothing depends on that output."""
+    return None if isinstance(given, SymbolicZero) else given
 
 
 def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
@@ -129,38 +133,35 @@ def _batched_forward(
     return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), found, result)
 
 
-def compiled(
-    op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str, asked: tuple[str | None, ...]
-) -> Callable:
+def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str) -> Callable:
     """Returns the jitted, differentiable function of the arrays of a call -> outputs.
 
     Args:
       primal, gradient: what runs as the forward, and as the backward. Where the forward of a differentiated call keeps more
         than its outputs, it is that of `gradient` too.
       refusal: why there is no `gradient`.
-      asked: the outputs that are returned, None in place of the others. An output that nobody has asked for has no cotangent,
-        which its backward may know, where a cotangent that is zero says nothing.
     """
     static = call.static()
 
-    def forward_of(plan: Plan, asked: tuple[str | None, ...], keep: bool = False) -> Callable:
+    def forward_of(plan: Plan, keep: bool = False) -> Callable:
         """Returns the forward (inputs, others) -> (outputs, what is kept) of a plan, differentiable as often as one likes."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            outputs, kept = _run_forward(op, plan, static, merged(inputs, others), keep)
-            return _only(op, outputs, asked), kept
+            return _run_forward(op, plan, static, merged(inputs, others), keep)
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+            inputs, others = primals((inputs, others))
             outputs, residuals, kept = differentiated(inputs, others)
-            return (_only(op, outputs, asked), kept if keep else {}), (inputs, others, {**residuals, **kept})
+            return (outputs, kept if keep else {}), (inputs, others, {**residuals, **kept})
 
         def run_bwd(saved: Any, cotangents: Any) -> Any:
             # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
-            return pull(*saved, cotangents[0]), None
+            return pull(*saved, tuple(map(cotangent, _as_tuple(op, cotangents[0])))), None
 
         call.__name__ = op.name  # what profiles and programs show
         run = jax.custom_vjp(call)
-        run.defvjp(run_fwd, run_bwd)
+        # An output that nothing depends on has no cotangent, which a backward may be faster for; a zero would say nothing.
+        run.defvjp(run_fwd, run_bwd, symbolic_zeros=True)
         return run
 
     def differentiated(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
@@ -173,7 +174,7 @@ def compiled(
             return checkpoint_name(value, f"{op.name}.{name}")
 
         keeps = op.kept is not None
-        outputs, kept = forward_of(gradient if keeps else primal, op.outputs, keeps)(inputs, others)
+        outputs, kept = forward_of(gradient if keeps else primal, keeps)(inputs, others)
         outputs = tuple(
             known(name, value) if name in op.residuals else value
             for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
@@ -183,16 +184,16 @@ def compiled(
         return outputs if len(op.outputs) > 1 else outputs[0], residuals, kept
 
     @jax.custom_vjp
-    def pull(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
+    def pull(inputs: Any, others: Any, residuals: Any, cotangents: tuple) -> Any:
         """Returns the gradients of the inputs."""
         assert gradient is not None  # else the forward has raised
         traced = merged(inputs, others)
-        sent = {f"d_{name}": value for name, value in zip(op.outputs, _as_tuple(op, cotangents), strict=True)}
+        sent = {f"d_{name}": value for name, value in zip(op.outputs, cotangents, strict=True)}
         d = {name: x for name, x in sent.items() if x is not None and x.dtype != jax.dtypes.float0}
         if op.backward_inputs is None and any(x is None for x in sent.values()):
             outputs = _as_tuple(op, jax.eval_shape(lambda x: op.function(**static, **x), traced))
-            unasked = [(name, y) for (name, x), y in zip(sent.items(), outputs, strict=True) if x is None]
-            d |= {name: jnp.zeros(y.shape, y.dtype) for name, y in unasked if is_float_array(y)}
+            unused = [(name, y) for (name, x), y in zip(sent.items(), outputs, strict=True) if x is None]
+            d |= {name: jnp.zeros(y.shape, y.dtype) for name, y in unused if is_float_array(y)}
         saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
         return _run_backward(op, gradient, static, saved, traced)
 
@@ -206,7 +207,8 @@ def compiled(
 
         def gradients(inputs: Any, cotangents: Any) -> Any:
             def outputs(x: Any) -> Any:
-                return _only(op, op.function(**static, **merged(x, others)), cotangents)
+                every = _as_tuple(op, op.function(**static, **merged(x, others)))
+                return tuple(None if d is None else y for y, d in zip(every, cotangents, strict=True))
 
             with jax.default_matmul_precision("highest"):
                 return jax.vjp(outputs, inputs)[1](cotangents)[0]
@@ -215,7 +217,7 @@ def compiled(
         return d_inputs, None, None, d_cotangents
 
     pull.defvjp(pull_fwd, pull_bwd)
-    differentiable = forward_of(primal, asked)
+    differentiable = forward_of(primal)
 
     def run(traced: dict[str, Any]) -> Any:
         _check_mesh(op, traced)

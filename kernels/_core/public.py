@@ -45,15 +45,8 @@ class Prepared:
     dims: tuple[str, ...] | tuple[tuple[str, ...], ...] = ()
     op: Op | None = None
 
-    @property
-    def asked(self) -> tuple[str, ...] | None:
-        """Names of the outputs of the contract that the result is made of; None for all of them."""
-        if self.finish is not None:
-            return None
-        return (self.returns,) if isinstance(self.returns, str) else self.returns
-
     def result(self, op: Op, outputs: Any) -> Any:
-        """Returns what the caller gets, from all outputs of the contract, or those that are asked for."""
+        """Returns what the caller gets, from all outputs of the contract."""
         every = outputs if len(op.outputs) > 1 else (outputs,)
         if self.finish is not None:
             return self.finish(*every)
@@ -80,7 +73,7 @@ class PublicFunction:
     def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
         prepared = self.prepare(*args, **kwargs)
         op = prepared.op or self.op
-        return prepared.result(op, op.run(prepared.call, platform=platform, cfg=cfg, asked=prepared.asked))
+        return prepared.result(op, op.run(prepared.call, platform=platform, cfg=cfg))
 
     def __repr__(self) -> str:
         return f"<public function {self.__name__} of {self.op.name}>"

@@ -9,7 +9,7 @@ def backward_inputs(residuals: dict, cotangents: dict) -> dict:
     """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], of the residuals out and lse.
 
     With ds = p * (dp - delta) the two cotangents need no separate terms; a ring computes delta once, from its global out. A
-    cotangent that is not there, of an output that nobody asked for, is zero.
+    cotangent that is not there, of an output that nothing depends on, is zero.
     """
     out = residuals["out"]
     d_out = cotangents.get("d_out")

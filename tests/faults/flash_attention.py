@@ -62,14 +62,14 @@ FAULTS = (
         "kernels/ops/flash_attention/contract.py",
         'return saved if "d_lse" in cotangents else saved | ',
         "return saved | ",
-        "tests/test_asked.py -k cudnn",
+        "tests/test_cotangents.py -k cudnn",
     ),
     Fault(
         "a cotangent of lse is dropped",
         "kernels/_core/softmax.py",
         'delta - cotangents.get("d_lse", 0)',
         "delta",
-        "tests/test_asked.py -k 'cudnn or lse'",
+        "tests/test_cotangents.py -k cudnn",
     ),
     Fault(
         "Hopper: one direction has another tanh than the other",
