@@ -209,6 +209,23 @@ def test_inside_the_callers_own_shard_map(name):
         close(with_gradients(mapped, count)(*arrays), plain(name))
 
 
+@pytest.mark.parametrize("where", ["local", "batch", "ring", "mapped"])
+def test_where_nothing_is_compiled(where):
+    """Under jax.disable_jit, by which programs are looked at step by step, an operation called itself without end."""
+    mesh = make_mesh(sp=2) if where == "ring" else make_mesh(dp=2)
+    split = {"in_specs": (P("dp"),) * 3, "out_specs": P("dp")}
+    function = {
+        "local": kernels.flash_attention,
+        "batch": lambda *x: ejdist.flash_attention(*x, mesh=mesh),
+        "ring": lambda *x: ejdist.ring_attention(*x, mesh=mesh),
+        "mapped": lambda *x: jax.shard_map(kernels.flash_attention, mesh=mesh, **split)(*x),
+    }[where]
+    gradients = jax.grad(lambda x: jnp.sum(jnp.sin(function(*x))))
+    want = gradients(QKV)
+    with jax.disable_jit():
+        close(gradients(QKV), want)
+
+
 def test_a_ring_inside_a_shard_map_over_some_axes():
     where = {"mesh": make_mesh(dp=2, sp=2, tp=2), "in_specs": (P("dp", "sp"),) * 3, "out_specs": P("dp", "sp")}
     mapped = jax.shard_map(functools.partial(ejdist.ring_attention, causal=True), axis_names={"dp", "sp"}, **where)

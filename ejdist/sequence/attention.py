@@ -30,7 +30,6 @@ from kernels._core.binding import is_array, is_float_array
 from kernels._core.config import KernelConfig
 from kernels._core.contract import Op
 from kernels._core.dispatch import vary_alike
-from kernels._core.execute import cotangent, primals
 from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
 from kernels._core.public import Prepared, module_class
@@ -90,7 +89,6 @@ _forward_of_a_gradient = _differentiated_once(_forward)
 
 
 def _ring_fwd(static, arrays, mask):
-    arrays, mask = primals((arrays, mask))
     out, lse = _forward_of_a_gradient(static, arrays, mask)
     # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded.
     out, lse = checkpoint_name(out, "flash_attention.out"), checkpoint_name(lse, "flash_attention.lse")
@@ -100,13 +98,13 @@ def _ring_fwd(static, arrays, mask):
 def _ring_bwd(static, kept, cotangents):
     arrays, mask, out, lse = kept
     assert static.op.backward_inputs is not None
-    sent = {"d_out": cotangent(cotangents[0]), "d_lse": cotangent(cotangents[1])}
-    saved = static.op.backward_inputs({"out": out, "lse": lse}, {n: d for n, d in sent.items() if d is not None})
+    sent = dict(zip(("d_out", "d_lse") if static.lse else ("d_out",), cotangents, strict=False))
+    saved = static.op.backward_inputs({"out": out, "lse": lse}, sent)
     grads = _backward(static, saved, arrays, mask)
     return {n: grads[n].astype(x.dtype) if is_float_array(x) else None for n, x in arrays.items()}, None
 
 
-_ring.defvjp(_ring_fwd, _ring_bwd, symbolic_zeros=True)
+_ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
@@ -131,12 +129,14 @@ def on_shard(
     cfg: Any,
     op: Op = flash,
     only: Collection[int] | None = None,
+    lse: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of this rank's queries; runs inside a shard_map over the axis.
 
     Args:
       op: the attention of a rank's queries over some keys.
       only: the hops at which it can have work, of those that the mask asks for.
+      lse: False where nothing depends on the lse that is returned.
     """
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
@@ -147,7 +147,7 @@ def on_shard(
     known = mask.q_positions is None and mask.prefix_lengths is None
     hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
-    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op)
+    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, lse)
     # An input that is alike on some ranks has cotangents that are not; the rank itself says whether that is checked here.
     return _ring(static, *vary_alike((arrays, mask), exchange.rank(axis)))
 
@@ -210,13 +210,14 @@ class _OnShard:
     axis: Axis
     scheme: Scheme
     order: str | Order
+    lse: bool  # whether it is returned to the caller
 
     def __call__(
         self, axes: Any = None, *, mask: MaskInfo | None = None, platform: str | None, cfg: Any, **arguments: Any
     ) -> tuple[jax.Array, jax.Array]:
         how = {"axis": self.axis, "scheme": self.scheme, "order": self.order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
-            return on_shard(arguments, mask, **how)
+            return on_shard(arguments, mask, **how, lse=self.lse)
 
 
 def ring_attention(
@@ -266,14 +267,14 @@ def ring_attention(
     check_mesh(mesh)
     axis, bound = _bound_axis(axis_name, mesh)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    how = {"platform": platform, "cfg": cfg}
+    how, lse = {"platform": platform, "cfg": cfg}, prepared.returns != "out"
     if bound:
         if any(x is not None for x in specs.values()):
             raise ValueError(
                 "ring_attention: arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped "
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
-        return prepared.result(flash, _OnShard(axis, scheme_of(scheme), order)(**prepared.call.arguments, **how))
+        return prepared.result(flash, _OnShard(axis, scheme_of(scheme), order, lse)(**prepared.call.arguments, **how))
     whole = mesh_of(**specs)
     if mesh is None and current_mesh() is None and jax.sharding.get_abstract_mesh().empty:
         _check_without_mesh(axis, order)
@@ -292,7 +293,7 @@ def ring_attention(
         return run(prepared, flash, **specs, **how)
     table = {"T": names, "S": names}
     _check_axis_of(call, whole, in_specs, axis, names)
-    return run(prepared, flash, **specs, **how, table=table, handles=("T", "S"), local=_OnShard(axis, made, order))
+    return run(prepared, flash, **specs, **how, table=table, handles=("T", "S"), local=_OnShard(axis, made, order, lse))
 
 
 def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: Axis, names: tuple[str, ...]) -> None:

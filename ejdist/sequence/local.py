@@ -43,6 +43,7 @@ class Static:
     platform: str | None
     cfg: Any
     op: Op = flash  # the local attention: it has lse as an output, and a backward that takes lse and delta
+    lse: bool = True  # False: lse has no cotangent. No symbolic zero says so to what is mapped and not compiled.
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ _call_p.multiple_results = True
 
 @_call_p.def_impl
 def _run(*args: Any, **params: Any) -> Any:
-    return jax.jit(lambda *a: _call_p.bind(*a, **params))(*args)
+    with jax.disable_jit(False):  # else it would call itself
+        return jax.jit(lambda *a: _call_p.bind(*a, **params))(*args)
 
 
 def _effects(branch: Callable | str, operands: Any) -> frozenset:

@@ -224,7 +224,7 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
         return differentiable(*floats_apart(vary_alike(traced), op.no_gradient))[0]
 
     run.__name__ = op.name
-    return jax.jit(run)
+    return _jitted(run)
 
 
 def compiled_backward(op: Operation, call: Call, plan: Plan) -> Callable:
@@ -236,7 +236,18 @@ def compiled_backward(op: Operation, call: Call, plan: Plan) -> Callable:
         return _run_backward(op, plan, static, *vary_alike((saved, traced)))
 
     run.__name__ = f"{op.name}_backward"
-    return jax.jit(run)
+    return _jitted(run)
+
+
+def _jitted(run: Callable) -> Callable:
+    """Returns a function compiled, under `jax.disable_jit` too: an operation has no steps to look at, it is one itself."""
+    compiled = jax.jit(run)
+
+    def call(*arrays: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(*arrays)
+
+    return call
 
 
 def backward_of(op: Operation, function: Callable) -> Callable:
