@@ -257,6 +257,7 @@ def test_what_quantize_refuses(said, args, options):
         ("arguments 'biases' and 'zeros' say the same", (X, Q, S, B), {"zeros": B}),
         ("argument 'biases' must have the shape of 'scales'", (X, Q, S, B[:1]), {}),
         ("argument 'scales' of mode 'affine' must be float, got uint8", (X, Q, MX[1], B), {}),
+        ("argument 'w' must be an array as `quantize` makes it", (X, Q[:, :0], S[:, :0], B[:, :0]), {}),
         ("argument 'scales' of mode 'mxfp4' must be uint8, got float32", (X, Q, S), {"mode": "mxfp4"}),
     ],
 )

@@ -84,7 +84,7 @@ def quantize(
 def _measured(function: str, D: int, w: Any, scales: Any, mode: str, bits: Any, group_size: Any) -> tuple[int, int]:
     """Returns (bits, group_size), which follow from the shapes; what was given must agree."""
     for name, x in (("w", w), ("scales", scales)):
-        if not is_array(x) or x.ndim < 2 or not x.shape[-2]:
+        if not is_array(x) or x.ndim < 2 or 0 in x.shape[-2:]:
             got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
             raise ValueError(f"{function}: argument {name!r} must be an array as `quantize` makes it, got {got}")
     if w.dtype != jnp.uint32:
