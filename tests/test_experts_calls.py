@@ -214,6 +214,7 @@ ILLEGAL = {
     "specs without a mesh": ({"in_specs": jax.sharding.PartitionSpec("ep")}, "in_specs"),
     "a bias of other experts": ({"bias": np.ones(E + 1, np.float32)}, "bias"),
     "a router of another width": ({"router": np.ones((D + 1, E), np.float32)}, "router"),
+    "a router of one dim": ({"router": np.ones(E, np.float32)}, "router"),
     "a router of other experts": ({"router": np.ones((D, E + 1), np.float32)}, "gate"),
     "tokens without rows": ({"x": ARRAYS["x"][0]}, "x"),
     "ids of other tokens": ({"segment_ids": np.zeros((B, T + 1), int)}, "segment_ids"),
