@@ -139,8 +139,7 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> 
         raise _refuse("update_bias", "rate", f"must be at least 0 and finite, got {rate!r}")
     # In integers: a mean of floats may be off by a rounding, which moves the experts that are right at it.
     whole, rest = jnp.divmod(jnp.sum(counts), bias.size)
-    gained = (whole > counts).astype(jnp.int32) - (
-        whole < counts
-    )  # compared: of unsigned ones no difference is negative
+    # Compared, not subtracted: of unsigned counts no difference is negative.
+    gained = (whole > counts).astype(jnp.int32) - (whole < counts)
     direction = jnp.where(counts == whole, jnp.sign(rest), gained)
     return jax.lax.stop_gradient(bias + rate * direction).astype(bias.dtype)
