@@ -259,6 +259,14 @@ def test_losses_refuse_by_name():
             call()
 
 
+def test_a_balance_loss_of_more_experts_than_a_dtype_counts():
+    experts, probabilities = jnp.array([[[0], [1], [-1]]]), jnp.ones((1, 3, 300)) / 300
+    got, want = (
+        sequence_balance_loss(e, probabilities, jnp.zeros((1, 3), int)) for e in (experts.astype(jnp.int8), experts)
+    )
+    np.testing.assert_array_equal(got, want)
+
+
 def test_an_option_that_is_none_is_no_option():
     with pytest.raises(TypeError, match="scoring"):
         moe(**ARRAYS, top_k=2, scoring="softmax")

@@ -144,7 +144,7 @@ def test_minus_one_hundred_is_ignored_too():
     assert fused_cross_entropy(x, w, jnp.asarray(np.where(targets == -1, -100, targets)), z_loss=0.1) == usual
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_targets_of_a_narrow_dtype_are_the_tokens_that_they_say(dtype):
     """-1 and -100 are tokens of 8 unsigned bits, and a vocabulary may be larger than what 8 bits hold."""
     rng = np.random.default_rng(0)

@@ -245,8 +245,8 @@ def test_queries_and_keys_on_a_mesh():
         ejdist.rotary_embedding(q, positions, key=k[:, :, :1], mesh=make_mesh(tp=2))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
-def test_the_gradient_turns_back_by_positions_of_any_integer_dtype(dtype):
+@pytest.mark.parametrize("dtype", ["uint8", "uint32"])
+def test_the_gradient_turns_back_by_unsigned_positions(dtype):
     x, positions = jnp.cos(jnp.arange(48.0)).reshape(1, 3, 2, 8), jnp.array([[0, 5, 127]])
 
     def gradient(positions):
