@@ -25,6 +25,8 @@ from kernels._core.dispatch import vary_alike
 from kernels._core.platforms import Unsupported
 from kernels._core.public import module_class
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -133,10 +135,14 @@ def _check(name: str, x: Any, w: Any, platform: Any, cfg: Any) -> None:
         if not is_float_array(a) or a.ndim < least or (argument == "w" and a.ndim != 2):
             got = f"{a.dtype} of shape {a.shape}" if hasattr(a, "shape") else type(a).__name__
             raise ValueError(f"{name}: argument {argument!r} must be a float array {dims}, got {got}")
+    if str(x.dtype) not in DTYPES:  # float64 would be multiplied in float32
+        raise Unsupported(f"{name}: dtype {x.dtype} is not among {', '.join(DTYPES)}")
     if x.dtype != w.dtype:
         raise ValueError(f"{name}: argument 'w' is {w.dtype} but 'x' is {x.dtype}; cast one of them")
     if x.shape[-1] != w.shape[0]:
         raise ValueError(f"{name}: argument 'w' of shape {w.shape} must have {x.shape[-1]} rows, the last dim of 'x'")
+    if not w.shape[0]:
+        raise ValueError(f"{name}: argument 'w' of shape {w.shape} has no rows; there must be at least 1")
     if platform not in (None, "xla"):
         raise Unsupported(f"{name} has no {platform} backend; it has xla")
     if cfg is not None:

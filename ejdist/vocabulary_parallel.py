@@ -75,8 +75,9 @@ def _joined_gap(axes: dict[str, tuple[str, ...]], reverse: bool, **arguments: An
     *parts, gap = outputs
     whole = [_joined_lse(lse, vocabulary) for lse in parts]
     p = 0 if reverse else 1
-    # A part's gap is a mean under its own part of p, and counts as much as it has of p.
-    return *whole, jax.lax.psum(jnp.exp(parts[p] - whole[p]) * gap, vocabulary)
+    # A part's gap is a mean under its own part of p, and counts as much as it has of p; of nothing it may be infinite.
+    share = jnp.exp(parts[p] - whole[p])
+    return *whole, jax.lax.psum(share * jnp.where(share > 0, gap, 0), vocabulary)
 
 
 fused_cross_entropy = sharded(kernels.fused_cross_entropy, local=_reduced, handles=("V",))

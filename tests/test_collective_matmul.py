@@ -177,6 +177,7 @@ X, W = (np.zeros(s, np.float32) for s in ((8, 4), (4, 8)))
         ("'w' must be a float array .* shape \\(1, 4, 8\\)", (X, W[None]), {}),
         ("'w' is bfloat16 but 'x' is float32; cast", (X, jnp.asarray(W, "bfloat16")), {}),
         ("'w' of shape \\(8, 4\\) must have 4 rows", (X, W.T), {}),
+        ("'w' of shape \\(0, 8\\) has no rows", (X[:, :0], W[:0]), {}),
         ("'axis_name' must be the name of a mesh axis, got \\('tp',\\)", (X, W), {"axis_name": ("tp",)}),
         ("'cfg' = 1: this operation has no configurations", (X, W), {"cfg": 1}),
     ],
@@ -206,3 +207,6 @@ def test_a_wrong_place_is_a_value_error():
             function(**{"x": X, "w": W, "mesh": mesh, **options})
     with pytest.raises(Unsupported, match="has no triton backend; it has xla"):
         all_gather_matmul(X, W, platform="triton")
+    # It would be multiplied in float32.
+    with pytest.raises(Unsupported, match="dtype float64 is not among bfloat16, float16, float32"):
+        reduce_scatter_matmul(X.astype(np.float64), W.astype(np.float64), mesh=mesh)

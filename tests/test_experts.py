@@ -321,6 +321,8 @@ def test_the_bias_brings_balance():
     # The mean is 2**25 + 2/3: float32 has no integer between that and 2**25.
     large = update_bias(jnp.zeros(3), jnp.array([0, 1, 1]) + 2**25, 1.0)
     np.testing.assert_array_equal(large, [1, -1, -1])
+    for counts in ([5, 0, 1], np.array([5, 0, 1], np.uint32)):
+        np.testing.assert_array_equal(update_bias(jnp.zeros(3), counts, 1.0), [-1, 1, 1])
 
 
 def test_empty_batches_and_batches_of_padding():

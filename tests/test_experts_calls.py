@@ -214,6 +214,7 @@ ILLEGAL = {
     "specs without a mesh": ({"in_specs": jax.sharding.PartitionSpec("ep")}, "in_specs"),
     "a bias of other experts": ({"bias": np.ones(E + 1, np.float32)}, "bias"),
     "a router of another width": ({"router": np.ones((D + 1, E), np.float32)}, "router"),
+    "a router of one dim": ({"router": np.ones(E, np.float32)}, "router"),
     "a router of other experts": ({"router": np.ones((D, E + 1), np.float32)}, "gate"),
     "tokens without rows": ({"x": ARRAYS["x"][0]}, "x"),
     "ids of other tokens": ({"segment_ids": np.zeros((B, T + 1), int)}, "segment_ids"),
@@ -256,6 +257,14 @@ def test_losses_refuse_by_name():
     }.items():
         with pytest.raises(ValueError, match=f"'{argument}'"):
             call()
+
+
+def test_a_balance_loss_of_more_experts_than_a_dtype_counts():
+    experts, probabilities = jnp.array([[[0], [1], [-1]]]), jnp.ones((1, 3, 300)) / 300
+    got, want = (
+        sequence_balance_loss(e, probabilities, jnp.zeros((1, 3), int)) for e in (experts.astype(jnp.int8), experts)
+    )
+    np.testing.assert_array_equal(got, want)
 
 
 def test_an_option_that_is_none_is_no_option():

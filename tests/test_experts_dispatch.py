@@ -50,6 +50,19 @@ def test_one_device_has_the_numbers_of_the_loop():
     check_routes(ONE, "auto", names={"random", "none"})
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), ("uint8", 256)])
+def test_experts_of_a_dtype_that_has_no_number_for_none(dtype, experts):
+    x, params, chosen = jnp.ones((2, 3)), jnp.arange(experts, dtype=jnp.float32), jnp.array([[1, 7], [100, -1]])
+
+    def apply(params, rows, sizes):
+        return rows * jnp.repeat(params, sizes, total_repeat_length=rows.shape[0])[:, None]
+
+    chosen = chosen if dtype == "int8" else jnp.abs(chosen)
+    out, stats = exchange(x, chosen.astype(dtype), jnp.ones((2, 2)), params, apply, axis=None, num_experts=experts)
+    np.testing.assert_array_equal(out[:, 0], [8, 100 + (dtype == "uint8")])
+    assert stats.counts.sum() == jnp.sum(chosen >= 0)
+
+
 def grid():
     """Every number of ranks, alone, folded on an axis that also splits sequence or parameters, and with tp inside experts."""
     for n in (1, 2, 4, 8):

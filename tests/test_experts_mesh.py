@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import ejdist
 import kernels
 from ejdist import moe
+from ejdist.experts.placed import _compiled
+from kernels._core.interpret import interpret
 
 B, T, D, E, F, K = 8, 8, 8, 8, 8, 3
 WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -320,3 +322,20 @@ def test_an_export_for_each_platform(scheme):
         assert ("@ragged_all_to_all" in program) == (scheme == "ragged_all_to_all" and platform != "cpu")
     got = jax.jit(jax.export.deserialize(exported["cpu"].serialize()).call)(arrays)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, run(arrays))
+
+
+def test_a_program_is_of_the_choices_in_force():
+    """What was compiled under another configuration, for another device, or with kernels interpreted is not used again."""
+    x, router, gate, down = (jnp.ones(s) for s in ((2, 2, 4), (4, 2), (2, 4, 3), (2, 3, 4)))
+
+    def programs():
+        jax.eval_shape(lambda: moe(x, router, gate, gate, down, top_k=1, mesh=ejdist.make_mesh(ep=2)))
+        return _compiled.cache_info().misses
+
+    before = programs()  # programs so far, this one among them
+    assert programs() == before
+    with interpret():
+        assert programs() == before + 1
+    with kernels.compile_for(90):
+        assert programs() == before + 2
+    assert programs() == before + 2

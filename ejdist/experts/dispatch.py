@@ -98,7 +98,8 @@ def exchange(
     axis = axis if ranks > 1 else ()  # a collective of one rank is none
     job = Job(apply, axis, fitting, num_experts, float(buffer), int(chunks))
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
-    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
+    experts = experts.astype(jnp.int32)  # num_experts may be no number of a narrower one
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     counts, dropped = expert_counts(experts, num_experts), vary_alike(jnp.int32(0), experts)
     if capacity is not None:
         kept = _within(job, experts, counts, math.ceil(capacity * experts.size * ranks / num_experts))

@@ -212,6 +212,9 @@ def moe(
     params = {"gate": gate, "up": up, "down": down}
     params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     stored = current_layout().parameters if stored_weights else None
+    if not is_array(router) or router.ndim != 2:
+        got = f"{router.dtype} of shape {router.shape}" if is_array(router) else type(router).__name__
+        raise _refuse("router", f"must be a float array [D, E], got {got}")
     E = router.shape[1]
     place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)

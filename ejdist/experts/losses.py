@@ -86,7 +86,7 @@ def sequence_balance_loss(
 
 def _shares(num_experts: int, dtype: Any, experts: jax.Array, documents: jax.Array) -> jax.Array:
     """Returns [T, E]: of all choices in the document of each token, how many are of each expert."""
-    chosen = jnp.where(experts < 0, num_experts, experts)
+    chosen = jnp.where(experts < 0, num_experts, experts.astype(jnp.int32))
     counts = jnp.zeros((experts.shape[0], num_experts), dtype)
     counts = counts.at[documents[:, None], chosen].add(1, mode="drop")
     return (counts / jnp.maximum(counts.sum(-1, keepdims=True), 1))[documents]
@@ -127,10 +127,11 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> 
     """
     if not is_float_array(bias) or bias.ndim != 1:
         raise _refuse("update_bias", "bias", "must be a float array [E]")
-    if jnp.shape(counts) != bias.shape:
-        raise _refuse("update_bias", "counts", f"of shape {jnp.shape(counts)} must be [E] = {bias.shape}, as 'bias'")
-    if not jnp.issubdtype(jnp.result_type(counts), jnp.integer):
-        raise _refuse("update_bias", "counts", f"must be integers, got {jnp.result_type(counts)}")
+    counts = jnp.asarray(counts)
+    if counts.shape != bias.shape:
+        raise _refuse("update_bias", "counts", f"of shape {counts.shape} must be [E] = {bias.shape}, as 'bias'")
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise _refuse("update_bias", "counts", f"must be integers, got {counts.dtype}")
     if isinstance(rate, jax.Array):
         if rate.shape != () or not is_float_array(rate):
             raise _refuse("update_bias", "rate", f"must be one float, got {rate.dtype} of shape {rate.shape}")
@@ -138,5 +139,7 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> 
         raise _refuse("update_bias", "rate", f"must be at least 0 and finite, got {rate!r}")
     # In integers: a mean of floats may be off by a rounding, which moves the experts that are right at it.
     whole, rest = jnp.divmod(jnp.sum(counts), bias.size)
-    direction = jnp.where(counts == whole, jnp.sign(rest), jnp.sign(whole - counts))
+    # Compared, not subtracted: of unsigned counts no difference is negative.
+    gained = (whole > counts).astype(jnp.int32) - (whole < counts)
+    direction = jnp.where(counts == whole, jnp.sign(rest), gained)
     return jax.lax.stop_gradient(bias + rate * direction).astype(bias.dtype)

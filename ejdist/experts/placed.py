@@ -20,7 +20,9 @@ from ejdist.layout import Axes, axes_in, axes_of_specs, check_specs, current_lay
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
+from kernels._core import select
 from kernels._core.binding import is_array
+from kernels._core.interpret import interpreting
 
 # W is the D of a weight, which may be stored over other axes than that of the tokens lies on; it is gathered where it is used.
 _DIMS = {"gate": "E W F", "up": "E W F", "down": "E F W", "gate_bias": "E F", "up_bias": "E F", "down_bias": "E W"}
@@ -187,6 +189,7 @@ class _Program:
     num_experts: int
     how: Travel
     shapes: tuple
+    chosen_by: tuple  # what the choice of backends and their configurations depends on
     mesh: Any = field(compare=False)
     axes: Any = field(compare=False)
 
@@ -236,7 +239,8 @@ def through_experts(
     how = _chosen(how, place, tokens, weights.shape[-1], x, told)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
-    program = _compiled(_Program(key, place.alike, apply, num_experts, how, (x.shape, shapes), mesh, axes))
+    chosen_by = (interpreting(), select.state(None))
+    program = _compiled(_Program(key, place.alike, apply, num_experts, how, (x.shape, shapes), chosen_by, mesh, axes))
     return program(x, experts, weights, dict(params))
 
 

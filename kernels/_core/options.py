@@ -41,6 +41,7 @@ DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bits": _COUNT,
     "group_size": _COUNT,
     "top_k": _COUNT,
+    "ignore_index": ("an int32", lambda x: -(2**31) <= x < 2**31),
 }
 
 # Options that say the size of a dim of optional arrays: where these are given the two must agree.

@@ -228,10 +228,14 @@ def use_chain(chain: ConfigSelectorChain) -> Iterator[None]:
         _chain.reset(token)
 
 
-def state(call: Call) -> tuple:
-    """Returns what the choice of configurations depends on beside the call: what was chosen holds while this is the same."""
+def state(call: Call | None) -> tuple:
+    """Returns what the choice of configurations depends on beside the call: what was chosen holds while this is the same.
+
+    Args:
+      call: None for calls inside a program, which tune nothing.
+    """
     chain = current_chain()
-    tunes = chain.autotune and is_concrete(call)
+    tunes = chain.autotune and call is not None and is_concrete(call)
     compiled_for = target.asked_compute_capability()
     return chain, chain.cache.version, chain.persistent, chain.tiers, tunes, _overlay.get(), compiled_for
 

@@ -14,6 +14,11 @@ from kernels._core.binding import Call
 _LEAST_ROWS = 1024
 
 
+def no_features(x: jax.Array) -> bool:
+    """Returns whether rows of features, of logits, or of a projection to them are empty. Of tokens there may be none."""
+    return any(isinstance(n, int) and n == 0 for n in x.shape[-1:])
+
+
 def block_rows(call: Call, elements: int) -> int:
     """Returns the tokens whose logits exist at one time, for about that many logits."""
     return rows_of_block(math.prod(call.dims["lead"]), call.dims["V"], elements)

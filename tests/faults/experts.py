@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "experts: the bias leads to the busy ones",
         LOSSES,
-        "jnp.sign(whole - counts)",
-        "jnp.sign(counts - whole)",
+        "(whole > counts).astype(jnp.int32) - (whole < counts)",
+        "(whole < counts).astype(jnp.int32) - (whole > counts)",
         f"{TESTS} -k brings_balance",
     ),
     Fault(

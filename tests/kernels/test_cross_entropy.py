@@ -144,6 +144,29 @@ def test_minus_one_hundred_is_ignored_too():
     assert fused_cross_entropy(x, w, jnp.asarray(np.where(targets == -1, -100, targets)), z_loss=0.1) == usual
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_targets_of_a_narrow_dtype_are_the_tokens_that_they_say(dtype):
+    """-1 and -100 are tokens of 8 unsigned bits, and a vocabulary may be larger than what 8 bits hold."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 4), (4, 300)))
+    targets = jnp.array([1, 100, 127, 0, 3] if dtype == "int8" else [1, 156, 255, 0, 3])
+    how = {"cfg": CrossEntropyConfig(block_rows=4)}
+    for function in (fused_token_losses, fused_loss_sums):
+        got, want = (function(x, w, t, **how) for t in (targets.astype(dtype), targets))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert np.isfinite(want.loss).all() and jnp.sum(want.counted) == 5
+
+
+def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
+    logits, targets = jnp.cos(jnp.arange(32.0)).reshape(2, 16).at[:, 8:].set(-jnp.inf), jnp.array([1, 7])
+
+    def value_and_gradient(mesh):
+        return jax.value_and_grad(lambda x: ejdist.fused_cross_entropy(logits=x, targets=targets, mesh=mesh))(logits)
+
+    got, want = value_and_gradient(make_mesh(tp=2)), value_and_gradient(None)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), got, want)
+
+
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_a_vocabulary_that_is_masked_out_in_part(cap):
     """In blocks all of which, or some entries of which, are masked out: no sum of the kernel may become NaN."""
@@ -332,6 +355,10 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
         (lambda h, w, t: fused_loss_sums(h, None, t), "either 'hidden' and 'lm_head', or 'logits'"),
         (lambda h, w, t: fused_cross_entropy(h, w[1:], t), "'lm_head'.*D"),
         (lambda h, w, t: fused_cross_entropy(h.astype(jnp.bfloat16), w, t), "'lm_head' is float32"),
+        (lambda h, w, t: fused_cross_entropy(h, w, t, ignore_index=2**31), "'ignore_index' must be an int32"),
+        (lambda h, w, t: fused_cross_entropy(h[:, :0], w[:0], t), "'hidden' of shape .* has no features"),
+        (lambda h, w, t: fused_token_losses(h, w[:, :0], t), "'lm_head' of shape .* or no vocabulary"),
+        (lambda h, w, t: fused_token_losses(logits=h[:, :0], targets=t), "'logits' of shape .* or no vocabulary"),
     ],
 )
 def test_errors_name_the_argument(call, words):

@@ -300,6 +300,12 @@ def test_more_on_a_mesh():
     assert error(got, grouped_matmul(a["lhs"], a["rhs"], group_ids=ids)) < 2e-6
 
 
+def test_sizes_of_a_narrow_dtype_on_a_mesh():
+    a, sizes, mesh = inputs(240, 2, 3, 2), jnp.array([100, 100, 40]), make_mesh(dp=2)
+    got = ejdist.grouped_matmul(a["lhs"], a["rhs"], sizes.astype(jnp.int8), mesh=mesh, in_specs=(P("dp"), P()))
+    assert error(got, grouped_matmul(a["lhs"], a["rhs"], sizes)) < 2e-6
+
+
 def test_on_a_mesh_it_refuses_by_name():
     a, mesh = inputs(32, 8, 6, 4), make_mesh(ep=2, tp=2)
     run = functools.partial(ejdist.grouped_matmul, a["lhs"], a["rhs"], jnp.array(SIZES), mesh=mesh)
@@ -326,6 +332,8 @@ X, W, S = np.zeros((6, 4), np.float32), np.zeros((3, 4, 5), np.float32), np.arra
         (r"'rhs' must be .* a gate and an up projection", (X, np.zeros((3, 4, 3, 5), np.float32), S), {"activation": "silu"}),
         (r"'rhs' holds a gate .* use one of silu", (X, np.zeros((3, 4, 2, 5), np.float32), S), {}),
         (r"'rhs' is bfloat16 but 'lhs' is float32; cast", (X, jnp.asarray(W, "bfloat16"), S), {}),
+        (r"'rhs' of shape \(3, 4, 0\) has no elements", (X, W[..., :0], S), {}),
+        (r"'rhs' of shape \(0, 4, 5\) has no elements", (X, W[:0], S[:0]), {}),
         (r"'activation' = 'swiglu' is unknown; .* rhs \[E, D, 2, F\]", (X, W, S), {"activation": "swiglu"}),
         (r"'transpose_rhs' must be True or False, got 1", (X, W, S), {"transpose_rhs": 1}),
         (r"'group_sizes' has 2 groups, but 'rhs' has E = 3 matrices; .* 'group_offset'", (X, W, S[:2]), {}),

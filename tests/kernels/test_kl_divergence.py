@@ -109,6 +109,14 @@ def test_reductions_and_ignored_tokens():
     assert of(targets=np.full(T, -1)) == 0
 
 
+def test_marks_of_a_narrow_dtype_are_the_tokens_that_they_say():
+    marks = jnp.array([255, 156, 3])  # as int8 the first two are -1 and -100
+    z, zt = jnp.cos(jnp.arange(12.0)).reshape(3, 4), jnp.zeros((3, 4))
+    each = functools.partial(fused_kl_divergence, logits=z, teacher_logits=zt, reduction="none")
+    np.testing.assert_array_equal(each(targets=marks.astype(jnp.uint8)), each(targets=marks))
+    assert each(targets=marks).all()
+
+
 def test_against_optax():
     z, zt = narrow((HIDDEN @ HEAD, TEACHER_HIDDEN @ TEACHER_HEAD))
     got = fused_kl_divergence(logits=z, teacher_logits=zt, reduction="none")
@@ -195,6 +203,17 @@ def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
     assert np.isfinite(gradient).all()
 
 
+def test_a_part_of_the_vocabulary_over_devices_that_has_nothing_may_be_infinitely_far():
+    z, zt = jnp.cos(jnp.arange(16.0))[None].at[:, 8:].set(-jnp.inf), jnp.sin(jnp.arange(16.0))[None].at[:, 8:].set(-300)
+
+    def value_and_gradient(mesh):
+        return jax.value_and_grad(lambda z: ejdist.fused_kl_divergence(logits=z, teacher_logits=zt, mesh=mesh))(z)
+
+    got, want = value_and_gradient(make_mesh(tp=2)), value_and_gradient(None)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), got, want)
+    assert np.isfinite(want[0])
+
+
 @settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_random_calls(data):
@@ -257,6 +276,7 @@ MARKS = np.zeros(4, np.int32)
         (lambda: fused_kl_divergence(H, W, H2, W2, targets=H[:, 0]), "'targets' must be integers"),
         (lambda: fused_kl_divergence(H, W, H2, W2, weights=H), "'weights' must have shape"),
         (lambda: fused_kl_divergence(H.astype("bfloat16"), W, H2, W2), "'lm_head' is float32"),
+        (lambda: fused_kl_divergence(H, W[:, :0], H2, W2), "'lm_head' of shape .* or no vocabulary"),
     ],
 )
 def test_errors_name_the_argument(call, words):

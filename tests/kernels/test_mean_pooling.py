@@ -105,6 +105,12 @@ def test_cuts_and_masks_may_be_traced():
     close([mapped], numpy_means(X, MASK)[:1])
 
 
+def test_cuts_of_a_narrow_dtype():
+    x, cuts = jnp.arange(200.0).reshape(1, 200, 1), np.array([0, 50, 120])
+    for dtype in (np.int8, np.uint8):
+        np.testing.assert_allclose(mean_pooling(x, cum_seqlens=cuts.astype(dtype))[:, 0], [24.5, 84.5])
+
+
 def test_many_tokens_of_a_narrow_dtype_are_summed_in_float32():
     out = mean_pooling(jnp.ones((1, 4096, 8), "bfloat16"))
     assert out.dtype == jnp.bfloat16 and (out == 1).all()  # in bfloat16, 256 + 1 is 256

@@ -245,7 +245,32 @@ def test_what_quantize_refuses(said, args, options):
 @pytest.mark.parametrize(
     ("said", "args", "options"),
     [
+        ("'w' must be an array as `quantize` makes it, got list", ([[1]], S, B), {}),
+        ("'w' must be an array as `quantize` makes it, got uint32", (Q[0], S, B), {}),
+        ("'w' must be an array .* got NoneType", (None, S, B), {}),
+        ("'bits' must be at least 1, got 0", (Q, S, B), {"bits": 0}),
+        ("'bits' must be int or None, got '4'", (Q, S, B), {"bits": "4"}),
+        ("'group_size' = 1000000 is more than 'w' of shape", (Q, S, B), {"group_size": 10**6}),
+        (r"'mode' must be str, got \['affine'\]", (Q, S, B), {"mode": ["affine"]}),
+        (r"'scales' of shape .* does not fit 'w' of shape", (Q, S[:, :2], B[:, :2]), {}),
+    ],
+)
+def test_what_dequantize_refuses(said, args, options):
+    with pytest.raises(ValueError, match=f"dequantize: argument {said}"):
+        dequantize(*args, **options)
+
+
+def test_numbers_of_numpy_are_what_they_hold():
+    for function, arrays in ((quantize, (W,)), (dequantize, (Q, S, B))):
+        got = function(*arrays, bits=np.int64(4), group_size=np.int32(32))
+        jax.tree.map(np.testing.assert_array_equal, got, function(*arrays, bits=4, group_size=32))
+
+
+@pytest.mark.parametrize(
+    ("said", "args", "options"),
+    [
         ("argument 'x' must be a float array .* got int32", (X.astype(np.int32), Q, S, B), {}),
+        ("argument 'x' must be a float array .* shape \\(0,\\)", (X[0, :0], Q, S, B), {}),
         ("argument 'mode' = 'fp4' is unknown", (X, Q, S, B), {"mode": "fp4"}),
         ("argument 'w' must be packed uint32, got float32", (X, W, S, B), {}),
         ("argument 'w' of shape .* does not fit D = 128 with bits = 8", (X, Q, S, B), {"bits": 8}),
@@ -257,6 +282,7 @@ def test_what_quantize_refuses(said, args, options):
         ("arguments 'biases' and 'zeros' say the same", (X, Q, S, B), {"zeros": B}),
         ("argument 'biases' must have the shape of 'scales'", (X, Q, S, B[:1]), {}),
         ("argument 'scales' of mode 'affine' must be float, got uint8", (X, Q, MX[1], B), {}),
+        ("argument 'w' must be an array as `quantize` makes it", (X, Q[:, :0], S[:, :0], B[:, :0]), {}),
         ("argument 'scales' of mode 'mxfp4' must be uint8, got float32", (X, Q, S), {"mode": "mxfp4"}),
     ],
 )

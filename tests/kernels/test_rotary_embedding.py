@@ -245,6 +245,16 @@ def test_queries_and_keys_on_a_mesh():
         ejdist.rotary_embedding(q, positions, key=k[:, :, :1], mesh=make_mesh(tp=2))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32"])
+def test_the_gradient_turns_back_by_unsigned_positions(dtype):
+    x, positions = jnp.cos(jnp.arange(48.0)).reshape(1, 3, 2, 8), jnp.array([[0, 5, 127]])
+
+    def gradient(positions):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(rotary_embedding(x, positions))))(x)
+
+    np.testing.assert_array_equal(gradient(positions.astype(dtype)), gradient(positions))
+
+
 def test_dispatch_and_refusals():
     x, positions = jnp.ones((1, 2, 2, 8)), jnp.zeros((1, 2), jnp.int32)
     chosen = {
@@ -271,12 +281,27 @@ def test_dispatch_and_refusals():
         (lambda: RopeScaling("llama3", 8.0, low=4.0, high=1.0), "below high"),
         (lambda: RopeScaling("llama3", 8.0, truncate=False), "truncate=False belongs to yarn"),
         (lambda: RopeScaling("yarn", 8.0, 0), "original_length"),
+        (lambda: RopeScaling("linear", "8"), "scaling factor must be float, got '8'"),
+        (lambda: RopeScaling("yarn", 8.0, None), "scaling original_length must be int, got None"),
         (lambda: XPos(scale_base=0), "xpos scale_base must be positive"),
+        (lambda: XPos(center=float("nan")), "xpos center must be float, got nan"),
         (lambda: XPos(gamma=-0.4), "xpos gamma must be positive"),
         (lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), rotary_dim=3), "rotary_dim"),
         (
             lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), rotary_dim=10),
             "at most H = 8",
+        ),
+        (
+            lambda: rotary_embedding(
+                jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1), jnp.int32), scaling=RopeScaling("ntk", 2.0)
+            ),
+            "'scaling' of kind 'ntk' .* 'rotary_dim' = 2",
+        ),
+        (
+            lambda: rotary_embedding(
+                jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), base=1.0, scaling=RopeScaling("yarn", 2.0)
+            ),
+            "'base' must be above 1",
         ),
         (lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1))), "positions"),
         (lambda: rotary_embedding(jnp.ones((1, 4, 1, 8)), jnp.zeros((1, 3), jnp.int32)), "T"),

@@ -26,7 +26,8 @@ def _pull(logits, targets, per_token, dtype, cap, cfg):
     lse, d_lse, d_target, d_mean = (x[:, None] for x in per_token)
     logits, slope = _bent(logits, cap)
     V = logits.shape[1]
-    d = jnp.exp(logits - lse) * d_lse + d_mean / V
+    # Where all entries are masked out, as in a part of the vocabulary, their probability is 0.
+    d = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)) * d_lse + d_mean / V
     # One entry a row; a comparison fuses into the expression, where a scatter would be a pass of its own.
     d = d + jnp.where(jnp.arange(V) == targets[:, None], d_target, 0)
     return (d if slope is None else d * slope).astype(dtype)

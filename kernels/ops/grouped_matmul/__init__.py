@@ -38,6 +38,8 @@ def _check_arrays(lhs: Any, rhs: Any, transposed: bool, bias: Any) -> tuple[tupl
     columns, width = (rest[:-1], rest[-1]) if transposed else (rest[1:], rest[0])
     if len(columns) == 2 and columns[0] != 2:
         raise _refuse("rhs", f"must be {wanted}, a gate and an up projection, got {_shape(rhs)}")
+    if any(isinstance(n, int) and n == 0 for n in (experts, *columns)):
+        raise _refuse("rhs", f"of shape {rhs.shape} has no elements; every dim of it but D must be at least 1")
     if width != lhs.shape[1]:
         turned = (
             "; 'transpose_rhs' must be " + str(not transposed) if rest[0 if transposed else -1] == lhs.shape[1] else ""
@@ -152,6 +154,7 @@ def grouped_matmul(
         group_offset = None
     sizes = jnp.asarray(sizes) if isinstance(sizes, (list, tuple)) else sizes
     _check_sizes(sizes, shape[0], lhs.shape[0], group_offset)
+    sizes = sizes.astype(jnp.int32)  # their sums may be no numbers of a narrower one
     activated(activation, len(shape) == 4)
     arguments = {"rhs": None, "rhs_transposed": None, "rhs_transposed" if transpose_rhs else "rhs": rhs}
     arguments |= {"group_sizes": sizes, "group_offset": group_offset, "rhs_bias": rhs_bias, "activation": activation}

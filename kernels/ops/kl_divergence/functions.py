@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kernels._core.binding import is_array
 from kernels._core.dims import leading
 from kernels._core.public import Prepared, public
+from kernels._core.vocabulary import no_features
 from kernels.ops.kl_divergence.contract import logits_op, op
 
 NAME = "fused_kl_divergence"
@@ -96,6 +97,8 @@ def fused_kl_divergence(
             raise ValueError(
                 f"{NAME}: argument 'targets' must be integers, got {marks.dtype}; it says which tokens count"
             )
+        if marks.dtype.itemsize < 4:  # in 8 or 16 bits a mark may be another token
+            marks = marks.astype(jnp.int32)
         counts = ((marks != ignore_index) & (marks != ALSO_IGNORED)).astype(jnp.float32)
 
     def finish(student_lse: jax.Array, teacher_lse: jax.Array, gap: jax.Array) -> jax.Array:
@@ -126,4 +129,6 @@ def _bound(fused: dict[str, Any], plain: dict[str, Any], **options: Any) -> tupl
     for name, x in arrays.items():
         if not is_array(x):
             raise ValueError(f"{NAME}: argument {name!r} must be an array, got {type(x).__name__}")
+        if no_features(x):
+            raise ValueError(f"{NAME}: argument {name!r} of shape {x.shape} has no features, or no vocabulary")
     return own.bind(**arrays, **options), own

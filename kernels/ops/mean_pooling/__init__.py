@@ -43,7 +43,7 @@ def _cuts(cum_seqlens: Any, batch: Any) -> jax.Array:
             f"mean_pooling: argument 'cum_seqlens' cuts one packed row, and x has B = {batch}; reshape x to [1, B * T, D], or "
             "say by 'attention_mask' which tokens of each row are valid"
         )
-    return cuts
+    return cuts.astype(jnp.int32)  # T may be no number of a narrower one
 
 
 @public(op)

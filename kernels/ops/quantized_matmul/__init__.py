@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core.binding import is_array, is_float_array
+from kernels._core.options import checked
 from kernels._core.public import Prepared, public
 from kernels.ops.quantized_matmul.contract import op
 from kernels.ops.quantized_matmul.formats import FORMATS, RUN, Format, dequantized, quantized
@@ -41,6 +43,7 @@ def _format(function: str, mode: Any, bits: Any, group_size: Any, D: int) -> For
     return form
 
 
+@checked
 def quantize(
     w: jax.Array, mode: str = "affine", *, bits: int | None = None, group_size: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -75,20 +78,30 @@ def quantize(
         got = f"{w.dtype} of shape {w.shape}" if is_array(w) else type(w).__name__
         raise ValueError(f"quantize: argument 'w' must be a float array [..., D, F], got {got}")
     default = FORMATS.get(mode, FORMATS["affine"])
-    bits = default.default_bits if bits is None else bits
-    group_size = default.default_group if group_size is None else group_size
+    bits = default.default_bits if bits is None else _integer(bits)
+    group_size = default.default_group if group_size is None else _integer(group_size)
     _format("quantize", mode, bits, group_size, w.shape[-2])
     return _quantized(jnp.asarray(w), mode=mode, bits=bits, group_size=group_size)
 
 
-def _measured(function: str, D: int, w: Any, scales: Any, mode: str, bits: Any, group_size: Any) -> tuple[int, int]:
-    """Returns (bits, group_size), which follow from the shapes; what was given must agree."""
+def _integer(value: Any) -> Any:
+    return value.item() if isinstance(value, np.integer) else value
+
+
+def _check_packed(function: str, w: Any, scales: Any) -> None:
+    """Raises ValueError for what is not packed as `quantize` does it."""
     for name, x in (("w", w), ("scales", scales)):
-        if not is_array(x) or x.ndim < 2 or not x.shape[-2]:
+        if not is_array(x) or x.ndim < 2 or 0 in x.shape[-2:]:
             got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
             raise ValueError(f"{function}: argument {name!r} must be an array as `quantize` makes it, got {got}")
     if w.dtype != jnp.uint32:
         raise ValueError(f"{function}: argument 'w' must be packed uint32, got {w.dtype}; `quantize` makes it")
+    if scales.shape[:-2] != w.shape[:-2] or scales.shape[-1] != w.shape[-1]:
+        raise ValueError(f"{function}: argument 'scales' of shape {scales.shape} does not fit 'w' of shape {w.shape}")
+
+
+def _measured(function: str, D: int, w: Any, scales: Any, bits: Any, group_size: Any) -> tuple[int, int]:
+    """Returns (bits, group_size), which follow from the shapes; what was given must agree."""
     found = {"bits": (32 * w.shape[-2], D, bits, "w"), "group_size": (D, scales.shape[-2], group_size, "scales")}
     result = []
     for name, (a, b, given, argument) in found.items():
@@ -116,6 +129,7 @@ def _biases(function: str, scales: Any, biases: Any, zeros: Any, mode: str) -> A
     return -scales * zeros.astype(scales.dtype) if zeros is not None else biases
 
 
+@checked
 def dequantize(
     w: jax.Array,
     scales: jax.Array,
@@ -130,11 +144,17 @@ def dequantize(
 
     One of `bits` and `group_size` is needed; the other follows from the shapes.
     """
+    _check_packed("dequantize", w, scales)
+    bits, group_size = _integer(bits), _integer(group_size)
     default = FORMATS.get(mode, FORMATS["affine"])
     if bits is None:
         bits = 32 * w.shape[-2] // (group_size * scales.shape[-2]) if group_size else default.default_bits
+        if not bits:
+            raise ValueError(
+                f"dequantize: argument 'group_size' = {group_size} is more than 'w' of shape {w.shape} has codes for"
+            )
     D = w.shape[-2] * 32 // bits
-    bits, group_size = _measured("dequantize", D, w, scales, mode, bits, group_size)
+    bits, group_size = _measured("dequantize", D, w, scales, bits, group_size)
     _format("dequantize", mode, bits, group_size, D)
     biases = _biases("dequantize", scales, biases, zeros, mode)
     return _dequantized(w, scales, biases, mode=mode, bits=bits, group_size=group_size)
@@ -172,12 +192,13 @@ def quantized_matmul(
     >>> print(quantized_matmul(jnp.ones(32), *quantize(w, bits=4, group_size=32)))
     [240.]
     """
-    if not is_float_array(x) or x.ndim < 1:
+    if not is_float_array(x) or x.ndim < 1 or not x.shape[-1]:
         got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
         raise ValueError(f"quantized_matmul: argument 'x' must be a float array [*lead, D], got {got}")
     if mode not in FORMATS:
         _format("quantized_matmul", mode, bits, group_size, x.shape[-1])
-    bits, group_size = _measured("quantized_matmul", x.shape[-1], w, scales, mode, bits, group_size)
+    _check_packed("quantized_matmul", w, scales)
+    bits, group_size = _measured("quantized_matmul", x.shape[-1], w, scales, bits, group_size)
     _format("quantized_matmul", mode, bits, group_size, x.shape[-1])
     biases = _biases("quantized_matmul", scales, biases, zeros, mode)
     return Prepared(op.bind(x, w, scales, biases, mode=mode, bits=bits, group_size=group_size))

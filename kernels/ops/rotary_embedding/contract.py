@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import typing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
+from kernels._core.options import declared, fits
 from kernels._core.work import Work, nbytes
 
 _BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which a frequency is a mixture
@@ -30,6 +33,13 @@ class RotaryConfig:
     block_tokens: int | None = None
     block_heads: int | None = None
     num_warps: int | None = None
+
+
+def _check_types(what: str, given: Any) -> None:
+    """Raises ValueError for a field that is not of its declared type, or is NaN."""
+    for name, kind in typing.get_type_hints(type(given)).items():
+        if not fits(value := getattr(given, name), kind):
+            raise ValueError(f"{what} {name} must be {declared(kind)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        _check_types("scaling", self)
         if self.kind not in ("linear", "ntk", "yarn", "llama3"):
             raise ValueError(f"scaling kind {self.kind!r} is unknown; use linear, ntk, yarn or llama3")
         if not 1 <= self.factor < math.inf:
@@ -110,6 +121,7 @@ class XPos:
     center: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_types("xpos", self)
         if not self.scale_base > 0:
             raise ValueError(f"xpos scale_base must be positive, in positions, got {self.scale_base}")
         if not self.gamma > 0:
@@ -139,12 +151,23 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[n
     if scaling.kind == "linear":
         return plain / s, 1.0
     if scaling.kind == "ntk":
+        if width == 2:
+            raise ValueError(
+                "rotary_embedding: argument 'scaling' of kind 'ntk' changes the base, on which the frequency of the only pair "
+                "of 'rotary_dim' = 2 does not depend; use linear"
+            )
         return (base * s ** (width / (width - 2))) ** -exponent, 1.0
     if scaling.kind == "llama3":
         rotations = L * plain / (2 * math.pi)
         low, high = scaling.band
         smooth = np.clip((rotations - low) / (high - low), 0, 1)
         return plain / s * (1 - smooth) + plain * smooth, 1.0
+
+    if base <= 1:
+        raise ValueError(
+            f"rotary_embedding: argument 'base' must be above 1 for 'scaling' of kind 'yarn', got {base}: pairs are ranked by "
+            "how often they turn"
+        )
 
     # YaRN: pairs that turn often over the original context stay, those that do not turn once are interpolated.
     def pair_of(rotations: float) -> float:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+
 from kernels.ops.rotary_embedding.contract import op, pair_op, rotary_embedding, rotary_embedding_pair
 
 
 def _back(positions, base, scaling, interleaved, rotary_dim, xpos):
-    """Returns the arguments of the transpose: the rotation back; the factors of YaRN and XPos are plain factors in both."""
+    """Returns the arguments of the transpose: the rotation back; the factors of YaRN and XPos are plain factors in both.
+
+    The positions are floats before they are turned round, as they are for the angles: unsigned ones have no negatives.
+    """
     options = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
-    return {"positions": -positions, **options, "xpos": None if xpos is None else xpos.reversed()}
+    return {"positions": -positions.astype(jnp.float32), **options, "xpos": None if xpos is None else xpos.reversed()}
 
 
 def backward(saved, positions, base, scaling, interleaved, rotary_dim, xpos):
