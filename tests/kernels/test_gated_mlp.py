@@ -86,6 +86,16 @@ def test_the_activation_against_float64(activation, backend):
 
 
 @pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+def test_nan_stays_nan(backend):
+    """So that a guard of a run sees it."""
+    x = jnp.zeros((2, 128)).at[0, 3].set(jnp.nan)
+    with interpret():
+        for activation in ACTIVATIONS:
+            found = gated_activation(x, jnp.ones_like(x), activation=activation, platform=backend)
+            np.testing.assert_array_equal(jnp.isnan(found), jnp.isnan(x))
+
+
+@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
 def test_numbers_of_the_tuning_candidates(backend):
     a = activation_op.case_inputs(activation_op.cases[1])
     truth, true_gradients, d = value_and_gradients(activation_op.function, a)

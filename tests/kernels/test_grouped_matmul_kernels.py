@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernels._core import ahead_of_time as checks
 from kernels._core.interpret import interpret
-from kernels.ops.grouped_matmul import op, quantized_op
+from kernels.ops.grouped_matmul import grouped_matmul, op, quantized_op
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, GroupedMatmulConfig, Tile
 
 TRITON = Tile(32, 32, 16, 4, 2, 3, 2, True)
@@ -91,6 +91,16 @@ def test_several_tiles(platform, name):
 def test_a_wide_matrix_in_float32(platform):
     """Several blocks of the contracted dim, the last of them part of one."""
     check(platform, "float32", 140, 150, sizes=(3, 0, 20), experts=3, rows=24)
+
+
+@pytest.mark.parametrize("platform", ["triton", "pallas"])
+def test_nan_stays_nan(platform):
+    """So that a guard of a run sees it."""
+    lhs, rhs, sizes = jnp.zeros((8, 16)).at[1, 3].set(jnp.nan), jnp.ones((2, 16, 16)), jnp.array([4, 4])
+    with interpret():
+        for activation in set(ACTIVATIONS) - ({"gelu"} if platform == "pallas" else set()):
+            found = grouped_matmul(lhs, rhs, sizes, activation=activation, platform=platform)
+            assert jnp.isnan(found[1]).all() and not jnp.isnan(found[2:]).any()
 
 
 @pytest.mark.parametrize("platform", ["triton", pytest.param("pallas", marks=pytest.mark.slow)])

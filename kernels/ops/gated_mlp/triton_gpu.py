@@ -33,7 +33,8 @@ def _activation(x, NAME: tl.constexpr):
         act, slope = x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
         tl.static_assert(NAME == "relu")
-        act, slope = tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+        # A maximum would make 0 of NaN.
+        act, slope = tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)
     return act, slope
 
 

@@ -78,7 +78,7 @@ def activated(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
         return z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
     if ACTIVATION == "relu":
-        return tl.maximum(z, 0.0)
+        return tl.where(z < 0, 0.0, z)  # a maximum would make 0 of NaN
     return z
 
 
