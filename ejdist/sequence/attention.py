@@ -202,6 +202,16 @@ def _check(call: Any) -> None:
         )
 
 
+def _check_cuts(options: dict[str, Any], how: str) -> None:
+    """Raises ValueError for cuts of a whole sequence in its own order, which tokens that lie as `how` says are not."""
+    for name in ("cum_seqlens_q", "cum_seqlens_k"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"ring_attention: argument {name!r} cuts a whole sequence in its own order, and the tokens {how}: give "
+                "'q_segment_ids', an id for each token, which lie as the tokens do"
+            )
+
+
 @dataclass(frozen=True)
 class _OnShard:
     """What runs on a rank, hashable."""
@@ -248,9 +258,10 @@ def ring_attention(
         that order too; nothing is moved here.
       options: everything else that `flash_attention` takes, as there. Sinks count once. `q_positions` and `kv_positions` are
         only for tokens whose positions are not those of `order`; `attention_mask` only [B, S], which tokens are not
-        padding. Inside a `shard_map` that also splits batch or heads, give `dropout_seed` as `expand_dropout_seed` makes
-        it, split alike. `deterministic` is of what each rank computes, and a ring adds it in the order of its hops; what
-        "all_gather" sums over ranks is as deterministic as the collective that sums it.
+        padding; `cum_seqlens_q` only outside of a `shard_map` and in contiguous order, elsewhere give segment ids. Inside a
+        `shard_map` that also splits batch or heads, give `dropout_seed` as `expand_dropout_seed` makes it, split alike.
+        `deterministic` is of what each rank computes, and a ring adds it in the order of its hops; what "all_gather" sums
+        over ranks is as deterministic as the collective that sums it.
       mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, with the sequence over `axis_name`.
 
     Raises:
@@ -272,6 +283,8 @@ def ring_attention(
                 "ring_attention: arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped "
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
+        if jax.lax.axis_size(axis) > 1:
+            _check_cuts(options, f"are those of one rank of {axis!r}")
         return prepared.result(flash, _OnShard(axis, scheme_of(scheme), order)(**prepared.call.arguments, **how))
     whole = mesh_of(**specs)
     if mesh is None and current_mesh() is None and jax.sharding.get_abstract_mesh().empty:
@@ -282,6 +295,8 @@ def ring_attention(
     call, made = prepared.call, scheme_of(scheme)
     length = call.dims["T"]
     order.check(length)
+    if order.name != "contiguous" and shards > 1:
+        _check_cuts(options, f"lie in order {order.name!r}")
     if call.mask is not None:
         # What is counted from the start of a segment is counted before the segments are split.
         arguments = {**call.arguments, "mask": call.mask.resolved(order.indices(length))}
