@@ -238,6 +238,13 @@ def test_a_mask_is_a_pytree_whose_rules_are_static():
         ({"prefix_lengths": jnp.zeros((3,), int)}, "'prefix_lengths'"),
         ({"chunk_size": 0}, "'chunk_size'"),
         ({"chunk_size": 2.0}, "'chunk_size'"),
+        ({"window": (-1, 0)}, "'window' must be"),
+        ({"window": (1.5, 0)}, "'window' must be"),
+        ({"causal": "yes"}, "'causal' is compiled in"),
+        # Bits of integers would be taken for truth, and of 2 there is none.
+        ({"attention_mask": jnp.full((1, 1, 4, 6), 2)}, "'attention_mask' must be an array of bools, got int32"),
+        ({"q_segment_ids": jnp.zeros((2, 4)), "kv_segment_ids": jnp.zeros((2, 6))}, "'q_segment_ids'.*got float32"),
+        ({"prefix_lengths": [3, 4]}, "'prefix_lengths' must be an array of integers, got list"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named(fields, words):

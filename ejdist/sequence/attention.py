@@ -271,10 +271,12 @@ def ring_attention(
     Sources: Liu et al., Ring Attention with Blockwise Transformers, 2023; Brandon et al., Striped Attention, 2023; zigzag
     order and the backward with a global lse as in ring-flash-attention (Zhu, 2024).
     """
-    prepared = flash_attention.prepare(query, key, value, **options)
-    _check(prepared.call)
     check_mesh(mesh)
     axis, bound = _bound_axis(axis_name, mesh)
+    if bound and jax.lax.axis_size(axis) > 1:
+        _check_cuts(options, f"are those of one rank of {axis!r}")
+    prepared = flash_attention.prepare(query, key, value, **options)
+    _check(prepared.call)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     how = {"platform": platform, "cfg": cfg}
     if bound:
@@ -283,8 +285,6 @@ def ring_attention(
                 "ring_attention: arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped "
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
-        if jax.lax.axis_size(axis) > 1:
-            _check_cuts(options, f"are those of one rank of {axis!r}")
         return prepared.result(flash, _OnShard(axis, scheme_of(scheme), order)(**prepared.call.arguments, **how))
     whole = mesh_of(**specs)
     if mesh is None and current_mesh() is None and jax.sharding.get_abstract_mesh().empty:

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core.dispatch import vary_alike
+from kernels._core.requests import known
 
 
 def integers(value: Any, name: str) -> jax.Array:
@@ -48,6 +50,18 @@ def of_cuts(cuts: Any, total: int) -> jax.Array:
         )
     ids = searchsorted(cuts, jnp.arange(total), side="right") - 1
     return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
+
+
+def check_cuts(name: str, cuts: Any, total: Any) -> None:
+    """Raises ValueError for cuts whose values are known, and do not rise from 0 to at most the total."""
+    values = known(cuts)
+    if values is None or not isinstance(total, int):
+        return
+    if values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > total:
+        raise ValueError(
+            f"argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; they "
+            "are the sums of the lengths, not the lengths"
+        )
 
 
 def joint(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]:
