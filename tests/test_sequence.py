@@ -406,6 +406,7 @@ ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("a", "b")), ["'axis_name'", "('a', 'b')", "no mesh"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("sp", "sp")), ["'axis_name'", "different"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=["sp"]), ["'axis_name'", "tuple"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=(1,)), ["'axis_name' = (1,)", "name of a mesh axis"]),
         (
             lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("a", "x"), mesh=TWO_AXES),
             ["'axis_name'", "'x'", "'a': 2"],

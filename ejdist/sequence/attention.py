@@ -158,7 +158,7 @@ def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
       ValueError: it names no axis, or not one that a sequence can be split over here.
     """
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, tuple) or not names or len(set(names)) < len(names):
+    if not isinstance(names, tuple) or not names or len(set(names)) < len(names) or {*map(type, names)} != {str}:
         raise ValueError(
             f"ring_attention: argument 'axis_name' = {axis_name!r} must be the name of a mesh axis, or a tuple of different "
             "names, the major axis first"
