@@ -232,6 +232,30 @@ def test_a_ring_inside_a_shard_map_over_some_axes():
     close(with_gradients(mapped, 3)(*QKV), plain("flash"))
 
 
+CUTS = jnp.asarray([0, 3, T] * 2, jnp.int32)
+IDS = jnp.asarray(np.sort(RNG.integers(-1, 3, (B, T)), axis=1), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays"),
+    [
+        (lambda q, ids: kernels.flash_attention(q, q, q, q_segment_ids=ids, chunk_size=3), (QKV[0], IDS)),
+        (lambda q, cuts: kernels.flash_attention(q[:1], q[:1], q[:1], cum_seqlens_q=cuts), (QKV[0], CUTS)),
+        (
+            lambda x, w, ids: kernels.grouped_matmul(x, w, group_ids=ids),
+            (X[0], normal(B, D, F), IDS[:2].reshape(-1)[:T]),
+        ),
+    ],
+    ids=["chunks of segments", "cuts", "groups"],
+)
+def test_integers_that_differ_between_devices_inside_a_shard_map_over_some_axes(function, arrays):
+    """What is looked up among them is found by a search of our own, see `kernels._core.segments.searchsorted`."""
+
+    gradient = jax.grad(lambda x, *rest: jnp.sum(function(x, *rest)))
+    mapped = jax.shard_map(gradient, mesh=make_mesh(dp=2, tp=2), in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    assert jax.eval_shape(mapped, *arrays).shape == arrays[0].shape
+
+
 @pytest.mark.parametrize(
     ("name", "specs"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kernels._core.masks import MaskInfo, active_blocks, map_data, window_of
+from kernels._core.segments import searchsorted
 
 T, S = 19, 26
 
@@ -237,8 +238,24 @@ def test_a_mask_is_a_pytree_whose_rules_are_static():
         ({"prefix_lengths": jnp.zeros((3,), int)}, "'prefix_lengths'"),
         ({"chunk_size": 0}, "'chunk_size'"),
         ({"chunk_size": 2.0}, "'chunk_size'"),
+        ({"window": (-1, 0)}, "'window' must be"),
+        ({"window": (1.5, 0)}, "'window' must be"),
+        ({"causal": "yes"}, "'causal' is compiled in"),
+        # Bits of integers would be taken for truth, and of 2 there is none.
+        ({"attention_mask": jnp.full((1, 1, 4, 6), 2)}, "'attention_mask' must be an array of bools, got int32"),
+        ({"q_segment_ids": jnp.zeros((2, 4)), "kv_segment_ids": jnp.zeros((2, 6))}, "'q_segment_ids'.*got float32"),
+        ({"prefix_lengths": [3, 4]}, "'prefix_lengths' must be an array of integers, got list"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named(fields, words):
     with pytest.raises(ValueError, match=words):
         MaskInfo(**fields).check(2, 4, 6, 3)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_search_finds_what_that_of_numpy_does(side):
+    rng, search = np.random.default_rng(0), jax.jit(searchsorted, static_argnames="side")
+    for size in (1, 2, 7, 8, 33):
+        for _ in range(4):
+            ordered, values = np.sort(rng.integers(0, size, size)), rng.integers(-1, size + 2, 40)
+            np.testing.assert_array_equal(search(ordered, values, side=side), np.searchsorted(ordered, values, side))

@@ -384,6 +384,9 @@ def test_zigzag_gives_each_rank_a_chunk_and_its_mirror():
     assert Order("zigzag", 2).indices(8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
+ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -403,6 +406,7 @@ def test_zigzag_gives_each_rank_a_chunk_and_its_mirror():
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("a", "b")), ["'axis_name'", "('a', 'b')", "no mesh"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("sp", "sp")), ["'axis_name'", "different"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=["sp"]), ["'axis_name'", "tuple"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, axis_name=(1,)), ["'axis_name' = (1,)", "name of a mesh axis"]),
         (
             lambda: ring_attention(QUERY, KEY, VALUE, axis_name=("a", "x"), mesh=TWO_AXES),
             ["'axis_name'", "'x'", "'a': 2"],
@@ -435,6 +439,17 @@ def test_zigzag_gives_each_rank_a_chunk_and_its_mirror():
         (
             lambda: ring_attention(QUERY[:, :60], KEY[:, :60], VALUE[:, :60], mesh=make_mesh(sp=8)),
             ["60", "over 8 ranks", "multiple of 8"],
+        ),
+        # Cuts are of tokens in their own order: in another one, or on a rank, they would cut elsewhere.
+        (
+            lambda: ring_attention(*ROW, cum_seqlens_q=CUTS, order="zigzag", mesh=make_mesh(sp=4)),
+            ["'cum_seqlens_q'", "'zigzag'", "'q_segment_ids'"],
+        ),
+        (
+            lambda: map_shards(
+                lambda *x: ring_attention(*x, cum_seqlens_q=CUTS), make_mesh(sp=4), (P(None, "sp"),) * 3, P(None, "sp")
+            )(*ROW),
+            ["'cum_seqlens_q'", "one rank", "'sp'", "'q_segment_ids'"],
         ),
         (lambda: ring_attention(QUERY, KEY.astype(jnp.bfloat16), VALUE, mesh=make_mesh(sp=4)), ["'key'", "bfloat16"]),
         (

@@ -14,6 +14,7 @@ import kernels
 from kernels import Unsupported
 from kernels._core.binding import floats_apart, is_array, is_float_array, merged
 from kernels._core.contract import Op
+from kernels._core.interpret import interpret
 from kernels._core.platforms import PLATFORMS
 
 OPS = kernels.operations()
@@ -309,3 +310,17 @@ def test_float32_stays_float32_where_64_bits_are_enabled(op):
         outputs = jax.eval_shape(lambda f: op(**merged(f, others), **rest, platform="xla"), floats)
     assert "func.func public @main" in lowered.as_text()
     assert jnp.float64 not in {y.dtype for y in jax.tree.leaves(outputs)}
+
+
+@pytest.mark.parametrize(("platform", "given"), [("xla", ("bias", "mask_info")), ("pallas", ())])
+def test_attention_where_64_bits_are_enabled(platform, given):
+    """Integers that count are of 32 bits there too: places in a bias and a dense mask, and the index maps of Pallas."""
+    x = jnp.ones((1, 16, 2, 8))
+    options = {
+        "bias": jnp.ones((1, 1, 16, 16)),
+        "mask_info": kernels.MaskInfo(attention_mask=jnp.ones((1, 1, 16, 16), bool)),
+    }
+    options = {name: options[name] for name in given}
+    loss = jax.jit(jax.grad(lambda x: jnp.sum(kernels.flash_attention(x, x, x, platform=platform, **options))))
+    with jax.enable_x64(True), interpret():
+        assert "func.func public @main" in loss.lower(x).as_text()

@@ -159,7 +159,7 @@ def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
       ValueError: it names no axis, or not one that a sequence can be split over here.
     """
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, tuple) or not names or len(set(names)) < len(names):
+    if not isinstance(names, tuple) or not names or len(set(names)) < len(names) or {*map(type, names)} != {str}:
         raise ValueError(
             f"ring_attention: argument 'axis_name' = {axis_name!r} must be the name of a mesh axis, or a tuple of different "
             "names, the major axis first"
@@ -201,6 +201,16 @@ def _check(call: Any) -> None:
         raise ValueError(
             f"ring_attention: argument 'key' has length {keys}, but 'query' has {queries}: a ring needs one length"
         )
+
+
+def _check_cuts(options: dict[str, Any], how: str) -> None:
+    """Raises ValueError for cuts of a whole sequence in its own order, which tokens that lie as `how` says are not."""
+    for name in ("cum_seqlens_q", "cum_seqlens_k"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"ring_attention: argument {name!r} cuts a whole sequence in its own order, and the tokens {how}: give "
+                "'q_segment_ids', an id for each token, which lie as the tokens do"
+            )
 
 
 @dataclass(frozen=True)
@@ -250,9 +260,10 @@ def ring_attention(
         that order too; nothing is moved here.
       options: everything else that `flash_attention` takes, as there. Sinks count once. `q_positions` and `kv_positions` are
         only for tokens whose positions are not those of `order`; `attention_mask` only [B, S], which tokens are not
-        padding. Inside a `shard_map` that also splits batch or heads, give `dropout_seed` as `expand_dropout_seed` makes
-        it, split alike. `deterministic` is of what each rank computes, and a ring adds it in the order of its hops; what
-        "all_gather" sums over ranks is as deterministic as the collective that sums it.
+        padding; `cum_seqlens_q` only outside of a `shard_map` and in contiguous order, elsewhere give segment ids. Inside a
+        `shard_map` that also splits batch or heads, give `dropout_seed` as `expand_dropout_seed` makes it, split alike.
+        `deterministic` is of what each rank computes, and a ring adds it in the order of its hops; what "all_gather" sums
+        over ranks is as deterministic as the collective that sums it.
       mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, with the sequence over `axis_name`.
 
     Raises:
@@ -262,10 +273,12 @@ def ring_attention(
     Sources: Liu et al., Ring Attention with Blockwise Transformers, 2023; Brandon et al., Striped Attention, 2023; zigzag
     order and the backward with a global lse as in ring-flash-attention (Zhu, 2024).
     """
-    prepared = flash_attention.prepare(query, key, value, **options)
-    _check(prepared.call)
     check_mesh(mesh)
     axis, bound = _bound_axis(axis_name, mesh)
+    if bound and jax.lax.axis_size(axis) > 1:
+        _check_cuts(options, f"are those of one rank of {axis!r}")
+    prepared = flash_attention.prepare(query, key, value, **options)
+    _check(prepared.call)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     how, lse = {"platform": platform, "cfg": cfg}, prepared.returns != "out"
     if bound:
@@ -284,6 +297,8 @@ def ring_attention(
     call, made = prepared.call, scheme_of(scheme)
     length = call.dims["T"]
     order.check(length)
+    if order.name != "contiguous" and shards > 1:
+        _check_cuts(options, f"lie in order {order.name!r}")
     if call.mask is not None:
         # What is counted from the start of a segment is counted before the segments are split.
         arguments = {**call.arguments, "mask": call.mask.resolved(order.indices(length))}

@@ -17,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels._core import segments
+from kernels._core.options import is_array
 
 Window = tuple[int | None, int | None]
+# Positions are less, and so are distances: their sums are int32.
+_FARTHEST = 2**30
 
 
 def window_of(sliding_window: Any) -> Window | None:
@@ -29,13 +32,16 @@ def window_of(sliding_window: Any) -> Window | None:
     if sliding_window is None:
         return None
     if is_integer(sliding_window):
-        if sliding_window < 1:
-            raise ValueError(f"argument 'sliding_window' must be at least 1 key, got {sliding_window}")
+        if not 1 <= sliding_window <= _FARTHEST:
+            raise ValueError(
+                f"argument 'sliding_window' must be at least 1 key and at most {_FARTHEST}, got {sliding_window}; None for all"
+            )
         return (int(sliding_window) - 1, 0)
     sides = tuple(sliding_window) if isinstance(sliding_window, (tuple, list)) else ()
-    if len(sides) != 2 or any(s is not None and (not is_integer(s) or s < 0) for s in sides):
+    if not _is_window(sides):
         raise ValueError(
-            f"argument 'sliding_window' must be W or (left, right), each >= 0 or None, got {sliding_window!r}"
+            "argument 'sliding_window' must be W or (left, right), each >= 0 and less than "
+            f"{_FARTHEST}, or None, got {sliding_window!r}"
         )
     left, right = (None if s is None else int(s) for s in sides)
     return (left, right)
@@ -44,6 +50,10 @@ def window_of(sliding_window: Any) -> Window | None:
 def is_integer(value: Any) -> bool:
     """Returns whether it is a Python or NumPy integer, and no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_window(sides: tuple) -> bool:
+    return len(sides) == 2 and all(s is None or (is_integer(s) and 0 <= s < _FARTHEST) for s in sides)
 
 
 def _both(a: Window | None, b: Window | None) -> Window | None:
@@ -131,6 +141,7 @@ class MaskInfo:
         the start of each sequence.
         """
         q = segments.of_cuts(cu_q, total_q)
+        segments.check_cuts("cum_seqlens_q", cu_q, total_q)
         if cu_k is None:
             return cls.from_segments(q, chunk_size=chunk_size, **options)
         cu_q, cu_k = jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_k, jnp.int32)
@@ -141,6 +152,7 @@ class MaskInfo:
             )
         total_k = total_q if total_k is None else total_k
         k = segments.of_cuts(cu_k, total_k)
+        segments.check_cuts("cum_seqlens_k", cu_k, total_k)
         # Positions count keys of the whole axis, so that dropout differs from sequence to sequence.
         q_positions = jnp.arange(total_q, dtype=jnp.int32)[None] + (cu_k - cu_q)[jnp.maximum(q, 0) + 1]
         k_positions = jnp.arange(total_k, dtype=jnp.int32)[None]
@@ -215,7 +227,14 @@ class MaskInfo:
         return tuple(name for name in _DATA if getattr(self, name) is not None)
 
     def check(self, batch: int, q_length: int, kv_length: int, num_heads: int) -> None:
-        """Raises ValueError, naming the field, where an array does not fit the queries and keys."""
+        """Raises ValueError, naming the field, where an array is none, or does not fit the queries and keys."""
+        for name in self.data_fields:
+            value, kind = getattr(self, name), np.bool_ if name == "attention_mask" else np.integer
+            if not is_array(value) or not jnp.issubdtype(value.dtype, kind):
+                raise ValueError(
+                    f"mask field {name!r} must be an array of {'bools' if kind is np.bool_ else 'integers'}, got "
+                    + (str(value.dtype) if is_array(value) else type(value).__name__)
+                )
         for side, length in (("q", q_length), ("kv", kv_length)):
             for name in (f"{side}_segment_ids", f"{side}_positions"):
                 value = getattr(self, name)
@@ -238,9 +257,12 @@ class MaskInfo:
                 raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
         if self.chunk_size is not None:
             _check_chunk_size(self.chunk_size)
-        if self.window is not None and not (isinstance(self.window, tuple) and len(self.window) == 2):
+        if not isinstance(self.causal, (bool, np.bool_)):
+            raise ValueError(f"mask field 'causal' is compiled in and must be True or False, got {self.causal!r}")
+        if self.window is not None and not (isinstance(self.window, tuple) and _is_window(self.window)):
             raise ValueError(
-                f"mask field 'window' must be (left, right), got {self.window!r}; the last W keys are (W - 1, 0)"
+                f"mask field 'window' must be (left, right), each >= 0 and less than {_FARTHEST}, or None, got "
+                f"{self.window!r}; the last W keys are (W - 1, 0)"
             )
 
     def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
@@ -277,8 +299,10 @@ class MaskInfo:
 
 
 def _check_chunk_size(chunk_size: Any) -> None:
-    if not is_integer(chunk_size) or chunk_size < 1:
-        raise ValueError(f"argument 'chunk_size' must be a positive integer, got {chunk_size!r}")
+    if not is_integer(chunk_size) or not 1 <= chunk_size < _FARTHEST:
+        raise ValueError(
+            f"argument 'chunk_size' must be a positive integer less than {_FARTHEST}, got {chunk_size!r}; None for no chunks"
+        )
 
 
 def visible_block(mask: MaskInfo, q: jax.Array, k: jax.Array, q_segments: Any, k_segments: Any) -> jax.Array:

@@ -53,22 +53,24 @@ def pallas_launch(
             f"pallas_launch: argument 'dimension_semantics' has {len(dimension_semantics)} entries for a grid of "
             f"{len(grid_spec.grid)} dims; say one for each"
         )
-    return pl.pallas_call(
-        kernel,
-        out_shape=out_shape,
-        grid_spec=grid_spec,
-        input_output_aliases=dict(input_output_aliases or {}),
-        cost_estimate=(
-            None
-            if work is None
-            else pl.CostEstimate(flops=int(work.flops), transcendentals=0, bytes_accessed=int(work.bytes))
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=tuple(dimension_semantics), vmem_limit_bytes=vmem_limit_bytes
-        ),
-        interpret=pltpu.InterpretParams() if interpreting() else False,
-        name=name,
-    )(*args)
+    # Kernels and index maps are of 32 bits, where the caller's program has 64 enabled too.
+    with jax.enable_x64(False):
+        return pl.pallas_call(
+            kernel,
+            out_shape=out_shape,
+            grid_spec=grid_spec,
+            input_output_aliases=dict(input_output_aliases or {}),
+            cost_estimate=(
+                None
+                if work is None
+                else pl.CostEstimate(flops=int(work.flops), transcendentals=0, bytes_accessed=int(work.bytes))
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=tuple(dimension_semantics), vmem_limit_bytes=vmem_limit_bytes
+            ),
+            interpret=pltpu.InterpretParams() if interpreting() else False,
+            name=name,
+        )(*args)
 
 
 def launch_on_rows(

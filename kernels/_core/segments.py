@@ -6,6 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.dispatch import vary_alike
+from kernels._core.requests import known
 
 
 def integers(value: Any, name: str) -> jax.Array:
@@ -20,6 +24,22 @@ def integers(value: Any, name: str) -> jax.Array:
     return array.astype(jnp.int32)
 
 
+def searchsorted(ordered: jax.Array, values: jax.Array, side: str = "left") -> jax.Array:
+    """Returns what `jnp.searchsorted` does, int32. That of JAX 0.11 fails on an assertion of its own inside a `shard_map` over
+    some axes of a mesh, so what is traced there, as contracts are, calls this."""
+    size, below = ordered.shape[0], jnp.less if side == "left" else jnp.less_equal
+
+    def halved(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, last = bounds
+        middle = (first + last) // 2
+        after = (middle < last) & below(ordered[middle], values)
+        return jnp.where(after, middle + 1, first), jnp.where(after, last, middle)
+
+    first = jnp.zeros(values.shape, jnp.int32)
+    steps = size.bit_length() if isinstance(size, int) else 31
+    return jax.lax.fori_loop(0, steps, halved, vary_alike((first, first + size), ordered, values))[0]
+
+
 def of_cuts(cuts: Any, total: int) -> jax.Array:
     """Returns the ids [1, total] of an axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding."""
     cuts = jnp.asarray(cuts)
@@ -28,8 +48,20 @@ def of_cuts(cuts: Any, total: int) -> jax.Array:
             "cumulative lengths (cum_seqlens_q, cum_seqlens_k) must be integers [0, n1, n1 + n2, ...] of length batch + 1, "
             f"got {cuts.dtype} of shape {cuts.shape}"
         )
-    ids = jnp.searchsorted(cuts, jnp.arange(total), side="right") - 1
+    ids = searchsorted(cuts, jnp.arange(total), side="right") - 1
     return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
+
+
+def check_cuts(name: str, cuts: Any, total: Any) -> None:
+    """Raises ValueError for cuts whose values are known, and do not rise from 0 to at most the total."""
+    values = known(cuts)
+    if values is None or not isinstance(total, int):
+        return
+    if values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > total:
+        raise ValueError(
+            f"argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; they "
+            "are the sums of the lengths, not the lengths"
+        )
 
 
 def joint(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]:
@@ -69,6 +101,6 @@ def occurrences(ids: jax.Array, among: jax.Array) -> jax.Array:
     """Returns int32 [B, L]: how often each id of `ids` occurs in the same row of `among`."""
     batch = max(ids.shape[0], among.shape[0])
     ids, among = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, jnp.sort(among, axis=1)))
-    first = jax.vmap(lambda row, x: jnp.searchsorted(row, x, side="left"))(among, ids)
-    last = jax.vmap(lambda row, x: jnp.searchsorted(row, x, side="right"))(among, ids)
-    return (last - first).astype(jnp.int32)
+    first = jax.vmap(searchsorted)(among, ids)
+    last = jax.vmap(lambda row, x: searchsorted(row, x, side="right"))(among, ids)
+    return last - first

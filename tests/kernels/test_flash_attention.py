@@ -185,8 +185,17 @@ def test_public_block_backward_takes_out_or_delta():
             np.testing.assert_allclose(got[name], w, atol=1e-6)
     with pytest.raises(ValueError, match="'delta' and 'out'"):
         flash_attention_backward(d_out, q, k, v, lse=lse)
-    with pytest.raises(ValueError, match="'lse' must be"):
-        flash_attention_backward(d_out, q, k, v, lse=lse[:, :3], out=out)
+    wrong = [
+        ({"lse": lse[:, :3]}, "'lse' must be"),
+        ({"lse": None}, "'lse' must be a float array.*got NoneType"),
+        ({"out": out.astype(int)}, "'out' must be a float array.*got int32"),
+        ({"value": v[0]}, "'value' must be"),
+        ({"return_lse": True}, "'return_lse'"),
+    ]
+    right = {"d_out": d_out, "query": q, "key": k, "value": v, "lse": lse, "out": out}
+    for change, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            flash_attention_backward(**{**right, **change})
 
 
 def temporary_bytes(length, **options):
@@ -431,6 +440,7 @@ def test_scaled_dot_product_attention_is_flash_attention():
 
 
 Q, KV = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))
+ONE_ROW = {"query": Q[:1], "key": KV[:1], "value": KV[:1]}
 WRONG = [
     ({"key": jnp.ones((2, 8, 3, 16)), "value": jnp.ones((2, 8, 3, 16))}, "query heads must be a multiple"),
     ({"key": KV.astype(jnp.bfloat16)}, "'key' is bfloat16 but 'query' is float32"),
@@ -450,14 +460,20 @@ WRONG = [
     ({"sliding_window": 0}, "'sliding_window'"),
     ({"sliding_window": (3, -1)}, "'sliding_window'"),
     ({"sliding_window": 2.5}, "'sliding_window'"),
+    # Sums of it and a position would not be int32: a window of all keys would hide some.
+    ({"sliding_window": (2**31 - 1, 2**31 - 1)}, "'sliding_window'.*less than 1073741824, or None"),
+    ({"chunk_size": 2**40}, "'chunk_size'.*None for no chunks"),
     ({"chunk_size": 0}, "'chunk_size'"),
     ({"chunk_size": 4, "mask_info": MaskInfo(chunk_size=6)}, "'chunk_size' was given twice"),
     ({"dropout_prob": 1.0}, "'dropout_prob'"),
     ({"dropout_prob": 0.1, "dropout_seed": 0.5}, "'dropout_seed'"),
     ({"logits_soft_cap": 0.0}, "'logits_soft_cap'"),
     ({"softmax_aux": jnp.ones(3)}, "'softmax_aux'"),
+    ({"softmax_aux": jnp.ones((4, 0))}, "'softmax_aux'.*None for no sinks"),
     ({"alibi_slopes": jnp.ones(3)}, "'alibi_slopes'.*N = 3"),
     ({"cum_seqlens_q": jnp.asarray([0, 8])}, "batch must be 1"),
+    ({**ONE_ROW, "cum_seqlens_q": [3, 5]}, "'cum_seqlens_q' must rise from 0.*not the lengths"),
+    ({**ONE_ROW, "cum_seqlens_q": [0, 8], "cum_seqlens_k": [0, 9]}, "'cum_seqlens_k' must rise from 0 to at most 8"),
     ({"softmax_scale": jnp.ones(())}, "'softmax_scale'"),
     ({"platform": "cudda"}, "'platform'"),
     ({"query": Q[:0], "key": KV[:0], "value": KV[:0]}, "'query'.*is empty"),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core import segments
-from kernels._core.binding import is_array
+from kernels._core.binding import is_array, is_float_array
 from kernels._core.config import KernelConfig
 from kernels._core.masks import MaskInfo, window_of
 from kernels._core.public import Prepared, public
@@ -134,8 +134,10 @@ def flash_attention(
         arguments["bias"] = bias
     if softmax_aux is not None:
         arguments["softmax_aux"] = softmax_aux[:, None] if softmax_aux.ndim == 1 else softmax_aux
-        if arguments["softmax_aux"].ndim != 2 or arguments["softmax_aux"].shape[0] != N:
-            raise ValueError(f"argument 'softmax_aux' must be [N] or [N, sinks] with N = {N}, got {softmax_aux.shape}")
+        if arguments["softmax_aux"].ndim != 2 or arguments["softmax_aux"].shape[0] != N or 0 in softmax_aux.shape:
+            raise ValueError(
+                f"argument 'softmax_aux' must be [N] or [N, sinks] with N = {N}, got {softmax_aux.shape}; None for no sinks"
+            )
     if alibi_slopes is not None:
         arguments["alibi_slopes"] = alibi_slopes[None] if alibi_slopes.ndim == 1 else alibi_slopes
     if dropout_prob > 0:
@@ -214,16 +216,22 @@ def flash_attention_backward(
     """
     if (delta is None) == (out is None):
         raise ValueError("give one of the arguments 'delta' and 'out'")
+    if "return_lse" in options:
+        raise ValueError(
+            "argument 'return_lse' is of a forward; this is a backward, which returns gradients: leave it out"
+        )
+    call = flash_attention.prepare(query, key, value, **options).call
     rows = query.shape[:3]
-    wanted = {"d_out": (*rows, value.shape[3]), "lse": rows, "delta": rows, "out": (*rows, value.shape[3])}
-    for name, x in (("d_out", d_out), ("lse", lse), ("delta", delta), ("out", out)):
-        if x is not None and x.shape != wanted[name]:
-            raise ValueError(f"argument {name!r} must be {wanted[name]}, got {x.shape}")
+    whole = (*rows, value.shape[3])
+    last: Any = ("delta", delta, rows) if out is None else ("out", out, whole)
+    for name, x, shape in (("d_out", d_out, whole), ("lse", lse, rows), last):
+        if not is_float_array(x) or x.shape != shape:
+            got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
+            raise ValueError(f"argument {name!r} must be a float array of shape {shape}, got {got}")
     if out is None:
         saved = {"d_out": d_out, "lse": lse, "delta": delta}
     else:
         saved = backward_inputs({"out": out, "lse": lse}, {"d_out": d_out})
-    call = flash_attention.prepare(query, key, value, **options).call
     return op.backward(saved, **call.arguments, platform=platform, cfg=cfg)
 
 

@@ -239,7 +239,7 @@ def forward(
         out = jnp.moveaxis(out, 3, 1).reshape(B, blocks.block_q, N, Hv).astype(query.dtype)
         return None, (out, jnp.moveaxis(lse, 3, 1).reshape(B, blocks.block_q, N))
 
-    index = jnp.arange(blocks.order.shape[0])
+    index = jnp.arange(blocks.order.shape[0], dtype=jnp.int32)
     xs = (index, _split(query, blocks.block_q), blocks.rows, blocks.order, blocks.count)
     _, (out, lse) = jax.lax.scan(query_block, None, xs)
     out, lse = (jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :T] for x in (out, lse))
@@ -316,7 +316,7 @@ def backward(
         dq, sums = jax.lax.fori_loop(0, count, key_block, (jnp.zeros(q.shape, jnp.float32), sums))
         return sums, dq.reshape(B, blocks.block_q, N, H).astype(query.dtype)
 
-    index = jnp.arange(blocks.order.shape[0])
+    index = jnp.arange(blocks.order.shape[0], dtype=jnp.int32)
     # Padded rows have lse = -inf, so they contribute nothing.
     lse = jnp.pad(saved.lse, ((0, 0), (0, -T % blocks.block_q), (0, 0)), constant_values=-jnp.inf)
     d_out = saved.d_out.astype(query.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
+from kernels._core.segments import searchsorted
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, op, quantized_op
 
 __all__ = ["ACTIVATIONS", "grouped_matmul", "op", "quantized_op"]
@@ -176,7 +177,7 @@ def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[
     own = ids.astype(jnp.int32) - (0 if offset is None else offset)
     own = jnp.where((own >= 0) & (own < experts), own, experts)
     order = jnp.argsort(own, stable=True)
-    edges = jnp.searchsorted(own[order], jnp.arange(experts + 1, dtype=jnp.int32))
+    edges = searchsorted(own[order], jnp.arange(experts + 1, dtype=jnp.int32))
     return _taken(lhs, order), jnp.diff(edges).astype(jnp.int32), order
 
 

@@ -16,6 +16,7 @@ from kernels._core.backend import Case
 from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.measured import bucket
+from kernels._core.segments import searchsorted
 from kernels._core.work import Work, nbytes
 
 
@@ -107,7 +108,7 @@ def grouped_matmul(
         assert rhs_transposed is not None
         rhs = jnp.moveaxis(rhs_transposed, -1, 1)
     ends, rows = jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0])
-    group = jnp.searchsorted(ends, rows, side="right")
+    group = searchsorted(ends, rows, side="right")
     own = group - (0 if group_offset is None else group_offset)
     inside = (own >= 0) & (own < rhs.shape[0]) & (group < group_sizes.shape[0])
     own = jnp.where(inside, own, 0)

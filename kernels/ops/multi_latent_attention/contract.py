@@ -13,6 +13,7 @@ from kernels._core.binding import Call
 from kernels._core.contract import Op
 from kernels._core.masks import MaskInfo
 from kernels._core.pairs import visible_pairs
+from kernels._core.segments import searchsorted
 from kernels._core.softmax import backward_inputs
 from kernels._core.work import Work, nbytes
 from kernels.ops.multi_latent_attention.cases import CASES, DECODE_CASES, PAGED_CASES
@@ -107,7 +108,7 @@ def multi_latent_ragged_page_attention(
     check_cache("multi_latent_ragged_page_attention", kv_cache.shape[2], query.shape[2], query_rope.shape[2])
     M, _, R = query.shape
     row = jnp.arange(M)
-    request = jnp.searchsorted(query_start_loc, row, side="right") - 1
+    request = searchsorted(query_start_loc, row, side="right") - 1
     real = (request >= 0) & (request < kv_lens.shape[0])
     request = jnp.clip(request, 0, kv_lens.shape[0] - 1)
     length = kv_lens[request]
