@@ -216,6 +216,13 @@ def test_what_is_said_of_a_value_that_cannot_be_read_may_be_typed(text):
     assert compose([word]).run.dir == text
 
 
+@pytest.mark.parametrize("text", ["2024_11_23", "1e3", "007", "true", "-1"])
+def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
+    recipe = compose([f"run.dir={text}", f"data.source={text}", f"model.init_from={text}"])
+    assert (recipe.run.dir, recipe.data.source, recipe.model.init_from) == (text,) * 3
+    assert compose(["run.seed=1_0", "data.source=null"]).run.seed == 10
+
+
 def test_the_runs_of_a_sweep():
     jobs = jobs_of(["recipe=moe", "run.seed=1,2", "data.source='a b','c/d'", "model=nano"])
     assert [job.overrides[1] for job in jobs] == ["run.seed=1", "run.seed=1", "run.seed=2", "run.seed=2"]
