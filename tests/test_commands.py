@@ -370,6 +370,30 @@ def test_who_reads_no_further_gets_no_traceback():
     assert (made.returncode, made.stderr) == (PIPE_CLOSED, "")
 
 
+def test_who_reads_no_further_stops_the_processes_of_a_run(monkeypatch):
+    waits = ("sh", "-c", "trap 'exit 75' TERM; echo up; for i in $(seq 600); do sleep 0.1; done")
+    monkeypatch.setattr(local, "Job", lambda count, logs, devices, command: Job(count, logs, devices, waits))
+    reads, writes = os.pipe()
+    os.close(reads)
+    start = time.monotonic()
+    with os.fdopen(writes, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert local.main(["processes=2", "recipe=long_context"]) == PIPE_CLOSED
+    assert time.monotonic() - start < 30
+
+
+def test_a_command_that_fails_ends_at_once():
+    """With its own exit code, whatever threads still do: steps may be under way."""
+    text = "import threading, time, launch.train as t; threading.Thread(target=time.sleep, args=(60,)).start(); "
+    made = subprocess.run([sys.executable, "-c", f"{text}t.command(body=lambda: 4)"], cwd=ROOT, timeout=30, check=False)
+    assert made.returncode == 4
+
+
+def test_a_closed_output_is_one_that_nobody_reads(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run_command(["x"], lambda arguments: int(sys.stdout.isatty()) or DONE, str) == DONE
+
+
 def test_the_frame_of_a_command(capsys):
     def raises(error):
         def body(arguments):
