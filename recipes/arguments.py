@@ -118,7 +118,7 @@ def jobs_of(overrides: Sequence[str]) -> list[Job]:
     from hydra.errors import HydraException
 
     columns: list[list[tuple[str, bool]]] = []
-    for override in overrides:
+    for override in map(_in_one_line, overrides):
         parsed = _parsed(override)
         if parsed is None:
             raise RecipeError(unreadable(override))
@@ -162,6 +162,11 @@ def _parsed(override: str) -> Any:
         return None
 
 
+def _in_one_line(override: str) -> str:
+    """Returns an override without line ends, which Hydra's grammar has no place for: a list of stages may stand on several."""
+    return override if _parsed(override) is not None else " ".join(override.splitlines())
+
+
 def unreadable(override: str) -> str:
     """Returns the sentence about a value that Hydra's grammar cannot read as one."""
     name, _, value = override.partition("=")
@@ -183,7 +188,7 @@ def check_values(overrides: Sequence[str], texts: Collection[str] = (), switches
       RecipeError: Hydra's grammar cannot read a value, or reads it as several to sweep over; or a switch is given a number.
     """
     found = []
-    for override in overrides:
+    for override in map(_in_one_line, overrides):
         parsed = _parsed(override)
         if parsed is None or parsed.is_sweep_override():
             raise RecipeError(unreadable(override))

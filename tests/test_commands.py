@@ -216,6 +216,18 @@ def test_what_is_said_of_a_value_that_cannot_be_read_may_be_typed(text):
     assert compose([word]).run.dir == text
 
 
+@pytest.mark.parametrize("file", ["README.md", "launch/README.md"])
+def test_recipes_of_the_documentation_compose(file):
+    """Whatever stands on several lines of a shell: data and devices need not be there."""
+    shown = []
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / file).read_text(), re.DOTALL):
+        for command in block.replace("\\\n", " ").split("python -m launch.")[1:]:
+            name, *words = shlex.split(command, comments=True)
+            if name == "train" and not {"-m", "--cfg", "--config-dir"} & set(words):
+                shown.append(compose(words))
+    assert shown and any(recipe.curriculum for recipe in shown) == (file == "launch/README.md")
+
+
 @pytest.mark.parametrize("text", ["2024_11_23", "1e3", "007", "true", "-1"])
 def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
     recipe = compose([f"run.dir={text}", f"data.source={text}", f"model.init_from={text}"])
