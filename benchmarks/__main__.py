@@ -8,6 +8,7 @@ wrong, and then nothing is written; 2 for a wrong argument.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -24,8 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     # Peers of another framework share the device, so memory is taken as it is needed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
-        if not argv:
-            print(listing())
+        if not argv or {"-h", "--help"} & set(argv):
+            print("\n".join([*([__doc__ or ""] if argv else []), listing()]))
             return 0
         if "--write" in argv:
             return _write([a for a in argv if a != "--write"])
@@ -75,6 +76,8 @@ def _options(arguments: list[str]) -> dict[str, str]:
         name, equals, value = argument.partition("=")
         if not (equals and value):
             raise ValueError(f"argument {argument!r} must be written name=value, with one of {', '.join(OPTIONS)}")
+        if name in options:
+            raise ValueError(f"option {name!r} is given twice; give it once")
         options[_known("option", name, OPTIONS)] = value
     return options
 
@@ -86,7 +89,7 @@ def _number(options: dict[str, str], name: str, default: float | None, kind: typ
         value = kind(options[name])
     except ValueError:
         value = 0
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ValueError(f"option {name!r} must be a positive number, got {options[name]!r}")
     return value
 
@@ -95,7 +98,13 @@ def _write(arguments: list[str]) -> int:
     from benchmarks import ranking, report
 
     options = _options(arguments)
+    if other := sorted(set(options) - {"out"}):
+        raise ValueError(
+            f"option {other[0]!r} has no place beside --write, which takes out= alone, a folder of results"
+        )
     folder = Path(options.get("out", report.RESULTS))
+    if not any(folder.glob("*.json")):
+        raise ValueError(f"option 'out': {folder} has no results, and the tables of {report.README} would be emptied")
     report.write(folder)
     print(f"tables of {folder} written to {report.README}")
     for path in ranking.write(folder):
@@ -132,15 +141,13 @@ def _run(argv: list[str]) -> int:
     op = operations[_known("operation", argv[0], operations)]
     options = _options(argv[1:])
     bench = {case.name: case for case in _bench(op)}
-    cases = [
-        bench[_known(f"case of {op.name}", n, bench)] for n in options.get("case", ",".join(bench)).split(",") if n
-    ]
+    if not bench:
+        raise ValueError(f"{op.name} has no case with the tag 'bench': add one to the cases of its contract")
+    cases = [bench[_known(f"case of {op.name}", n, bench)] for n in options.get("case", ",".join(bench)).split(",")]
     every = peers.all_peers()
     against = options.get("against", ",".join(every))
     names = [] if against == "none" else against.split(",")
     chosen = {name: every[_known("peer", name, every)] for name in names}
-    if not cases:
-        raise ValueError(f"{op.name} has no case with the tag 'bench': add one to the cases of its contract")
     settings = _settings(options)
 
     import jax

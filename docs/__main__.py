@@ -56,9 +56,19 @@ def build(out: Path, pages: Mapping[str, str] | None = None) -> list[str]:
     return [line.replace(f"{source}/", "") for line in said.getvalue().splitlines() if line.strip()]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "outputs" / "docs"
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    if len(argv) > 1 or any(word.startswith("-") or not word for word in argv):
+        print(f"cannot read {' '.join(argv)!r}: write python -m docs [FOLDER]", file=sys.stderr)
+        return 2
+    out = Path(argv[0]) if argv else ROOT / "outputs" / "docs"
+    if out.is_file():
+        print(f"{out} is a file: name a folder", file=sys.stderr)
+        return 2
     problems = build(out)
     print("\n".join(problems) or f"built {out}/index.html", file=sys.stderr if problems else sys.stdout)
     return 1 if problems else 0

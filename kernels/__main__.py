@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,9 +59,16 @@ def readmes() -> dict[Path, list[Op]]:
     return found
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    if "--write" not in sys.argv:
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    if argv not in ([], ["--write"]):
+        print(f"cannot read {' '.join(argv)!r}: write python -m kernels [--write]", file=sys.stderr)
+        return 2
+    if not argv:
         print(table(operations().values()))
         return 0
     for path, ops in readmes().items():
@@ -74,4 +82,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the table, as `head`, may have read enough
     sys.exit(main())

@@ -18,10 +18,12 @@ def join(cluster: Any) -> None:
     import jax
 
     from ejdist.cluster.ending import within
+    from ejdist.cluster.hosts import LONGEST
 
-    if cluster.timeout <= 0 or cluster.heartbeat < 10:
+    if not (0 < cluster.timeout <= LONGEST and 10 <= cluster.heartbeat <= LONGEST):
         raise ValueError(
-            f"cluster.timeout = {cluster.timeout} must be positive, and cluster.heartbeat = {cluster.heartbeat} at least 10 s"
+            f"cluster.timeout = {cluster.timeout} must be positive, and cluster.heartbeat = {cluster.heartbeat} at least 10 s; "
+            f"both at most {LONGEST:,} s"
         )
     limits = {
         "initialization_timeout": cluster.timeout + _MARGIN,

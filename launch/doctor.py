@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, HOST_LOST, WRONG, run_command
-from launch.options import help_of, option, read
+from launch.options import check_recipe, help_of, option, read
 from launch.train import ACCELERATORS, command, start_jax
 
 
@@ -35,9 +35,8 @@ class Doctor:
     """One examination. `failures` are those of all hosts, the same on each."""
 
     def __init__(self, recipe: Any, hosts: Any, say: Callable[[str], object]) -> None:
-        from ejdist.training.places import check_folder, is_url, place
+        from ejdist.training.places import is_url, place
 
-        check_folder("run.dir", recipe.run.dir)
         self._recipe, self._hosts, self.failures = recipe, hosts, []
         self._say = say if hosts.index == 0 else lambda line: None
         self._folder = Path(recipe.run.dir).expanduser()
@@ -206,12 +205,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     from ejdist.cluster.health import why_unreachable
     from ejdist.training.curriculum import stages_of
-    from ejdist.training.opening import check_numbers
     from recipes.schema import compose
 
     own, rest = read(Options, arguments)
     recipe = compose(rest)
-    check_numbers(recipe.run)
+    check_recipe(recipe)
     stages_of(recipe)
     cluster = recipe.cluster
     if cluster.kind == "manual" and cluster.coordinator and cluster.process_id:

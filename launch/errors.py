@@ -83,6 +83,9 @@ def run_command(
       stopped: what is said after Ctrl-C, and the exit code then.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this: nobody is to read it
+            setattr(sys, name, open(os.devnull, "w"))
     asked = any(a in ("-h", "--help") for a in arguments)
     try:
         if asked or (needs_arguments and not arguments):

@@ -33,7 +33,7 @@ keys:
   tasks=loss,needle,recall
                        loss: by octave of the place in the document and in the row. needle: a key and its value in text; recall:
                        one of many keys and values
-  lengths=2048,8192    tokens of a row; default: the run's data.sequence_length
+  lengths=2048,8192    tokens of a row; default: data.sequence_length where it is given here, else the run's
   batches=8            of data.global_batch rows at each length, for the loss
   examples=16          prompts at each length and depth
   depths=0,0.25,0.5,0.75,1
@@ -154,7 +154,23 @@ def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
     recipe = compose([*model, *kept, *given])
     recipe.model.experts.jitter = 0.0  # noise of training
     weights.check(recipe.model)
+    if recipe.experts.capacity != capacity:
+        raise ValueError(
+            f"experts.capacity = {recipe.experts.capacity} in this recipe, and {weights.what} has {capacity}: give "
+            f"experts.capacity={written(capacity)}, or leave it out: another one drops other tokens"
+        )
     return recipe
+
+
+def _lengths(asked: Asked, weights: Any, recipe: Any, given: Sequence[str]) -> list[int]:
+    """Returns the tokens of a row: those asked for, else what the command line trains with, else what the run did."""
+    from recipes.arguments import key_of
+
+    if asked.lengths:
+        return asked.lengths
+    named = any(key_of(word) == "data.sequence_length" for word in given)
+    own = recipe.data.sequence_length
+    return [own if named else weights.data.get("sequence_length", own)]
 
 
 def _held_out(weights: Any, data: Any) -> str:
@@ -191,7 +207,7 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
     with hosts.together():
         weights = open_weights(where, asked.step)
         recipe = _recipe_of(weights, given)
-        lengths = asked.lengths or [weights.data.get("sequence_length", recipe.data.sequence_length)]
+        lengths = _lengths(asked, weights, recipe, given)
         own = {k: str(v) for k, v in vars(asked).items()} | {"weights": weights.what}
         facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}
         digest = {} if hosts.count == 1 else {"weights (digest)": weights.digest()}

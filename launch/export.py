@@ -76,8 +76,10 @@ def print_recipe(folder: str) -> None:
     print(f"# {family.model_type}; over model=nano, the model of a recipe that names no other")
     start = f"model.init_from={folder}"
     try:
-        check_values([start])
+        plain = check_values([start]) == [start]
     except RecipeError:
+        plain = False
+    if not plain:
         start = f"model.init_from={quoted(folder)}"
     for line in [*overrides(section, compose(["model=nano"]).model), start]:
         print(shlex.quote(line))

@@ -59,12 +59,20 @@ def _main(arguments: list[str]) -> int:
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
     job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
     gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}
-    told, before = threading.Event(), {}
+    told, before, unread = threading.Event(), {}, threading.Event()
+
+    def tell() -> None:
+        try:
+            _tell(job, told)
+        except BrokenPipeError:  # told to the main thread, once the processes have saved
+            unread.set()
+            job.signal(signal.SIGTERM)
+
     try:
         job.start(rest, environment=gpus)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             before[number] = signal.signal(number, lambda number, frame: job.signal(number))
-        reader = threading.Thread(target=_tell, args=(job, told), daemon=True)
+        reader = threading.Thread(target=tell, daemon=True)
         reader.start()
         codes = job.wait(float("inf"), _PATIENCE)
         told.set()
@@ -74,6 +82,8 @@ def _main(arguments: list[str]) -> int:
             signal.signal(number, handler)
         job.kill()
         shutil.rmtree(logs, ignore_errors=True)
+    if unread.is_set():
+        raise BrokenPipeError
     return next((128 - c if c < 0 else c for c in codes if c), DONE)
 
 

@@ -171,6 +171,18 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
             raise ValueError(f"{argument} cannot be given here: {how}")
 
 
+def check_recipe(recipe: Any) -> None:
+    """Raises ValueError, naming the key, for what is wrong with a recipe wherever it is trained, on whatever mesh."""
+    from ejdist.training.opening import check_section
+    from ejdist.training.optimizer import make_optimizer
+
+    check_section(recipe.run)
+    for section in (recipe.sequence, recipe.experts, recipe.guards):
+        section.validate()
+    recipe.checkpoint.check()
+    make_optimizer(recipe.optimizer, recipe.run.steps, decayed=True)
+
+
 def check_run(arguments: Sequence[str], how: str, devices: int | None = None, slices: int = 1) -> Any:
     """Returns the recipe of a run, so that a wrong one is told before a job is queued for it.
 
@@ -183,18 +195,12 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     """
     from ejdist.mesh import abstract_mesh
     from ejdist.training.curriculum import stages_of
-    from ejdist.training.opening import check_numbers
-    from ejdist.training.optimizer import make_optimizer
     from ejdist.training.program import check_sizes
     from recipes.schema import compose
 
     refuse_cluster(arguments, how)
     recipe = compose(arguments)
-    check_numbers(recipe.run)
-    for section in (recipe.experts, recipe.guards):
-        section.validate()
-    recipe.checkpoint.check()
-    make_optimizer(recipe.optimizer, recipe.run.steps, decayed=True)
+    check_recipe(recipe)
     for stage in stages_of(recipe):
         s = stage.sections
         model = s.model.build()

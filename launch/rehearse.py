@@ -23,7 +23,7 @@ from ejdist.training import goodput
 from ejdist.training.metrics import read_rows
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, INTERRUPTED, WRONG, run_command
-from launch.options import refuse_cluster
+from launch.options import check_recipe, refuse_cluster
 from launch.processes import Job
 from launch.series import IN_SERIES, Round, rehearse_series
 
@@ -113,6 +113,7 @@ def options_of(argv: Sequence[str]) -> Options:
     given = _DEFAULTS | given
     arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
     recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
+    check_recipe(recipe)
     if recipe.checkpoint.dir is not None:
         raise ValueError(
             f"checkpoint.dir = {recipe.checkpoint.dir!r} cannot be given to a rehearsal: each of its runs has its own "

@@ -180,7 +180,7 @@ class Connections:
 
     def __init__(self, commands: Sequence[tuple[str, Sequence[str]]]) -> None:
         """Starts them: (the name of a machine, a command line) of each."""
-        self._names, self._told = [name for name, _ in commands], 0
+        self._names, self._told, self._unread = [name for name, _ in commands], 0, False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
         for _, line in commands:
@@ -196,8 +196,13 @@ class Connections:
     def _tell(self, index: int) -> None:
         for line in self._processes[index].stdout or ():
             text = line.decode(errors="replace").rstrip("\r\n")
-            sys.stdout.write(f"[{index}] {text}\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(f"[{index}] {text}\n")
+                sys.stdout.flush()
+            except (
+                BrokenPipeError
+            ):  # the rest is read all the same: a machine whose lines nobody takes would wait for ever
+                self._unread = True
 
     def stop(self, *_: Any) -> None:
         """Tells all commands to stop: the first time to save, and then at once."""
@@ -213,7 +218,8 @@ class Connections:
                     continue
 
     def wait(self) -> int:
-        """Returns the first exit code that is not 0, after all have ended."""
+        """Returns the first exit code that is not 0, after all have ended. Raises BrokenPipeError, after they have been told to
+        stop, where nobody reads what they print."""
         ended: set[int] = set()
         end = float("inf")
         while len(ended) < len(self._processes):
@@ -223,12 +229,16 @@ class Connections:
                     if code:
                         end = min(end, time.monotonic() + _PATIENCE)
                         self._note(i, code)
+            if self._unread and self._told == 0:
+                self.stop()
             if time.monotonic() > end:
                 self._send("KILL")
                 end = time.monotonic() + _PATIENCE
             time.sleep(0.05)
         for reader in self._readers:
             reader.join(10)
+        if self._unread:
+            raise BrokenPipeError
         if not self._failed:
             return DONE
         code = self._failed[0][1]

@@ -182,7 +182,7 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     before()
     code = body()
     if code not in (DONE, PREEMPTED):
-        _end_alone(code)
+        _end_now(code)
     sys.exit(code)
 
 
@@ -190,18 +190,17 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
 _FAREWELL = 20
 
 
-def _end_alone(code: int) -> None:
-    """Ends this process, if it is one of several, not waiting for others that may never end: JAX waits minutes for them, and
-    then ends the process with a code of its own."""
+def _end_now(code: int) -> None:
+    """Ends this process, not waiting for others that may never end: JAX waits minutes for them, and then ends the process with
+    a code of its own. Nor for steps that were started: a thread of XLA that comes to Python while that ends is an abort."""
     import threading
 
     import jax
 
-    if not jax.distributed.is_initialized():
-        return
-    farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-    farewell.start()
-    farewell.join(0 if code == HOST_LOST else _FAREWELL)
+    if jax.distributed.is_initialized():
+        farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        farewell.start()
+        farewell.join(0 if code == HOST_LOST else _FAREWELL)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

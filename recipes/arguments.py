@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -118,7 +118,7 @@ def jobs_of(overrides: Sequence[str]) -> list[Job]:
     from hydra.errors import HydraException
 
     columns: list[list[tuple[str, bool]]] = []
-    for override in overrides:
+    for override in map(_in_one_line, overrides):
         parsed = _parsed(override)
         if parsed is None:
             raise RecipeError(unreadable(override))
@@ -162,6 +162,11 @@ def _parsed(override: str) -> Any:
         return None
 
 
+def _in_one_line(override: str) -> str:
+    """Returns an override without line ends, which Hydra's grammar has no place for: a list of stages may stand on several."""
+    return override if _parsed(override) is not None else " ".join(override.splitlines())
+
+
 def unreadable(override: str) -> str:
     """Returns the sentence about a value that Hydra's grammar cannot read as one."""
     name, _, value = override.partition("=")
@@ -172,12 +177,29 @@ def unreadable(override: str) -> str:
     )
 
 
-def check_values(overrides: Sequence[str]) -> None:
-    """Raises RecipeError for a value that Hydra's grammar cannot read, or reads as several values to sweep over."""
-    for override in overrides:
+def check_values(overrides: Sequence[str], texts: Collection[str] = (), switches: Collection[str] = ()) -> list[str]:
+    """Returns the overrides, each so written that it is read as what its key takes: of a key that takes a text, 2024_11 and
+    1e3 are those letters, and neither 202411 nor 1000.0.
+
+    Args:
+      texts, switches: the keys that take a text, and those that are true or false.
+
+    Raises:
+      RecipeError: Hydra's grammar cannot read a value, or reads it as several to sweep over; or a switch is given a number.
+    """
+    found = []
+    for override in map(_in_one_line, overrides):
         parsed = _parsed(override)
         if parsed is None or parsed.is_sweep_override():
             raise RecipeError(unreadable(override))
+        key, value = key_of(override), parsed.value()
+        if key in switches and type(value) is int and value not in (0, 1):
+            raise RecipeError(f"{override}: {key} is true or false")
+        if key in texts and isinstance(value, int | float):
+            name, _, written = override.partition("=")
+            override = f"{name}={quoted(written.strip())}"
+        found.append(override)
+    return found
 
 
 def quoted(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -61,15 +62,21 @@ def options_of(group: str, config_dir: Path | None = None) -> list[str]:
     return sorted({*_variants(resources.files("recipes") / group), *own})
 
 
-def keys_of(section: Any = None, prefix: str = "") -> list[str]:
-    """Returns every key that a recipe has, with dots."""
-    section = Recipe() if section is None else section
-    keys = []
+def _kinds(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every key of a section, with dots, and the type that it declares."""
+    declared = typing.get_type_hints(type(section))
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
         name = f"{prefix}{f.name}"
-        keys += keys_of(value, f"{name}.") if dataclasses.is_dataclass(value) else [name]
-    return keys
+        if dataclasses.is_dataclass(value):
+            yield from _kinds(value, f"{name}.")
+        else:
+            yield name, declared[f.name]
+
+
+def keys_of() -> list[str]:
+    """Returns every key that a recipe has, with dots."""
+    return [key for key, _ in _kinds(Recipe())]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -155,12 +162,14 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     if a.config_dir is not None:
         _check_folder(a.config_dir)
     check_overrides(a.overrides, a.config_dir)
-    check_values(a.overrides)
+    kinds = list(_kinds(Recipe()))
+    texts = [key for key, kind in kinds if kind in (str, str | None, Any)]  # a source may be a list too
+    overrides = check_values(a.overrides, texts, [key for key, kind in kinds if kind is bool])
     ConfigStore.instance().store(name="schema", node=Recipe)
     beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
     try:
         with hydra.initialize_config_module("recipes", version_base="1.3"):
-            composed = hydra.compose("train", overrides=[*a.overrides, *beside])
+            composed = hydra.compose("train", overrides=[*overrides, *beside])
         OmegaConf.set_struct(composed, True)
         _check_order(a, composed)
         recipe: Any = OmegaConf.to_object(composed)
@@ -242,6 +251,7 @@ def _explain(error: BaseException) -> str:
     first = lines[1] if file and "raised while composing" in lines[0] and len(lines) > 1 else lines[0]
     if not key:
         return first
+    first = re.sub(r"Invalid value assigned: (\w+) is not a ListConfig.*", r"\1 is no list; write [a,b]", first)
     if "not in" not in first:
         return f"{f'{file}: ' if file else ''}{key[1]}: {first}"
     if key[1] in GROUPS and key[1] not in keys_of() and file.startswith(f"{key[1]}/"):

@@ -211,7 +211,12 @@ def test_what_an_expression_gives_is_what_it_is_held_to(tmp_path):
         (["rms_norm", "dtyp=float32"], "option 'dtyp' is unknown: did you mean 'dtype'?"),
         (["rms_norm", "dtype=float8"], "dtype 'float8' is unknown"),
         (["rms_norm", "rounds=0"], "option 'rounds' must be a positive number, got '0'"),
+        (["rms_norm", "seconds=inf"], "option 'seconds' must be a positive number, got 'inf'"),
+        (["rms_norm", "case=model_4k,"], "case of rms_norm '' is unknown"),
+        (["rms_norm", "dtype=float32", "dtype=float16"], "option 'dtype' is given twice"),
         (["rms_norm", "model_4k"], "argument 'model_4k' must be written name=value"),
+        (["--write", "out=/no/such/folder"], "option 'out': /no/such/folder has no results"),
+        (["--write", "case=model_4k"], "option 'case' has no place beside --write"),
     ],
 )
 def test_unknown_names_are_refused(argv, said, capsys):

@@ -216,6 +216,25 @@ def test_what_is_said_of_a_value_that_cannot_be_read_may_be_typed(text):
     assert compose([word]).run.dir == text
 
 
+@pytest.mark.parametrize("file", ["README.md", "launch/README.md"])
+def test_recipes_of_the_documentation_compose(file):
+    """Whatever stands on several lines of a shell: data and devices need not be there."""
+    shown = []
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / file).read_text(), re.DOTALL):
+        for command in block.replace("\\\n", " ").split("python -m launch.")[1:]:
+            name, *words = shlex.split(command, comments=True)
+            if name == "train" and not {"-m", "--cfg", "--config-dir"} & set(words):
+                shown.append(compose(words))
+    assert shown and any(recipe.curriculum for recipe in shown) == (file == "launch/README.md")
+
+
+@pytest.mark.parametrize("text", ["2024_11_23", "1e3", "007", "true", "-1"])
+def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
+    recipe = compose([f"run.dir={text}", f"data.source={text}", f"model.init_from={text}"])
+    assert (recipe.run.dir, recipe.data.source, recipe.model.init_from) == (text,) * 3
+    assert compose(["run.seed=1_0", "data.source=null"]).run.seed == 10
+
+
 def test_the_runs_of_a_sweep():
     jobs = jobs_of(["recipe=moe", "run.seed=1,2", "data.source='a b','c/d'", "model=nano"])
     assert [job.overrides[1] for job in jobs] == ["run.seed=1", "run.seed=1", "run.seed=2", "run.seed=2"]
@@ -361,6 +380,30 @@ def test_who_reads_no_further_gets_no_traceback():
     made = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(writes)
     assert (made.returncode, made.stderr) == (PIPE_CLOSED, "")
+
+
+def test_who_reads_no_further_stops_the_processes_of_a_run(monkeypatch):
+    waits = ("sh", "-c", "trap 'exit 75' TERM; echo up; for i in $(seq 600); do sleep 0.1; done")
+    monkeypatch.setattr(local, "Job", lambda count, logs, devices, command: Job(count, logs, devices, waits))
+    reads, writes = os.pipe()
+    os.close(reads)
+    start = time.monotonic()
+    with os.fdopen(writes, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert local.main(["processes=2", "recipe=long_context"]) == PIPE_CLOSED
+    assert time.monotonic() - start < 30
+
+
+def test_a_command_that_fails_ends_at_once():
+    """With its own exit code, whatever threads still do: steps may be under way."""
+    text = "import threading, time, launch.train as t; threading.Thread(target=time.sleep, args=(60,)).start(); "
+    made = subprocess.run([sys.executable, "-c", f"{text}t.command(body=lambda: 4)"], cwd=ROOT, timeout=30, check=False)
+    assert made.returncode == 4
+
+
+def test_a_closed_output_is_one_that_nobody_reads(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run_command(["x"], lambda arguments: int(sys.stdout.isatty()) or DONE, str) == DONE
 
 
 def test_the_frame_of_a_command(capsys):

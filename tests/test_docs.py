@@ -44,6 +44,18 @@ def test_a_link_that_leads_nowhere_fails_the_build(build, tmp_path):
     assert len(warnings) == 2 and "nowhere.md" in warnings[0] and "no-such" in warnings[1]
 
 
+def test_words_that_mean_nothing_build_and_print_nothing(monkeypatch, tmp_path, capsys):
+    from docs.__main__ import main as docs
+    from kernels.__main__ import main as table
+
+    monkeypatch.chdir(tmp_path)
+    for command, wrong in ((docs, ["--out"]), (docs, ["a", "b"]), (table, ["--wrte"]), (table, ["rms_norm"])):
+        assert command(wrong) == 2 and command(["--help"]) == 0
+        said = capsys.readouterr()
+        assert f"cannot read '{' '.join(wrong)}'" in said.err and said.out.startswith("`python -m ")
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_public_name_is_on_a_page(pages):
     for name in ejdist.operations.FUNCTIONS:
         assert sum(f"\n### {escaped(name)}\n" in text for text in pages.values()) == 1, name

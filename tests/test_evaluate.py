@@ -24,7 +24,7 @@ from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
 from ejdist.training.opening import open_run
 from launch.errors import DONE, WRONG
-from launch.evaluate import _held_out, _recipe_of, asked_of, evaluate, main
+from launch.evaluate import _held_out, _lengths, _recipe_of, asked_of, evaluate, main
 from launch.processes import Job
 from recipes.schema import compose
 
@@ -269,7 +269,11 @@ def test_the_model_is_the_runs_and_only_what_keeps_its_parameters_may_change(tra
     assert recipe.model.rope_scaling == "yarn"
     noisy = dataclasses.replace(weights, model=compose(["model=moe_nano", "model.experts.jitter=0.1"]).model)
     assert _recipe_of(noisy, []).model.experts.jitter == 0
-    assert _recipe_of(dataclasses.replace(weights, recipe={"experts.capacity": 1.5}), []).experts.capacity == 1.5
+    limited = dataclasses.replace(weights, recipe={"experts.capacity": 1.5})
+    assert _recipe_of(limited, []).experts.capacity == 1.5
+    for these, other in ((limited, "null"), (weights, "1.5")):
+        with pytest.raises(ValueError, match=r"experts.capacity = .* drops other tokens"):
+            _recipe_of(these, [f"experts.capacity={other}"])
     with pytest.raises(ValueError, match=r"model.num_layers.*has other parameters"):
         _recipe_of(weights, ["model.num_layers=3"])
     for key, value in (("norm_eps", 0.5), ("logits_soft_cap", 3.0), ("activation", "gelu")):
@@ -278,6 +282,17 @@ def test_the_model_is_the_runs_and_only_what_keeps_its_parameters_may_change(tra
         ):
             _recipe_of(weights, [f"model.{key}={value}"])
     assert _recipe_of(weights, ["model.remat=full", "model.compute_dtype=bfloat16"]).model.remat == "full"
+
+
+def test_rows_are_as_long_as_is_asked_for_or_as_in_training():
+    weights = Weights("these", compose([]).model, dict, str, {"sequence_length": 64})
+    for words, lengths in (
+        ([], [64]),
+        (["data.sequence_length=96"], [96]),
+        (["lengths=32", "data.sequence_length=96"], [32]),
+    ):
+        asked, _, given = asked_of(["run.dir=a", *words])
+        assert _lengths(asked, weights, compose(given), given) == lengths
 
 
 def test_what_the_model_was_trained_on_is_said(corpus):

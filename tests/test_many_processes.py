@@ -137,6 +137,7 @@ def test_local_called_wrongly(arguments, message, capsys):
         (["times=2", "series=3"], "times = 2 is of drills, and series = 3 makes one run"),
         (["run.steps=10", "checkpoint.every=5"], r"at least 2 * checkpoint.every + 2 steps"),
         (["modle.num_layers=2"], "did you mean 'model.num_layers'"),
+        (["run.dir=s3://bucket/run"], "run.dir = 's3://bucket/run' is a URL"),
     ],
 )
 def test_a_rehearsal_called_wrongly_starts_nothing(arguments, message, capsys, tmp_path):

@@ -441,6 +441,7 @@ def test_what_it_says_of_eight_chips(capsys):
         (["devices=8", "device=foo"], "device = 'foo' is not known; use one of h100, h200, b200"),
         (["devices=8", "device=h200", "data.sequence_length=0"], "data.sequence_length must be at least 2, got 0"),
         (["devices=8", "device=h200", "mesh.sp=0"], "mesh.sp must be a positive number"),
+        (["devices=8", "device=h200", "optimizer.schedule=foo"], "optimizer.schedule = 'foo' is unknown"),
         (
             ["devices=8", "device=h200", "accumulation=3"],
             "data.global_batch = 2 must be a multiple of accumulation = 3",

@@ -288,6 +288,12 @@ def test_a_folder_has_one_tokenizer_and_one_way_of_splitting(tmp_path, monkeypat
     with pytest.raises(ValueError) as error:
         make_dataset(tmp_path / "out", "a.jsonl", **{"shard_bytes": 1 << 20, **change})
     assert all(w in str(error.value) for w in words), str(error.value)
+    assert "no shard is made yet" not in str(error.value)
+    for shard in (tmp_path / "out").glob("shard-*"):
+        shutil.rmtree(shard)
+    if change != {"tokenizer": "bpe:300"}:
+        with pytest.raises(ValueError, match=r"remove settings.json and tokenizer.json there: no shard is made yet"):
+            make_dataset(tmp_path / "out", "a.jsonl", **{"shard_bytes": 1 << 20, **change})
 
 
 BAD = [

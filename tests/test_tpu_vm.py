@@ -13,7 +13,7 @@ import pytest
 from small_run import TINY, losses
 
 from launch import tpu_vm
-from launch.errors import DIVERGED, DONE, HOST_LOST, PREEMPTED, WRONG
+from launch.errors import DIVERGED, DONE, HOST_LOST, PIPE_CLOSED, PREEMPTED, WRONG
 from launch.processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,6 +169,18 @@ def test_a_machine_that_cannot_be_reached_ends_the_others(machines, program, mon
     assert tpu_vm.main([*given, waits]) == HOST_LOST and time.monotonic() - start < 30
     said = capfd.readouterr()
     assert "the connection to host 1 (b) cannot be made" in said.err and "[1] ssh: connect to host b" in said.out
+
+
+def test_who_reads_no_further_stops_all_machines(machines, program, monkeypatch):
+    """A line that nobody takes would hold up the machine that prints it."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    waits = program("trap 'exit 75' TERM; echo up; for i in {1..600}; do sleep 0.1; done")
+    start = time.monotonic()
+    with os.fdopen(writes, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert tpu_vm.main(["hosts=a,b", "cluster=manual", "recipe=long_context", waits]) == PIPE_CLOSED
+    assert time.monotonic() - start < 30
 
 
 def test_a_connection_that_ends_stops_its_command(machines, program, tmp_path):

@@ -215,6 +215,15 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, 
         (["optimizer.eps=-1"], ["optimizer.eps", "-1"]),
         (["model.init_std=nan"], ["model.init_std", "nan"]),
         (["model.sliding_window=8"], ["model.sliding_window = 8", "layer_pattern"]),
+        (["checkpoint.minutes=inf"], ["checkpoint.minutes", "inf"]),
+        (["checkpoint.keep_hours=inf"], ["checkpoint.keep_hours", "inf"]),
+        (["checkpoint.dir="], ["checkpoint.dir is empty"]),
+        (["run.host_timeout=inf"], ["run.host_timeout", "inf"]),
+        (["run.host_timeout=1e20"], ["run.host_timeout", "1,000,000"]),
+        (["cluster=manual", "cluster.timeout=9999999999"], ["cluster.timeout = 9999999999", "1,000,000"]),
+        (["data.source=null", "data.mixture=[{source: 2024, weight: 1}]"], ["data.source = 2024", "glob"]),
+        (["run.extend=3"], ["run.extend=3", "true or false"]),
+        (["model.layer_pattern=full"], ["model.layer_pattern", "no list", "[a,b]"]),
     ],
 )
 def test_bad_input(overrides, words, corpus, tmp_path, capsys):
@@ -325,6 +334,8 @@ def test_a_foreign_folder_is_left_alone(corpus, tmp_path, capsys):
     (tmp_path / "checkpoints" / "weights.pt").write_text("someone else's")
     assert command(tmp_path, corpus) == BAD_CHECKPOINT
     assert "weights.pt" in capsys.readouterr().err
+    assert command(tmp_path / "run", corpus, f"checkpoint.dir={tmp_path}/checkpoints") == BAD_CHECKPOINT
+    assert "choose another checkpoint.dir" in capsys.readouterr().err
     assert [p.name for p in tmp_path.rglob("*")] == ["checkpoints", "weights.pt"]
 
 

@@ -53,10 +53,14 @@ class Failed(NamedTuple):
     code: int | None
 
 
+# Seconds, of what any host waits for. JAX and Orbax hold them, and their milliseconds, in small integers.
+LONGEST = 1_000_000
+
+
 def check_limit(limit: float) -> None:
     """Raises ValueError for a run.host_timeout that no host can wait for."""
-    if not limit > 0:
-        raise ValueError(f"run.host_timeout must be a positive number of seconds, got {limit}")
+    if not 0 < limit <= LONGEST:
+        raise ValueError(f"run.host_timeout must be a positive number of seconds, at most {LONGEST:,}, got {limit}")
 
 
 class Hosts:

@@ -138,8 +138,7 @@ def _check(s: Any) -> None:
     ):
         if value < least:
             raise ValueError(f"{key} must be at least {least}, got {value}")
-    if s.sequence.scheme not in SCHEMES:
-        raise ValueError(f"{SCHEME} = {s.sequence.scheme!r} is unknown; use one of {', '.join(SCHEMES)}")
+    s.sequence.validate()
     for axis, size in s.mesh.sizes.items():
         if size < 1 and size != -1:
             raise ValueError(

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,8 @@ class CheckpointSection:
         if self.every < 0 or self.keep < 1:
             raise ValueError(f"checkpoint.every must be >= 0 and checkpoint.keep >= 1, got {self.every}, {self.keep}")
         for key in ("minutes", "keep_every", "keep_hours", "local_every"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"checkpoint.{key} must be >= 0, got {getattr(self, key)}")
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"checkpoint.{key} must be 0, for none, or positive, got {getattr(self, key)}")
         if self.keep_every and (not self.every or self.keep_every % self.every):
             raise ValueError(
                 f"checkpoint.keep_every = {self.keep_every} must be a multiple of checkpoint.every = {self.every}: else there "
@@ -83,6 +84,7 @@ class Checkpoints:
         """
         section.check()
         self.section = section
+        self._key = "run.dir" if section.dir is None else "checkpoint.dir"
         if section.dir is None:
             self.directory = epath.Path(Path(run_dir).absolute() / "checkpoints")
         else:
@@ -115,7 +117,7 @@ class Checkpoints:
             if not self.directory.exists():
                 return None
             if not self.directory.is_dir():
-                raise CheckpointError(f"{self.directory} is not a folder; choose another run.dir, or remove it")
+                raise CheckpointError(f"{self.directory} is not a folder; choose another {self._key}, or remove it")
             names = self._names()
         except CheckpointError:
             raise
@@ -128,7 +130,7 @@ class Checkpoints:
         if strangers:
             raise CheckpointError(
                 f"{self.directory} holds {', '.join(sorted(strangers)[:3])}, which this project did not write; choose another "
-                "run.dir, or remove it"
+                f"{self._key}, or remove it"
             )
         return self._manager().latest_step()
 

@@ -210,8 +210,8 @@ def start_from(program: Program, source: Source, say: Any) -> TrainState:
     return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 
 
-def check_numbers(run: RunSection) -> None:
-    """Raises ValueError, naming the key, for a number of the section that cannot be."""
+def check_section(run: RunSection) -> None:
+    """Raises ValueError, naming the key, for a value of the section that no machine can take."""
     if run.steps < 1:
         raise ValueError(f"run.steps must be at least 1, got {run.steps}")
     if run.stop_after is not None and run.stop_after < 1:
@@ -221,16 +221,16 @@ def check_numbers(run: RunSection) -> None:
     if not 0 <= run.seed < 2**32:
         raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
     check_limit(run.host_timeout)
-
-
-def _check_run(run: RunSection) -> Path:
-    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
-    check_numbers(run)
     if not run.dir.strip():
         raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
     check_folder(
         "run.dir", run.dir, "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
     )
+
+
+def _check_run(run: RunSection) -> Path:
+    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
+    check_section(run)
     directory = Path(run.dir).expanduser()
     there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not there.is_dir():

@@ -27,6 +27,8 @@ def check_folder(key: str, value: str | None, remedy: str = _MOUNT) -> None:
 
 def check_place(key: str, value: str) -> None:
     """Raises ValueError for a place that no checkpoint can be written to, whatever is installed."""
+    if not value.strip():
+        raise ValueError(f"{key} is empty: name a folder, or leave it out")
     found = _URL.match(value)
     if found is None:
         return

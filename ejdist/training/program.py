@@ -17,6 +17,7 @@ from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.sequence.order import Order
+from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection
 from ejdist.training.data import DataSection
@@ -44,6 +45,11 @@ class SequenceSection:
 
     scheme: str = "ring"  # how keys and values travel over sp: ring, all_gather
     order: str = "zigzag"  # how tokens lie on sp: contiguous, zigzag, striped
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; the order says itself what is wrong with it."""
+        if self.scheme not in SEQUENCE_SCHEMES:
+            raise ValueError(f"sequence.scheme = {self.scheme!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
 
 
 @dataclass
@@ -73,6 +79,8 @@ class ExpertsSection:
         for key, value in (("buffer", self.buffer), ("capacity", self.capacity)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"experts.{key} must be a number above 0, got {value}")
+        if self.chunks < 1:
+            raise ValueError(f"experts.chunks must be at least 1, got {self.chunks}")
         if self.load_every < 0:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
 
@@ -138,6 +146,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
         raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
+    s.sequence.validate()
     s.experts.validate()
     s.guards.validate()
     for key, (dim, size) in model.split.items():

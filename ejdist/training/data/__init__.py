@@ -184,7 +184,7 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | D
     """Returns what one source is: a dataset, or files that are tokenized now or were before."""
     if isinstance(source, str) and source.startswith(PREFIX):
         return hub_dataset(source, tokenizer, text_key, cache)
-    for one in [source] if isinstance(source, str) else source or ():
+    for one in source if isinstance(source, (list, tuple)) else [source]:
         check_folder("data.source", one if isinstance(one, str) else None)
     check_folder("data.tokenizer", tokenizer)
     folder = Path(source).expanduser() if isinstance(source, str) else None

@@ -158,10 +158,12 @@ def _settings(
     said = {"fingerprint": "tokenizer", "text_key": "text_key", "shard_bytes": "shard_mb"}
     wrong = [key for name, key in said.items() if getattr(there, name) != getattr(wanted, name)]
     if wrong:
+        begun = any(folder.glob("shard-*"))
+        anew = "" if begun else f", or remove {SETTINGS} and {TOKENIZER} there: no shard is made yet"
         raise ValueError(
             f"{folder} was begun with another {' and '.join(wrong)} ({SETTINGS} there: {there.tokenizer}, fingerprint "
             f"{there.fingerprint}, text_key {there.text_key}, shard_mb {there.shard_bytes / 2**20:g}); give the same, or "
-            "tokenize into another folder"
+            f"tokenize into another folder{anew}"
         )
     tokenizer_of(folder, {"name": there.tokenizer, "fingerprint": there.fingerprint})
     return there
