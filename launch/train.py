@@ -94,8 +94,10 @@ def start_jax(recipe) -> None:
     join(recipe.cluster)
 
 
-def _hints() -> list[str]:
+def _hints(arguments: Sequence[str], recipe) -> list[str]:
     import jax
+
+    from recipes.schema import unread
 
     if jax.process_index() > 0:
         return []
@@ -105,7 +107,7 @@ def _hints() -> list[str]:
         f"{cache} is no cache for this run (jax_compilation_cache_dir): CPU devices of several processes may hang with what is "
         "read from one"
     )
-    return [hint for hint in (without if off else "", _how_to_scale()) if hint]
+    return [hint for hint in (without if off else "", _how_to_scale(), *unread(arguments, recipe)) if hint]
 
 
 def _how_to_scale() -> str:
@@ -114,7 +116,7 @@ def _how_to_scale() -> str:
     if jax.default_backend() != "cpu":
         return ""
     return (
-        "no accelerator here: training the small model on virtual CPU devices. On GPUs or a TPU slice: "
+        "no accelerator here: training on virtual CPU devices. On GPUs or a TPU slice: "
         "python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence cluster=auto"
     )
 
@@ -145,7 +147,7 @@ def _main(arguments: list[str]) -> int:
 
     recipe = compose(arguments)
     start_jax(recipe)
-    for hint in _hints():
+    for hint in _hints(arguments, recipe):
         print(hint, flush=True)
     outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
     stopped_early = not outcome.finished and recipe.run.stop_after is None

@@ -15,12 +15,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ejdist.models.config import KINDS
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read
 
-__all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of"]
+__all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of", "unread"]
 
 
 @dataclass
@@ -126,6 +127,33 @@ def compose(arguments: Sequence[str]) -> Recipe:
       RecipeError: an unknown flag, key or variant (the nearest valid one is named), or a value of the wrong type.
     """
     return _composed(read(arguments))[1]
+
+
+def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
+    """Returns a sentence for each key of a command line that nothing reads beside the other keys of its recipe. It is told and
+    not refused: the next run of a sweep may read it, and models say more than all of their layers need."""
+    model = recipe.model
+    parts = {part for kind in (*model.first_layers, *model.layer_pattern) for part in KINDS.get(kind, ())}
+    why = {}
+    if "experts" not in parts:
+        why["experts."] = "no layer of the model has experts"
+    if "mlp" not in parts:
+        why["model.ffn_dim"] = "all layers have experts, whose width is model.experts.ffn_dim"
+    if not parts & {"attention", "window_attention"}:
+        why |= dict.fromkeys(
+            ("model.head_dim", "model.num_kv_heads"), "all layers have latent attention: see model.latent"
+        )
+    if recipe.optimizer.schedule != "wsd":
+        why["optimizer.decay_fraction"] = f"optimizer.schedule = {recipe.optimizer.schedule} has no such part; wsd has"
+    if recipe.optimizer.schedule == "constant":
+        why["optimizer.final_ratio"] = "optimizer.schedule = constant keeps its rate"
+    given = [
+        (word, reason)
+        for word in read(arguments).overrides
+        for key, reason in why.items()
+        if key_of(word).startswith(key)
+    ]
+    return [f"{word} changes nothing: {reason}" for word, reason in given]
 
 
 # How processes find each other is of the place where a run is made, and differs between two that are the same.

@@ -21,7 +21,7 @@ from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PIPE_CLOSED, PREEMPTE
 from launch.processes import Job
 from recipes import schema
 from recipes.arguments import jobs_of, quoted, read, unreadable
-from recipes.schema import GROUPS, RecipeError, compose, options_of, text_of
+from recipes.schema import GROUPS, RecipeError, compose, options_of, text_of, unread
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -233,6 +233,23 @@ def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
     recipe = compose([f"run.dir={text}", f"data.source={text}", f"model.init_from={text}"])
     assert (recipe.run.dir, recipe.data.source, recipe.model.init_from) == (text,) * 3
     assert compose(["run.seed=1_0", "data.source=null"]).run.seed == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (["experts.chunks=2", "optimizer.decay_fraction=0.2"], [0, 1]),
+        (["optimizer.schedule=wsd", "optimizer.decay_fraction=0.2", "optimizer.final_ratio=0.5"], []),
+        (["optimizer.schedule=constant", "optimizer.final_ratio=0.5"], [1]),
+        (["model.layer_pattern=[experts]", "model.ffn_dim=64", "experts.chunks=2", "model.head_dim=16"], [1]),
+        (["model.layer_pattern=[latent]", "model.ffn_dim=64", "model.head_dim=16", "model.num_kv_heads=1"], [2, 3]),
+        (["model.layer_pattern=[nothing]", "model.ffn_dim=64"], [1]),  # which the run refuses
+    ],
+)
+def test_a_key_that_nothing_reads_is_told(words, idle):
+    given = ["recipe=long_context", *words]
+    told = unread(given, compose(given))
+    assert [line.partition(" changes nothing: ")[0] for line in told] == [words[i] for i in idle]
 
 
 def test_the_runs_of_a_sweep():
