@@ -177,7 +177,7 @@ def check_recipe(recipe: Any) -> None:
     from ejdist.training.optimizer import make_optimizer
 
     check_section(recipe.run)
-    for section in (recipe.sequence, recipe.experts, recipe.guards):
+    for section in (recipe.sequence, recipe.experts, recipe.guards, recipe.data):
         section.validate()
     recipe.checkpoint.check()
     make_optimizer(recipe.optimizer, recipe.run.steps, decayed=True)

@@ -159,6 +159,8 @@ def test_the_doctor_is_started_once():
         (["run.dir=s3://bucket/run"], "run.dir = 's3://bucket/run' is a URL"),
         (["sequence.scheme=tree"], "sequence.scheme = 'tree' is unknown; use one of ring, all_gather"),
         (["experts.chunks=0"], "experts.chunks must be at least 1, got 0"),
+        (["data.packing=loose"], "data.packing = 'loose' is unknown; use cut or whole"),
+        (["data.prefetch=0"], "data.prefetch must be at least 1 batch"),
         (["curriculum=[{until: 3}]"], "curriculum[0].until = 3: the last stage ends with the run"),
         (["nodes=2", "gpus_per_node=8", "mesh=fsdp"], "data.global_batch"),
         (["nodes=2", "gpus_per_node=8", "mesh.sp=32"], "mesh.sp=32 needs 32 devices, but there are 16"),

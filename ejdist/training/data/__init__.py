@@ -40,6 +40,17 @@ class DataSection:
     prefetch: int = 4  # batches read ahead
     cache_dir: str | None = None  # tokenized corpora; default: $EJDIST_CACHE_DIR or ~/.cache/ejdist
 
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; what is wrong with the files is told where they are opened."""
+        _check_how(self.packing, self.prefetch)
+
+
+def _check_how(packing: str, prefetch: int) -> None:
+    if packing not in ("cut", "whole"):
+        raise ValueError(f"data.packing = {packing!r} is unknown; use cut or whole")
+    if prefetch < 1:
+        raise ValueError(f"data.prefetch must be at least 1 batch, got {prefetch}")
+
 
 class Data:
     """Batches of a packed corpus: int32 [rows, length] arrays tokens, targets, positions, segment_ids."""
@@ -55,8 +66,7 @@ class Data:
         packing: str = "cut",
         cache_dir: str | os.PathLike | None = None,
     ) -> None:
-        if prefetch < 1:
-            raise ValueError(f"data.prefetch must be at least 1 batch, got {prefetch}")
+        _check_how(packing, prefetch)
         if global_batch < 1:
             raise ValueError(f"data.global_batch must be positive, got {global_batch}")
         self.corpus, self.global_batch, self.seed, self.prefetch = corpus, global_batch, seed, prefetch
@@ -136,9 +146,7 @@ class Data:
 
 
 def _rows_of(corpus: Any, packing: str, length: int, seed: int, cache_dir: Path) -> Rows:
-    """Returns the rows of a corpus. Raises ValueError: the packing or a size is wrong."""
-    if packing not in ("cut", "whole"):
-        raise ValueError(f"data.packing = {packing!r} is unknown; use cut or whole")
+    """Returns the rows of a corpus. Raises ValueError: a size is wrong."""
     if isinstance(corpus, Mixture):
         rows = [_rows_of(part, packing, length, seed, cache_dir) for part in corpus.parts]
         return MixedRows(rows, corpus.counts, seed)
