@@ -189,7 +189,7 @@ def test_a_lost_or_damaged_local_checkpoint_falls_back_and_says_so(corpus, tmp_p
         (["checkpoint.local=gs://a/b", "checkpoint.local_every=2"], "must be a folder on a disk of each host"),
         (["checkpoint.keep_every=3", "checkpoint.every=2"], "must be a multiple of checkpoint.every = 2"),
         (["checkpoint.keep_every=3"], "must be a multiple of checkpoint.every = 0"),
-        (["checkpoint.minutes=-1"], "checkpoint.minutes must be >= 0, got -1"),
+        (["checkpoint.minutes=-1"], "checkpoint.minutes must be 0, for none, or positive, got -1"),
     ],
 )
 def test_keys_that_do_not_go_together(given, words, corpus, tmp_path, capsys):
