@@ -258,6 +258,12 @@ ILLEGAL = [
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 1, LENS)),
     ("'slots' has a slot twice", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 3])),
     ("'slots' has slot 32, past the 8 pages", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 32])),
+    ("'slots' has slot 4294967299, past the 8 pages", lambda: kernels.append_to_cache(
+        *[x[:2] for x in NEW], *PAGES, np.int64([2**32 + 3, 4]))),
+    ("'value' is float16 and the cache float32; cast it", lambda: kernels.append_to_cache(
+        NEW[0], NEW[1].astype(np.float16), *PAGES, np.arange(7))),
+    ("'key' is float16 and the cache float32; cast it", lambda: kernels.chunked_prefill_paged_decode(
+        QUERY, NEW[0].astype(np.float16), NEW[1], *PAGES, **REQUESTS)),
     ("'key' is float16 and the cache float32; cast it", lambda: kernels.append_to_cache(
         *[x[:2].astype(np.float16) for x in NEW], *PAGES, [3, 4])),
     ("unified_attention: argument 'query' must be an array .M, N, H.", unified(query=QUERY[None])),
