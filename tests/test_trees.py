@@ -1,5 +1,6 @@
 """Trees of draft tokens, against following the parents one by one; and a verification with a model's own attention."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,12 +93,26 @@ def test_300_random_trees():
             lambda: tree_attention_mask([[-1], [-1]], 1, jnp.ones((3, 1), bool)),
         ),
         (r"'next_tokens' must be integers \[B, T = 1\]", lambda: verify_tree([-1], [[1]], [[1, 2]], [1])),
-        (r"'first_token' must be \[B\] = \(1,\)", lambda: verify_tree([-1], [[1]], [[1]], [1, 2])),
+        (r"'next_tokens' must be .* B = 1, got int32 of shape \(2, 1\)", lambda: verify_tree([-1], [[1]], [[1], [1]], [1])),
+        (r"'first_token' must be integers \[B\] = \(1,\)", lambda: verify_tree([-1], [[1]], [[1]], [1, 2])),
+        (r"'first_token' must be integers \[B\] = \(1,\), got float32", lambda: verify_tree([-1], [[1]], [[1]], [1.0])),
+        ("'draft_tokens' must be integers .* got None", lambda: verify_tree([-1], None, [[1]], [1])),
+        (r"'parents' must be integers .* got \[\[0\], \[1, 2\]\]", lambda: tree_attention_mask([[0], [1, 2]])),
+        ("'parents' has 0 for the token at 0, and a parent is before", lambda: verify_tree([0], [[1]], [[1]], [1])),
+        ("'parents' has 1 for the token at 1, .* -1 for a root", lambda: tree_attention_mask([[-1, 0], [-1, 1]])),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_call_names_the_argument(said, call):
     with pytest.raises(ValueError, match=f"argument {said}"):
         call()
+
+
+def test_a_traced_parent_that_is_not_before_its_token_is_none():
+    wrong, none = jnp.array([0, 2, 0]), jnp.array([-1, -1, 0])
+    drafts, following, first = jnp.array([[5, 5, 8]]), jnp.array([[8, 9, 1]]), jnp.array([5])
+    got = jax.jit(verify_tree)(wrong, drafts, following, first)
+    for a, b in zip(got, verify_tree(none, drafts, following, first), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_they_are_public():

@@ -9,16 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
 def known(x: Any) -> np.ndarray | None:
-    """Returns the values of an array of integers; None where this process cannot read them, as under a trace, or would wait
-    for an accelerator: a direct call is to be queued behind the one before."""
-    if isinstance(x, jax.core.Tracer):
-        return None
-    if isinstance(x, jax.Array) and (not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices())):
-        return None
+    """Returns the values of an array of integers, or of a list that may hold arrays; None where this process cannot read them,
+    as under a trace, or would wait for an accelerator: a direct call is to be queued behind the one before."""
+    for part in jax.tree.leaves(x):
+        if isinstance(part, jax.core.Tracer):
+            return None
+        if isinstance(part, jax.Array) and (
+            not part.is_fully_addressable or any(d.platform != "cpu" for d in part.devices())
+        ):
+            return None
     return np.asarray(x)
 
 
@@ -60,7 +64,7 @@ def check_tables(
     if length is None or (num_seqs is not None and count is None):
         return
     length = length[: None if count is None else max(0, int(count.reshape(())))]
-    width = tables[1].shape[1]
+    width = (jnp.asarray(tables[1]) if table is None else table).shape[1]  # of a list, too
     check_lengths(
         function, lens[0], length, width * block_size, f"a row of {tables[0]!r} ({width} pages of {block_size})"
     )
@@ -82,7 +86,7 @@ def check_cuts(function: str, name: str, cuts: Any, rows: Any, num_seqs: Any = N
     if cuts is None or (num_seqs is not None and count is None):
         return
     cuts = cuts[: None if count is None else max(1, int(count.reshape(())) + 1)]
-    if cuts[0] < 0 or (np.diff(cuts) < 0).any():
+    if cuts[0] < 0 or (cuts[1:] < cuts[:-1]).any():
         raise ValueError(f"{function}: argument {name!r} must rise from 0, [0, n1, n1 + n2, ...], got {cuts.tolist()}")
     if isinstance(rows, int) and cuts[-1] > rows:
         raise ValueError(f"{function}: argument {name!r} ends at row {cuts[-1]}, and there are {rows}")

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels._core.dispatch import vary_alike
 from kernels._core.requests import known
@@ -57,7 +56,7 @@ def check_cuts(name: str, cuts: Any, total: Any) -> None:
     values = known(cuts)
     if values is None or not isinstance(total, int):
         return
-    if values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > total:
+    if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] > total:
         raise ValueError(
             f"argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; they "
             "are the sums of the lengths, not the lengths"

@@ -5,29 +5,48 @@ Sources: Miao et al., SpecInfer, 2023; Cai et al., Medusa, 2024.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from kernels._core.requests import known
+
+
+def _integers(function: str, name: str, x: Any, form: str, fits: Callable[[tuple[int, ...]], bool]) -> jax.Array:
+    """Returns the array. Raises ValueError unless it holds integers, and its shape fits."""
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ValueError(f"{function}: argument {name!r} must be {form}, got {x!r}") from None
+    if not jnp.issubdtype(array.dtype, jnp.integer) or not fits(array.shape):
+        raise ValueError(f"{function}: argument {name!r} must be {form}, got {array.dtype} of shape {array.shape}")
+    return array
 
 
 def _parents(parents: Any, function: str) -> jax.Array:
-    """Returns the parents as int32 [B, T]."""
-    array = jnp.asarray(parents)
-    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim not in (1, 2) or 0 in array.shape:
+    """Returns the parents as int32 [B, T], each before its token."""
+    form = "integers [T] or [B, T], the place of each token's parent before it and -1 for a root"
+    array = _integers(function, "parents", parents, form, lambda shape: len(shape) in (1, 2) and 0 not in shape)
+    values, at = known(parents), np.arange(array.shape[-1])
+    if values is not None and (values >= at).any():
+        place = np.argwhere(values >= at)[0]
         raise ValueError(
-            f"{function}: argument 'parents' must be integers [T] or [B, T], the place of each token's parent before it and -1 "
-            f"for a root, got {array.dtype} of shape {array.shape}"
+            f"{function}: argument 'parents' has {values[*place]} for the token at {place[-1]}, and a parent is before its "
+            "token; -1 for a root"
         )
-    return (array[None] if array.ndim == 1 else array).astype(jnp.int32)
+    array = (array[None] if array.ndim == 1 else array).astype(jnp.int32)
+    # Under a trace one that is not before its token is none: a circle would never reach a root.
+    return jnp.where(array < at, array, -1)
 
 
 def _ancestors(parents: jax.Array) -> jax.Array:
     """Returns bool [B, T, T]: whether j is i, or above it in the tree. O(log T) products."""
     T = parents.shape[1]
     at = jnp.arange(T)
-    # A parent that is not before its token is none: a circle would never reach a root.
-    above = (parents[:, :, None] == at) & (at < at[:, None])
+    above = parents[:, :, None] == at
     reach = above | jnp.eye(T, dtype=bool)
     for _ in range(max(T - 1, 1).bit_length()):
         twice = jnp.einsum("bij,bjk->bik", reach.astype(jnp.int32), reach.astype(jnp.int32))
@@ -107,20 +126,16 @@ def verify_tree(parents: Any, draft_tokens: Any, next_tokens: Any, first_token: 
     [[ True False  True False]] [2]
     """
     up = _parents(parents, "verify_tree")
-    drafts, following, first = (jnp.asarray(x) for x in (draft_tokens, next_tokens, first_token))
     T = up.shape[1]
-    for name, x in (("draft_tokens", drafts), ("next_tokens", following)):
-        if (
-            x.ndim != 2
-            or x.shape[1] != T
-            or not jnp.issubdtype(x.dtype, jnp.integer)
-            or up.shape[0] not in (1, x.shape[0])
-        ):
-            raise ValueError(
-                f"verify_tree: argument {name!r} must be integers [B, T = {T}], got {x.dtype} of shape {x.shape}"
-            )
-    if first.shape != drafts.shape[:1]:
-        raise ValueError(f"verify_tree: argument 'first_token' must be [B] = ({drafts.shape[0]},), got {first.shape}")
+    f, form = "verify_tree", f"integers [B, T = {T}]"
+
+    def of_rows(shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and shape[1] == T and up.shape[0] in (1, shape[0])
+
+    drafts = _integers(f, "draft_tokens", draft_tokens, form, of_rows)
+    B = drafts.shape[0]
+    following = _integers(f, "next_tokens", next_tokens, f"{form} with B = {B}", lambda shape: shape == drafts.shape)
+    first = _integers(f, "first_token", first_token, f"integers [B] = ({B},)", lambda shape: shape == (B,))
     up = jnp.broadcast_to(up, drafts.shape)
     before = jnp.take_along_axis(following, jnp.maximum(up, 0), axis=1)
     fits = drafts == jnp.where(up < 0, first[:, None], before)

@@ -369,6 +369,7 @@ def of(name, **changes):
         (r"'key_mask' must be bool or 0/1 integers .* got float32", of("linformer_attention", key_mask=normal(B, T))),
         (r"'features' must be a float array \[P, H\], got list", of("performer_attention", features=[[1.0]])),
         (r"'causal' is of T = S, and there are 4 queries", of("performer_attention", query=Q[:, :4])),
+        (r"'softmax_scale' must be at least 0, got -1", of("performer_attention", softmax_scale=-1)),
         (r"'value' of shape \(2, 0, 2, 5\) is empty", of("performer_attention", value=VALUE[:, :0])),
         (r"'top_k' must be an integer from 1 to E = 5, got 6", of("mixture_of_attention_heads", top_k=6)),
         (r"'w_out' of shape .* has E = 4, but E = 5", of("mixture_of_attention_heads", w_out=normal(4, HV, D))),

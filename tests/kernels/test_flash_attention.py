@@ -473,6 +473,7 @@ WRONG = [
     ({"alibi_slopes": jnp.ones(3)}, "'alibi_slopes'.*N = 3"),
     ({"cum_seqlens_q": jnp.asarray([0, 8])}, "batch must be 1"),
     ({**ONE_ROW, "cum_seqlens_q": [3, 5]}, "'cum_seqlens_q' must rise from 0.*not the lengths"),
+    ({**ONE_ROW, "cum_seqlens_q": np.uint8([0, 5, 3, 8])}, "'cum_seqlens_q' must rise from 0"),
     ({**ONE_ROW, "cum_seqlens_q": [0, 8], "cum_seqlens_k": [0, 9]}, "'cum_seqlens_k' must rise from 0 to at most 8"),
     ({"softmax_scale": jnp.ones(())}, "'softmax_scale'"),
     ({"platform": "cudda"}, "'platform'"),

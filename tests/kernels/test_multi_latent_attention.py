@@ -203,6 +203,15 @@ def test_any_requests_against_numpy(requests, seed):
     assert error(multi_latent_ragged_page_attention(*call), want) < 3e-6
 
 
+def test_requests_of_narrow_and_unsigned_integers():
+    query, rope, cache, lens, tables, cuts, *weights = paged((9, 20), (2, 9), pages=200)[0]
+    cache, tables = jnp.nan_to_num(cache), tables % 128
+    want = multi_latent_ragged_page_attention(query, rope, cache, lens, tables, cuts, *weights)
+    for dtype in (jnp.int8, jnp.uint8, jnp.uint32):
+        requests = (x.astype(dtype) for x in (lens, tables, cuts))
+        assert error(multi_latent_ragged_page_attention(query, rope, cache, *requests, *weights), want) == 0
+
+
 def test_a_cost_that_follows_kv_lens():
     """The trip counts are data: one program, and what it reads is the blocks that its requests have."""
     call, _ = paged((9, 3), (1, 1))

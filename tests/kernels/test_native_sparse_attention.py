@@ -170,6 +170,14 @@ def test_documented_calls():
     assert one["window"] == other["window"] == 8 and one["softmax_scale"] == other["softmax_scale"] == 0.2
 
 
+def test_blocks_far_past_the_end_are_none_and_a_window_may_be_longer_than_the_keys():
+    far = np.where(PER_TOKEN == -1, 2**31 - 1, np.where(PER_TOKEN == 1, 2**30, PER_TOKEN))
+    none = np.where(np.isin(PER_TOKEN, (-1, 1)), -1, PER_TOKEN)
+    options = {**ARRAYS, "block_size": 4}
+    got = native_sparse_attention(**options, block_indices=far, sliding_window=2**31)
+    assert error(got, native_sparse_attention(**options, block_indices=none, sliding_window=T)) == 0
+
+
 def test_memory_is_linear_in_the_length():
     def bytes_at(length):
         shapes = [(1, length, 4, 16), (1, length, 1, 16), (1, length, 4)]

@@ -73,6 +73,21 @@ def test_functions_of_rows_are_one_engine():
     same(says(kernels.decode_attention, QUERY[:3], *dense, LENS), {n: x for n, x in said.items() if n != "kv_starts"})
 
 
+def test_requests_may_be_lists_and_lists_of_traced_numbers():
+    lens, tables, cuts = (x.tolist() for x in (LENS, TABLES, CUTS))
+    said = says(kernels.unified_attention, QUERY, *PAGES, **REQUESTS)
+    same(says(kernels.unified_attention, QUERY, *PAGES, lens, tables, cuts), said)
+    said = says(kernels.page_attention, ROWS, *PAGES, LENS, TABLES)
+    same(says(kernels.page_attention, ROWS, *PAGES, lens, tables), said)
+
+    @jax.jit
+    def step(first, page):
+        requests = lens, [[page, *tables[0][1:]], *tables[1:]], [0, first, *cuts[2:]]
+        return kernels.unified_attention(QUERY, *PAGES, *requests)
+
+    close(step(cuts[1], tables[0][0]), loop(QUERY, PAGES[0], CUTS, LENS, TABLES, PAGES[1]))
+
+
 def test_a_decode_step_over_8_bit_floats_that_need_no_scale():
     pages = [x.astype(jnp.float8_e4m3fn) for x in PAGES]
     want = loop(QUERY[:3], pages[0].astype(np.float32), range(4), LENS, TABLES, pages[1].astype(np.float32))
@@ -230,6 +245,7 @@ ILLEGAL = [
     ("'block_tables' has page -1 for request 0, which has keys in it", of_rows(block_tables=np.where(TABLES == 5, -1, TABLES))),
     ("'block_tables' has page 8 for request 1, .* pages 0 to 7", of_rows(block_tables=np.where(TABLES == 1, 8, TABLES))),
     ("'query_start_loc' must rise from 0", unified(query_start_loc=np.int32([0, 5, 3, 7]))),
+    ("'query_start_loc' must rise from 0", unified(query_start_loc=np.uint8([0, 5, 3, 7]))),
     ("'query_start_loc' ends at row 9, and there are 7", unified(query_start_loc=np.int32([0, 5, 6, 9]))),
     ("'kv_lens' is missing", unified(kv_lens=None)),
     ("'context_lens' is missing", lambda: kernels.prefill_page_attention(QUERY, *PAGES, None, TABLES[0])),
@@ -242,6 +258,12 @@ ILLEGAL = [
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 1, LENS)),
     ("'slots' has a slot twice", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 3])),
     ("'slots' has slot 32, past the 8 pages", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 32])),
+    ("'slots' has slot 4294967299, past the 8 pages", lambda: kernels.append_to_cache(
+        *[x[:2] for x in NEW], *PAGES, np.int64([2**32 + 3, 4]))),
+    ("'value' is float16 and the cache float32; cast it", lambda: kernels.append_to_cache(
+        NEW[0], NEW[1].astype(np.float16), *PAGES, np.arange(7))),
+    ("'key' is float16 and the cache float32; cast it", lambda: kernels.chunked_prefill_paged_decode(
+        QUERY, NEW[0].astype(np.float16), NEW[1], *PAGES, **REQUESTS)),
     ("'key' is float16 and the cache float32; cast it", lambda: kernels.append_to_cache(
         *[x[:2].astype(np.float16) for x in NEW], *PAGES, [3, 4])),
     ("unified_attention: argument 'query' must be an array .M, N, H.", unified(query=QUERY[None])),
@@ -249,6 +271,7 @@ ILLEGAL = [
     ("'query_start_loc' is for 2 requests .* and 'kv_lens' for 3", unified(query_start_loc=CUTS[:-1])),
     ("'block_tables' is for 2 requests and 'kv_lens' for 3", unified(block_tables=TABLES[:2])),
     ("'causal' is compiled into", unified(causal=jnp.bool_(True))),
+    ("'causal' must be bool, got 'no'", unified(causal="no")),
     (
         "'kv_pages' must be .*keys at the even heads",
         lambda: kernels.ragged_page_attention_v2(QUERY, PAGE["key_cache"][:, :, :1], LENS, TABLES, CUTS),

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core import segments
 from kernels._core.binding import is_array, is_float_array
@@ -226,6 +227,10 @@ def performer_attention(
     if is_array(causal):
         raise ValueError(f"{name}: argument 'causal' is compiled into the program and must be a Python value")
     check_square(query.shape[1], key.shape[1], causal)
+    if isinstance(softmax_scale, (int, float, np.number)) and softmax_scale < 0:
+        raise ValueError(
+            f"{name}: argument 'softmax_scale' must be at least 0, got {softmax_scale}: features are of x sqrt(softmax_scale)"
+        )
     mask = _key_mask(name, key_mask, *key.shape[:2])
     options = _given(name, softmax_scale=softmax_scale, causal=True if causal else None)
     return Prepared(performer_op.bind(query, key, value, features, **mask, **options))

@@ -28,13 +28,14 @@ def _check_array(name: str, what: str, x: Any, dims: str) -> None:
 
 
 def _integers(name: str, what: str, x: Any) -> jax.Array:
-    """Returns the array. Raises ValueError where there is none, or nothing in it."""
+    """Returns the array, its integers as int32: narrow and unsigned ones overflow in what is computed of them. Raises
+    ValueError where there is none, or nothing in it."""
     if x is None:
         raise ValueError(f"{name}: argument {what!r} is missing")
     x = jnp.asarray(x)
     if any(isinstance(n, int) and n == 0 for n in x.shape):
         raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
-    return x
+    return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
 
 def _options(name: str, softmax_scale: Any, logits_soft_cap: Any) -> dict[str, float]:

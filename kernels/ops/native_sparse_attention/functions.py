@@ -117,8 +117,8 @@ def native_sparse_attention(
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
     size = _integer("block_size", block_size, 1)
     name, given = _one_of(sliding_window=sliding_window, window_size=window_size)
-    # 0 is how the field says that there is none.
-    window = 0 if given is None else _integer(name, given, 0)
+    # 0 is how the field says that there is none. A window longer than the keys sees all of them; what is read follows it.
+    window = 0 if given is None else min(_integer(name, given, 0), S)
     if g_swa is not None and window == 0:
         raise ValueError(f"{_WHAT} 'g_swa' is the gate of the sliding branch, and there is none: give 'sliding_window'")
     check_sizes(N, K, T, S, size, 1, window)

@@ -184,8 +184,10 @@ def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.A
     sees_means = (keys.of_slot[:, None] == start[..., None]) & (keys.ends[:, None] <= at[:, None])
     sees_means = (sees_means & (start >= 0)[..., None])[:, None, None]
     blocks = _blocks_of(x, keys, sees_means, static)
-    first = start[:, None, :, None] + blocks * size
-    named = (blocks >= 0) & (start[:, None, :, None] >= 0) & (first <= at[:, None])
+    begin = start[:, None, :, None]
+    # Blocks are compared, not their tokens: the first token of a block far past the end would overflow.
+    named = (blocks >= 0) & (begin >= 0) & (blocks <= (at[:, None] - begin) // size)
+    first = begin + jnp.where(named, blocks, 0) * size
     place = first[..., None] + jnp.arange(size)
     sees_selected = (named[..., None] & (place <= at[:, None, None]))[:, :, None]
     rows = front + jnp.where(named, first, 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kernels._core.binding import is_array
 from kernels._core.requests import check_cuts, check_tables, known
+from kernels.ops.paged_attention.cache import is_quantised
 
 PAGES = "[num_blocks, block_size, kv_heads, head_dim]"
 
@@ -149,3 +150,7 @@ def check_new(function: str, key: Any, value: Any, key_cache: Any, value_cache: 
             raise wrong(function, name, f"must be [M, kv_heads, head_dim] = {wanted}, got {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise wrong(function, name, f"must be floats, got {x.dtype}; the cache's scale makes them {cache.dtype}")
+        if not is_quantised(cache) and x.dtype != cache.dtype:
+            raise wrong(
+                function, name, f"is {x.dtype} and the cache {cache.dtype}; cast it, {name}.astype({cache.dtype})"
+            )

@@ -105,7 +105,7 @@ def options(
     for name, x in plain.items():
         if isinstance(x, jax.Array):
             raise wrong(function, name, "is compiled into the program and must be a Python value, not an array")
-        if x is not None and not (isinstance(x, numbers.Real) and math.isfinite(x)):
+        if name != "causal" and x is not None and not (isinstance(x, numbers.Real) and math.isfinite(x)):
             raise wrong(function, name, f"must be a finite number, got {x!r}")
     if logits_soft_cap is not None and not logits_soft_cap > 0:
         raise wrong(function, "logits_soft_cap", f"must be positive, got {logits_soft_cap}; None for no cap")

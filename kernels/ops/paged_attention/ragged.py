@@ -254,12 +254,12 @@ def append_to_cache(
     if slots is None:
         requests = given.of_requests(f, key.shape[0], key_cache, *_named(*where))
         slots = slots_of_new(**requests, block_size=key_cache.shape[1], num_rows=key.shape[0])
+    values = known(slots)  # before they are int32, which a slot too large is not
     slots = given.integers(f, "slots", slots, 1, form="[M]")
     if slots.shape != key.shape[:1]:
         raise given.wrong(
             f, "slots", f"must have one slot for each of the {key.shape[0]} rows of 'key', got {slots.shape}"
         )
-    values = known(slots)
     taken = () if values is None else values[values >= 0]
     if len(np.unique(taken)) < len(taken):
         raise given.wrong(f, "slots", "has a slot twice, and which row would stay is not said")
