@@ -37,13 +37,14 @@ def compress(x: jax.Array, dtype: str = "int8", block: int = 128) -> Compressed:
 
     The error of an element is at most: int8, 1/254 of the largest magnitude in its block; float8_e4m3fn, 1/16 of the element,
     and float8_e5m2, 1/8 of it, down to the least normal number, about 2^-15 and 2^-30 of the block's largest, and below that
-    of what it is there.
+    of what it is there. Or, where that is more, float32's least normal number.
     """
     last = x.shape[-1]
     wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -last % block)])
-    wide = wide.reshape(*x.shape[:-1], -1, block)
+    wide = wide.reshape(*x.shape[:-1], wide.shape[-1] // block, block)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    scale = jnp.where(largest > 0, largest / LARGEST[dtype], 1)
+    # A smaller scale is 0 where such numbers are flushed, and 0 times the infinity that a number over it becomes is NaN.
+    scale = jnp.maximum(largest / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
     scaled = wide / scale
     if dtype == "int8":
         scaled = jnp.round(scaled)
@@ -53,7 +54,23 @@ def compress(x: jax.Array, dtype: str = "int8", block: int = 128) -> Compressed:
 def decompress(x: Compressed) -> jax.Array:
     """Returns the array that was compressed."""
     wide = x.values.astype(jnp.float32) * x.scale
-    return wide.reshape(*wide.shape[:-2], -1)[..., : x.width].astype(x.dtype)
+    *lead, blocks, block = wide.shape
+    return wide.reshape(*lead, blocks * block)[..., : x.width].astype(x.dtype)
+
+
+def _opened(function: Callable, args: Any) -> tuple[Callable, tuple[Any, ...]]:
+    """Returns the function with what it closes over as further arguments, and these.
+
+    `jax.closure_convert` leaves integers in it, as segment ids, which are then of a trace that is over in the backward.
+    """
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+
+    def opened(*all_args: Any) -> Any:
+        given, captured = all_args[: len(args)], all_args[len(args) :]
+        flat = jax.core.eval_jaxpr(traced.jaxpr, captured, *jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+    return opened, tuple(traced.consts)
 
 
 def compressed_checkpoint(
@@ -91,6 +108,11 @@ def compressed_checkpoint(
         )
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"compressed_checkpoint: argument 'block' must be a positive integer, got {block!r}")
+    if not isinstance(arguments, Sequence) or not all(isinstance(i, int) for i in arguments):
+        raise ValueError(
+            "compressed_checkpoint: argument 'arguments' must be places of positional arguments, such as (0,), got "
+            f"{arguments!r}"
+        )
     places = frozenset(arguments)
 
     @functools.wraps(function)
@@ -100,28 +122,28 @@ def compressed_checkpoint(
                 f"compressed_checkpoint: argument 'arguments' = {tuple(arguments)} names places that a call with {len(args)} "
                 "positional arguments does not have"
             )
-        closed, captured = jax.closure_convert(function, *args)
-        return kept_small(closed, args, tuple(captured))
+        opened, captured = _opened(function, args)
+        return kept_small(opened, args, captured)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def kept_small(closed: Callable, args: Any, captured: Any) -> Any:
-        return closed(*args, *captured)
+    def kept_small(opened: Callable, args: Any, captured: Any) -> Any:
+        return opened(*args, *captured)
 
     def small(x: Any) -> Any:
         return compress(x, dtype, block) if is_float_array(x) and x.ndim else x
 
-    def forward(closed: Callable, args: Any, captured: Any) -> Any:
+    def forward(opened: Callable, args: Any, captured: Any) -> Any:
         kept = tuple(jax.tree.map(small, a) if i in places else a for i, a in enumerate(args))
-        return closed(*args, *captured), (kept, captured)
+        return opened(*args, *captured), (kept, captured)
 
-    def backward(closed: Callable, saved: Any, cotangents: Any) -> Any:
+    def backward(opened: Callable, saved: Any, cotangents: Any) -> Any:
         kept, captured = saved
         args = jax.tree.map(
             lambda x: decompress(x) if isinstance(x, Compressed) else x,
             kept,
             is_leaf=lambda x: isinstance(x, Compressed),
         )
-        gradients = jax.vjp(closed, *args, *captured)[1](cotangents)
+        gradients = jax.vjp(opened, *args, *captured)[1](cotangents)
         return gradients[: len(args)], gradients[len(args) :]
 
     kept_small.defvjp(forward, backward)

@@ -214,6 +214,7 @@ def axis_is_bound(axis_name: str) -> bool:
 def check_axis(axis_name: str, mesh: Any = None) -> None:
     """Raises ValueError where an axis that is not bound is not one to split a sequence over either: the mesh does not have
     it, or this runs inside a `shard_map` that is over other axes, on arrays that may be parts of a sequence."""
+    check_mesh(mesh)
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes:
         if around.shape.get(axis_name) != 1:

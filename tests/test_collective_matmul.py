@@ -188,6 +188,12 @@ def test_a_wrong_call_is_a_value_error(said, args, options):
             getattr(ejdist, name)(*args, **options)
 
 
+def test_what_is_no_mesh_is_a_value_error():
+    for name in ("all_gather_matmul", "reduce_scatter_matmul"):
+        with pytest.raises(ValueError, match=r"argument 'mesh' must be a jax\.sharding\.Mesh, got tuple"):
+            getattr(ejdist, name)(X, W, mesh=("tp",))
+
+
 def test_a_wrong_place_is_a_value_error():
     mesh = make_mesh(dp=2, tp=2)
     for said, function, options in (

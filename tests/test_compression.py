@@ -61,6 +61,37 @@ def test_outputs_are_exact_and_gradients_are_those_at_the_rounded_arguments(dtyp
     assert all(error(g, w) < 0.1 for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True))
 
 
+def test_integers_that_it_closes_over():
+    """Of a program around it and of a scan, as ids of segments and the number of a layer."""
+    x, weights, ids = normal(4, 8), normal(2, 8, 8) / 8, jnp.arange(4)
+
+    def loss(wrap, weights, ids):
+        def step(x, now):
+            w, i = now
+            return wrap(lambda x: jnp.tanh(x @ w) * (ids > i)[:, None])(x), None
+
+        return jnp.sum(jax.lax.scan(step, x, (weights, jnp.arange(2)))[0])
+
+    def gradient(wrap):
+        return jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(wrap, weights, ids)
+
+    assert error(gradient(compressed_checkpoint), gradient(jax.checkpoint)) < 0.1
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-38, 1e-41, 0.0, 3.4e38])
+def test_magnitudes_near_the_ends_of_float32(dtype, magnitude):
+    x = jnp.full((2, 3), magnitude, jnp.float32)
+    back = np.asarray(decompress(compress(x, dtype)), np.float64)
+    assert np.abs(back - magnitude).max() <= magnitude / 8 + np.finfo(np.float32).tiny
+
+
+def test_arrays_without_an_element():
+    for shape in ((0, 8), (2, 0, 8), (3, 0)):
+        gradient = jax.grad(lambda x: compressed_checkpoint(jnp.sin)(x).sum())(jnp.zeros(shape))
+        assert gradient.shape == shape
+
+
 def test_what_is_kept_is_smaller():
     """Of a scan over layers: a byte an element, and not four."""
 
@@ -80,5 +111,8 @@ def test_wrong_calls():
         compressed_checkpoint(layer, dtype="int4")
     with pytest.raises(ValueError, match="argument 'block' must be a positive integer, got 0"):
         compressed_checkpoint(layer, block=0)
+    for places in (0, ("x",), None):
+        with pytest.raises(ValueError, match="argument 'arguments' must be places of positional arguments"):
+            compressed_checkpoint(layer, arguments=places)
     with pytest.raises(ValueError, match=r"argument 'arguments' = \(3,\) names places that a call with 3"):
         compressed_checkpoint(layer, arguments=(3,))({"h": normal(2, 4)}, {"w": normal(4, 4)}, jnp.arange(2))

@@ -306,3 +306,11 @@ def test_what_arguments_mean():
 def test_a_wrong_argument_is_named(said, given):
     with pytest.raises(ValueError, match="op: argument.*" + re.escape(said.removeprefix("arguments "))):
         sequences(**given)
+
+
+def test_transitions_between_ranks_are_float32_where_64_bits_are_enabled():
+    with jax.enable_x64(True):
+        x = jnp.ones((1, 4, 1, 2), jnp.float32)
+        call = functools.partial(ejdist.delta_rule, mesh=make_mesh(sp=2), return_state=True)
+        program = jax.jit(lambda x: call(x, x, x, x[..., 0])).lower(x)
+        assert {y.dtype for y in program.out_info} == {jnp.dtype("float32")}

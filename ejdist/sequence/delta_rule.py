@@ -42,7 +42,7 @@ class Transitions(Linear):
         value, H = arguments[self.value], arguments[self.key].shape[-1]
         B, _, N, Hv = value.shape
         value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, H)))
-        state = jnp.broadcast_to(jnp.pad(jnp.eye(H), ((0, 0), (Hv, 0))), (B, 1, N, H, Hv + H))
+        state = jnp.broadcast_to(jnp.pad(jnp.eye(H, dtype=jnp.float32), ((0, 0), (Hv, 0))), (B, 1, N, H, Hv + H))
         ids = jnp.where(valid, 0, -1)
         widened: Any = {**arguments, self.value: value, "segment_ids": ids, "initial_state": state}
         _, final = self.op(**widened)

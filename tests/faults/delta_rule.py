@@ -15,8 +15,8 @@ FAULTS = (
     Fault(
         "ranks of a delta rule hand on their own state alone",
         "ejdist/sequence/delta_rule.py",
-        "jnp.pad(jnp.eye(H),",
-        "jnp.pad(0 * jnp.eye(H),",
+        "jnp.pad(jnp.eye(H, dtype=jnp.float32),",
+        "jnp.pad(0 * jnp.eye(H, dtype=jnp.float32),",
         f"{DELTA_SHARDED} -k sequence_split",
     ),
     Fault(

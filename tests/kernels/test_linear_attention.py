@@ -127,6 +127,19 @@ def test_chunks_and_steps_and_the_loop_agree_at_decays_of_every_size(kind, form)
             assert error(x, y) < 5e-6, (chunk, name, error(x, y))
 
 
+def test_a_decay_that_forgets_all_beside_documents_and_a_bonus():
+    """The query does not see its own token's decay then, and an infinite one is no part of it, not 0 times infinity."""
+    rng = np.random.default_rng(0)
+    arrays = {n: normal(rng, 1, 6, 1, 2) for n in "rkv"} | {"w": -jnp.ones((1, 6, 1, 2)), "u": normal(rng, 1, 2)}
+    ids = jnp.asarray([[0, 0, 0, 0, 1, 1]])
+
+    def run(decay):
+        w = arrays["w"].at[:, jnp.asarray([2, 4])].set(decay)
+        return jax.value_and_grad(lambda a: jnp.sum(kernels.rwkv6(**a, segment_ids=ids)))({**arrays, "w": w})
+
+    jax.tree.map(np.testing.assert_allclose, run(-jnp.inf), run(-1e4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 129])
 def test_every_length(T):

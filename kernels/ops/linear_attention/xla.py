@@ -160,7 +160,8 @@ def _decays(shared, x, tokens, reads_after):
         if tokens.resets is not None:
             # The state begins anew before such a token, and its query sees that.
             new = jnp.where(tokens.resets, _FORGETS, 0.0)[:, None, :, None]
-            passing, reading = passing + new, passing * reads_after + new
+            reading = passing + new if reads_after else jnp.broadcast_to(new, passing.shape)
+            passing = passing + new
         decay_k = _Decay(*(None if y is None else jnp.maximum(y, _FORGETS) for y in (passing, reading)))
     if "gv" in x:
         passing = jnp.maximum(x["gv"], _FORGETS)
