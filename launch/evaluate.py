@@ -164,8 +164,6 @@ def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
 
 def _lengths(asked: Asked, weights: Any, recipe: Any, given: Sequence[str]) -> list[int]:
     """Returns the tokens of a row: those asked for, else what the command line trains with, else what the run did."""
-    from recipes.arguments import key_of
-
     if asked.lengths:
         return asked.lengths
     named = any(key_of(word) == "data.sequence_length" for word in given)
