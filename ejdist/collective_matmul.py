@@ -25,7 +25,7 @@ from kernels._core.dispatch import vary_alike
 from kernels._core.platforms import Unsupported
 from kernels._core.public import module_class
 
-DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -135,8 +135,8 @@ def _check(name: str, x: Any, w: Any, platform: Any, cfg: Any) -> None:
         if not is_float_array(a) or a.ndim < least or (argument == "w" and a.ndim != 2):
             got = f"{a.dtype} of shape {a.shape}" if hasattr(a, "shape") else type(a).__name__
             raise ValueError(f"{name}: argument {argument!r} must be a float array {dims}, got {got}")
-    if str(x.dtype) not in DTYPES:  # float64 would be multiplied in float32
-        raise Unsupported(f"{name}: dtype {x.dtype} is not among {', '.join(DTYPES)}")
+    if str(x.dtype) not in _DTYPES:  # float64 would be multiplied in float32
+        raise Unsupported(f"{name}: dtype {x.dtype} is not among {', '.join(_DTYPES)}")
     if x.dtype != w.dtype:
         raise ValueError(f"{name}: argument 'w' is {w.dtype} but 'x' is {x.dtype}; cast one of them")
     if x.shape[-1] != w.shape[0]:

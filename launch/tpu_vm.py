@@ -199,9 +199,8 @@ class Connections:
             try:
                 sys.stdout.write(f"[{index}] {text}\n")
                 sys.stdout.flush()
-            except (
-                BrokenPipeError
-            ):  # the rest is read all the same: a machine whose lines nobody takes would wait for ever
+            except BrokenPipeError:
+                # The rest is read all the same: a machine whose lines nobody takes would wait for ever.
                 self._unread = True
 
     def stop(self, *_: Any) -> None:

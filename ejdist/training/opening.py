@@ -100,21 +100,19 @@ def open_run(
     directory = _check_run(s.run)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
-    folders = {"run.dir": directory}
+    folders = [("run.dir", directory)]
     if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
-        folders["checkpoint.dir"] = Path(s.checkpoint.dir).expanduser()
-        if folders["checkpoint.dir"].resolve() == directory.resolve():
+        kept = Path(s.checkpoint.dir).expanduser()
+        if kept.resolve() == directory.resolve():
             raise ValueError(
                 f"checkpoint.dir = {s.checkpoint.dir!r} is run.dir: a folder of checkpoints holds nothing else; leave it out, "
                 "and they lie in run.dir/checkpoints"
             )
-    taken = list(folders.items())
-    kept = folders.get("checkpoint.dir")
-    if kept is not None and kept.name == "checkpoints" and kept.resolve().parent != directory.resolve():
-        taken.append(
-            ("checkpoint.dir", kept.parent)
-        )  # the run.dir of the run, if there is one, whose own folder this is
-    locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in taken]
+        folders.append(("checkpoint.dir", kept))
+        # It may be the own folder of a run, whose run.dir is then taken too.
+        if kept.name == "checkpoints" and kept.resolve().parent != directory.resolve():
+            folders.append(("checkpoint.dir", kept.parent))
+    locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders]
     for lock in locks:
         lock.take(say)  # before any host looks what is there: a process that is about to end writes its last checkpoint
     hosts.say("that its folders are taken")

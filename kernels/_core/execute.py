@@ -31,12 +31,12 @@ def _as_tuple(op: Operation, value: Any) -> tuple:
     return value if len(op.outputs) > 1 else (value,)
 
 
-def primals(tree: Any) -> Any:
+def _primals(tree: Any) -> Any:
     """Returns the values of what the forward of a `custom_vjp` with `symbolic_zeros` is given."""
     return jax.tree.map(lambda leaf: leaf.value, tree)
 
 
-def cotangent(given: Any) -> jax.Array | None:
+def _cotangent(given: Any) -> jax.Array | None:
     """Returns the cotangent of an output as such a backward is given it; None where nothing depends on that output."""
     return None if isinstance(given, SymbolicZero) else given
 
@@ -150,13 +150,13 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
             return _run_forward(op, plan, static, merged(inputs, others), keep)
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            inputs, others = primals((inputs, others))
+            inputs, others = _primals((inputs, others))
             outputs, residuals, kept = differentiated(inputs, others)
             return (outputs, kept if keep else {}), (inputs, others, {**residuals, **kept})
 
         def run_bwd(saved: Any, cotangents: Any) -> Any:
             # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
-            return pull(*saved, tuple(map(cotangent, _as_tuple(op, cotangents[0])))), None
+            return pull(*saved, tuple(map(_cotangent, _as_tuple(op, cotangents[0])))), None
 
         call.__name__ = op.name  # what profiles and programs show
         run = jax.custom_vjp(call)
