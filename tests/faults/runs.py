@@ -38,9 +38,16 @@ FAULTS = (
     Fault(
         "two runs are made with one folder of checkpoints",
         "ejdist/training/opening.py",
-        '        folders["checkpoint.dir"] = Path(s.checkpoint.dir).expanduser()\n',
-        "        pass\n",
+        '        folders.append(("checkpoint.dir", kept))\n',
+        "",
         "tests/test_run_files.py -k share_a_folder",
+    ),
+    Fault(
+        "the own checkpoints of a run are not taken with it",
+        "ejdist/training/opening.py",
+        '            folders.append(("checkpoint.dir", kept.parent))\n',
+        "            pass\n",
+        "tests/test_run_files.py -k own_checkpoints",
     ),
     Fault(
         "a folder stays taken by a run that has ended",
