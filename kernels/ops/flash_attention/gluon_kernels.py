@@ -41,6 +41,12 @@ def _blocks(O):
     return (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
 
 
+@gluon.constexpr_function
+def _attending(O):
+    """Returns how many warpgroups attend."""
+    return O.BLOCK_Q // 64
+
+
 @gluon.jit
 def _place(tile, O: gl.constexpr, HEADS: gl.constexpr):
     """Returns the row of the batch, the head and the block of queries of a tile. The last blocks, which see the most keys as
@@ -52,14 +58,15 @@ def _place(tile, O: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns (so many tiles of each stage, a barrier of each stage for "is full", and one for "is free")."""
+def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+               READERS: gl.constexpr):  # fmt: skip
+    """Returns (so many tiles of each stage, a barrier of each stage for "is full", and one for "is free", by all readers)."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, ROWS, WIDTH], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(free.index(i), count=READERS)
     return tiles, full, free
 
 
@@ -78,6 +85,7 @@ def _load_tile(desc, batch, row, head, ring, stage, phase):
 @gluon.jit
 def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
+    WARPGROUPS: gl.constexpr = _attending(O)
     q_tiles, q_full, q_free = queries
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     while tile < _blocks(O) * O.N * O.B:
@@ -87,10 +95,10 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
         tile = take(queue, turn_ptr, turn)
         turn += 1
         mbarrier.wait(q_free.index(at), q_phase ^ 1)
-        mbarrier.expect(q_full.index(at), 2 * q_desc.nbytes_per_cta)
-        for i in gl.static_range(2):
-            half = q_tiles.index(2 * at + i).reinterpret(shape=[1, ROWS, 1, O.BLOCK_H], layout=BLOCK)
-            tma.async_load(q_desc, [b, block * O.BLOCK_Q + i * ROWS, n, 0], q_full.index(at), half)
+        mbarrier.expect(q_full.index(at), WARPGROUPS * q_desc.nbytes_per_cta)
+        for i in gl.static_range(WARPGROUPS):
+            part = q_tiles.index(WARPGROUPS * at + i).reinterpret(shape=[1, ROWS, 1, O.BLOCK_H], layout=BLOCK)
+            tma.async_load(q_desc, [b, block * O.BLOCK_Q + i * ROWS, n, 0], q_full.index(at), part)
         at, q_phase = after(at, q_phase, QUEUED)
         for i in range(last - first):
             row = (last - 1 - i) * O.BLOCK_K
@@ -123,17 +131,15 @@ def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segm
 
 
 @gluon.jit
-def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr, queue,
-            queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, QUEUED: gl.constexpr,
-            WHICH: gl.constexpr):  # fmt: skip
+def _attend(arrays, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+            QUEUED: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     q_tiles, q_full, q_free = queries
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, O, HEADS)
         mbarrier.wait(q_full.index(at), q_phase)
-        stage, phase = _attend_tile(
-            b, n, block, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
-            q_tiles.index(2 * at + WHICH), keys, values, stage, phase, O, STAGES, WHICH)  # fmt: skip
+        q = q_tiles.index(_attending(O) * at + WHICH)
+        stage, phase = _attend_tile(b, n, block, arrays, q, keys, values, stage, phase, O, STAGES, WHICH)
         fence_async_shared()
         mbarrier.arrive(q_free.index(at))
         at, q_phase = after(at, q_phase, QUEUED)
@@ -142,8 +148,7 @@ def _attend(spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_
 
 
 @gluon.jit
-def _attend_tile(b, n, block, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr,
-                 lse_ptr, q, keys, values, stage, phase, O: gl.constexpr, STAGES: gl.constexpr,
+def _attend_tile(b, n, block, arrays, q, keys, values, stage, phase, O: gl.constexpr, STAGES: gl.constexpr,
                  WHICH: gl.constexpr):  # fmt: skip
     """Attends from the queries of a warpgroup, and returns the stage that comes next, and its phase."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
@@ -153,6 +158,7 @@ def _attend_tile(b, n, block, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_se
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q.dtype
+    spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr = arrays
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
     first, full, full_end, last = span_of(spans_ptr, b, block, O)
@@ -246,19 +252,31 @@ def specialised_forward_kernel(
     ATTENDING: gl.constexpr,  # registers of a thread that attends
     LOADING: gl.constexpr,  # and of one that loads
 ):
+    WARPGROUPS: gl.constexpr = _attending(O)
     dtype: gl.constexpr = q_desc.dtype
-    queue = make_queue(2)
-    queries = _make_ring(QUEUED, 2, dtype, ROWS, O.BLOCK_H)
-    keys = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_H)
-    values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V)
-    gl.warp_specialize(
-        [
-            (_attend, (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
-                       queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 0)),
-            (_attend, (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr,
-                       queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 1)),
-            (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
-        ],
-        [4, 1],
-        [ATTENDING, LOADING],
-    )  # fmt: skip
+    queue = make_queue(WARPGROUPS)
+    queries = _make_ring(QUEUED, WARPGROUPS, dtype, ROWS, O.BLOCK_H, WARPGROUPS)
+    keys = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_H, WARPGROUPS)
+    values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
+    arrays = (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 0)),
+                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 1)),
+                (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+            ],
+            [4, 1],
+            [ATTENDING, LOADING],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 0)),
+                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 1)),
+                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 2)),
+                (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+            ],
+            [4, 4, 1],
+            [ATTENDING, ATTENDING, LOADING],
+        )  # fmt: skip

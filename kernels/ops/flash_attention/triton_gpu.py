@@ -36,6 +36,8 @@ from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 WIDEST = 256
 # Warps of a program of Hopper's kernels, which specialise them: three warpgroups. A plain program has a power of two.
 SPECIALISED = 12
+# Queries of a block of the forward of narrow heads in long calls: of three warpgroups, where two are what others have.
+LONG_BLOCK = 192
 # What a program of theirs may have of shared memory, less what is not tiles.
 SHARED_MEMORY = 220 * 1024
 # The most heads whose programs run side by side: keys that are read, or queries, then stay in the cache. In the backward of
@@ -72,8 +74,11 @@ class _Call(NamedTuple):
         direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
         made = getattr(_specialised(H, HV, itemsize, self.options["SCALE"], self.options["CAP"]), direction)
         asks = [name for name, array in _NOT_SPECIALISED.items() if self.arrays[array] is not None]
-        # The backward has blocks of 64 queries wherever it has larger ones.
-        queries = (made.q_blocksize, 64) if isinstance(given, BwdParams) else (made.q_blocksize,)
+        # The backward has blocks of 64 queries wherever it has larger ones, the forward of narrow heads those of long calls.
+        narrow = _width(H) <= 64 and made.num_warps == SPECIALISED
+        queries = (
+            (made.q_blocksize, 64) if isinstance(given, BwdParams) else (made.q_blocksize, *(LONG_BLOCK,) * narrow)
+        )
         if asks or given.q_blocksize not in queries or given.kv_blocksize != made.kv_blocksize:
             raise ValueError(
                 f"flash_attention: argument 'cfg': {direction} has {SPECIALISED} warps, those of the kernel for Hopper, with "
@@ -228,7 +233,7 @@ def forward(
         grid=(min(tiles, MULTIPROCESSORS),),
         STAGES=params.num_stages,
         QUEUED=2 if _bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
-        ATTENDING=240,
+        ATTENDING=160 if blocks[0] == LONG_BLOCK else 240,
         LOADING=24,
         **rest,
     )
@@ -432,8 +437,17 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
     found = _specialised(H, HV, itemsize, _scale(call.softmax_scale, H), call.logits_soft_cap)
+    if found.fwd_params.num_warps == SPECIALISED and _width(H) <= 64 and _is_long(call):
+        found = FlashAttentionConfig(FwdParams(LONG_BLOCK, 128, SPECIALISED, 4), found.bwd_params)
     # The backward of one pass is not deterministic.
     return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
+
+
+def _is_long(call: Any) -> bool:
+    """Returns whether blocks of queries meet so many keys that larger ones pay, for all that they hold more hidden pairs."""
+    mask = call.mask or MaskInfo()
+    bounded = mask.window is not None or mask.chunk_size is not None or mask.q_segment_ids is not None
+    return min(call.dims["T"], call.dims["S"]) >= 4096 and not bounded and call.logits_soft_cap is None
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
