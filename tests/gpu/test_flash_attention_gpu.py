@@ -13,8 +13,9 @@ import pytest
 from grid import FLOOR, error
 
 from kernels import MaskInfo
+from kernels._core.config import BwdParams, FwdParams, KernelConfig
 from kernels.ops.flash_attention.contract import flash_attention, op
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED, _plain
+from kernels.ops.flash_attention.triton_gpu import LONG_BLOCK, SPECIALISED, _plain
 
 
 def is_hopper():
@@ -73,6 +74,7 @@ LENGTHS = {
     "more_tiles_than_programs": (4500, 4600),
     "more_tiles_and_few_keys": (4500, 700),
 }
+LONGEST = ["more_tiles_than_programs", "more_tiles_and_few_keys"]
 
 
 def arrays(t, s, width, value_width, dtype, key_heads=K):
@@ -128,6 +130,23 @@ def compare(floats, mask, options, *, cfg=None):
 def test_numbers_of_specialised_warps(call, width):
     mask, options = CALLS[call]
     compare(arrays(T, S, width, width, "bfloat16"), mask, options)
+
+
+THREE = KernelConfig(FwdParams(LONG_BLOCK, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_numbers_of_three_warpgroups(call):
+    """Whatever a call has, although it is theirs only where that is little."""
+    mask, options = CALLS[call]
+    compare(arrays(T, S, 64, 64, "bfloat16"), mask, options, cfg=THREE)
+
+
+@pytest.mark.parametrize("lengths", ["one_key_block", "more_keys", "more_queries", *LONGEST])
+@pytest.mark.parametrize(("width", "key_heads", "dtype"), [(64, K, "float16"), (40, 1, "bfloat16")])
+def test_lengths_of_three_warpgroups(lengths, width, key_heads, dtype):
+    floats = arrays(*LENGTHS[lengths], width, width, dtype, key_heads)
+    compare(floats, MaskInfo(causal=True), {}, cfg=THREE)
 
 
 @pytest.mark.parametrize("call", ["causal", "together"])

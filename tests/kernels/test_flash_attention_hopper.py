@@ -14,7 +14,7 @@ from kernels._core.ahead_of_time import export_cuda
 from kernels._core.config import BwdParams, FwdParams, KernelConfig
 from kernels._core.interpret import interpret
 from kernels.ops.flash_attention import op, triton_gpu
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED
+from kernels.ops.flash_attention.triton_gpu import LONG_BLOCK, SPECIALISED
 
 LENGTH = 512
 PLAIN = ["forward_kernel", "query_gradient_kernel", "key_gradient_kernel"]
@@ -74,6 +74,35 @@ def test_who_is_chosen(given, forward, backward):
     assert [w == SPECIALISED for w in warps(**call(**given))] == [forward, backward]
 
 
+LONG = {"width": 64, "length": 4096}
+IDS = jax.ShapeDtypeStruct((1, 4096), "int32")
+
+
+@pytest.mark.parametrize(
+    ("given", "queries"),
+    [
+        (LONG, LONG_BLOCK),
+        ({**LONG, "width": 40}, LONG_BLOCK),
+        ({**LONG, "mask": MaskInfo(causal=True)}, LONG_BLOCK),
+        ({**LONG, "deterministic": True}, LONG_BLOCK),
+        ({**LONG, "length": 4000}, 128),
+        ({**LONG, "width": 96}, 128),
+        ({**LONG, "mask": MaskInfo(causal=True, window=(1000, 0))}, 128),
+        ({**LONG, "mask": MaskInfo(causal=True, chunk_size=1000)}, 128),
+        ({**LONG, "mask": MaskInfo(q_segment_ids=IDS, kv_segment_ids=IDS)}, 128),
+        ({**LONG, "logits_soft_cap": 30.0}, 128),
+        ({**LONG, "softmax_aux": shape(4, 1)}, 128),
+    ],
+    ids=str,
+)
+def test_who_has_three_warpgroups(given, queries):
+    """Narrow heads whose queries meet many keys, if nothing else needs registers. Others may ask for them."""
+    bound = op.bind(**call(**given))
+    assert op.backends["triton_gpu"].heuristic(bound, "cuda").fwd_params.q_blocksize == queries
+    found = {c.fwd_params.q_blocksize for c in op.backends["triton_gpu"].candidates(bound)}
+    assert (LONG_BLOCK in found) == (given["width"] <= 64) and 128 in found
+
+
 def made(given, compute_capability, cfg=None):
     """Returns the kernels of a call with its gradients, compiled."""
     floats = {n: x for n, x in given.items() if n in ("query", "key", "value", "softmax_aux", "segments")}
@@ -108,14 +137,16 @@ SPILLS = {
 }
 
 
-def held(kernels, names, every_option=False):
+def held(kernels, names, every_option=False, launch=(SPECIALISED, 168)):
     assert [k.name for k in kernels] == names
     for kernel in kernels:
         assert kernel.shared_memory_bytes <= 227 * 1024
         resources, spills = kernel.resources, SPILLS.get(kernel.name, (0, 0))[every_option]
         assert resources["serialized"] == 0 and resources["spill_stores"] <= spills, (kernel.name, resources)
-        if kernel.name in HOPPERS + WIDE:  # three warpgroups, and 168 registers each before they change hands
-            assert (kernel.num_warps, resources["registers"]) == (SPECIALISED, 168) and "setmaxnreg" in kernel.ptx
+        if (
+            kernel.name in HOPPERS + WIDE
+        ):  # the one warp that loads counts as a warpgroup; registers, before they change hands
+            assert (kernel.num_warps, resources["registers"]) == launch and "setmaxnreg" in kernel.ptx
 
 
 SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
@@ -132,6 +163,21 @@ def test_the_code_with_every_option(width, names):
         # Who loads into a stage has read it: all warps must have, and it is the compiler that lets them meet.
         marks = re.findall(r"bar\.sync|wgmma\.wait_group|try_wait|expect_tx", kernels[1].ptx)
         assert {before for before, mark in pairwise(marks) if mark == "expect_tx"} == {"bar.sync"}
+
+
+@pytest.mark.parametrize(
+    "mask", [MaskInfo(), MaskInfo(causal=True), MaskInfo(causal=True, q_positions=IDS, kv_positions=IDS)]
+)
+def test_the_code_of_three_warpgroups(mask):
+    x = jax.ShapeDtypeStruct((1, 4096, 4, 64), "bfloat16")
+    given = {n: p for n, p in (("q_positions", mask.q_positions), ("kv_positions", mask.kv_positions)) if p is not None}
+
+    def run(x, given):
+        return op(x, x, x, mask=mask.replace(**given), platform="triton")
+
+    (kernel,) = export_cuda(run, x, given, compute_capability=90).kernels
+    held([kernel], ["specialised_forward_kernel"], launch=(16, 128))
+    assert kernel.resources["spill_stores"] == 0
 
 
 @pytest.mark.slow
@@ -212,8 +258,8 @@ def test_what_is_launched(monkeypatch, width, value_width, cap, kernel, queries,
 @pytest.mark.parametrize(("width", "stages", "room"), [(64, 3, 2), (128, 2, 2), (128, 3, 1), (192, 2, 1)])
 @pytest.mark.parametrize(("length", "programs"), [(130, 24), (4500, 132)])
 def test_how_many_programs_take_tiles(monkeypatch, width, stages, room, length, programs):
-    """One for each tile of 128 queries, or each multiprocessor, and a counter that they share, which is zero before; with room
-    for the queries of the next tile where stages leave it."""
+    """One for each tile of 128 or 192 queries, or each multiprocessor, and a counter that they share, which is zero before;
+    with room for the queries of the next tile where stages leave it."""
     launches = []
 
     def launch(kernel, turn, *inputs, out_shape, **rest):
@@ -229,6 +275,10 @@ def test_how_many_programs_take_tiles(monkeypatch, width, stages, room, length, 
     ((name, turn, rest),) = launches
     assert (name, rest["grid"], rest["QUEUED"]) == ("specialised_forward_kernel", (programs,), room)
     assert (turn.shape, turn.dtype, rest["input_output_aliases"]) == ((1,), "int32", {0: 2})
+    # Of 64 k registers and what the warp that loads has, in whole warpgroups.
+    queries = LONG_BLOCK if width == 64 and length > 4096 else 128
+    assert (rest["O"].BLOCK_Q, rest["ATTENDING"], rest["LOADING"]) == (queries, 240 if queries == 128 else 160, 24)
+    assert 128 * (queries // 64 * rest["ATTENDING"] + rest["LOADING"]) <= 65536
 
 
 @pytest.mark.parametrize(
@@ -279,8 +329,14 @@ CONFIG = KernelConfig(FwdParams(128, 128, SPECIALISED, 2), BwdParams(64, 128, SP
             "blocks of 128 queries and 128 keys; of this call it has .*kv_blocksize=64, num_warps=12",
         ),
         ({}, KernelConfig(FwdParams(64, 64, SPECIALISED, 2)), "blocks of 64 queries and 64 keys; of this call it has"),
+        (
+            {},
+            KernelConfig(FwdParams(LONG_BLOCK, 128, SPECIALISED, 2)),
+            "blocks of 192 queries and 128 keys; of this call",
+        ),
+        ({"width": 36}, KernelConfig(FwdParams(64, 64, SPECIALISED, 2)), "of this call it has FwdParams.*num_warps=4"),
     ],
-    ids=["bias", "slopes", "dropout", "float32", "256", "blocks"],
+    ids=["bias", "slopes", "dropout", "float32", "256", "blocks", "three_of_128", "plain_blocks"],
 )
 def test_a_configuration_that_no_kernel_has_is_told(given, cfg, message):
     arrays = {

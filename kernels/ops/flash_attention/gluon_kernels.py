@@ -1,10 +1,11 @@
-"""The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two warpgroups that attend.
+"""The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two or three warpgroups that attend.
 
 It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
-over the same spans. A tile is 128 queries of a head; either warpgroup has 64 of them. While a warpgroup makes the weights
-of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of the other
-warpgroup. The block with the last keys comes first, which is the diagonal of a causal mask. A program has a multiprocessor to
-itself and takes tiles from a queue: while a tile of heads up to 128 is ended and written, the next one is loaded.
+over the same spans. A tile is 128 or 192 queries of a head; each warpgroup has 64 of them. While a warpgroup makes the weights
+of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of another
+warpgroup; three take turns to begin their products, two find their own. The block with the last keys comes first, which is
+the diagonal of a causal mask. A program has a multiprocessor to itself and takes tiles from a queue: while a tile of heads up
+to 128 is ended and written, the next one is loaded.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -44,7 +45,7 @@ def _blocks(O):
 @gluon.constexpr_function
 def _attending(O):
     """Returns how many warpgroups attend."""
-    return O.BLOCK_Q // 64
+    return O.BLOCK_Q // ROWS
 
 
 @gluon.jit
@@ -131,15 +132,17 @@ def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segm
 
 
 @gluon.jit
-def _attend(arrays, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
             QUEUED: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     q_tiles, q_full, q_free = queries
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
+    turns_phase = 1 if WHICH == 0 else 0  # of a barrier that nobody came to yet, the phase before is over
     while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, O, HEADS)
         mbarrier.wait(q_full.index(at), q_phase)
         q = q_tiles.index(_attending(O) * at + WHICH)
-        stage, phase = _attend_tile(b, n, block, arrays, q, keys, values, stage, phase, O, STAGES, WHICH)
+        stage, phase, turns_phase = _attend_tile(
+            b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O, STAGES, WHICH)  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(q_free.index(at))
         at, q_phase = after(at, q_phase, QUEUED)
@@ -148,9 +151,10 @@ def _attend(arrays, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.con
 
 
 @gluon.jit
-def _attend_tile(b, n, block, arrays, q, keys, values, stage, phase, O: gl.constexpr, STAGES: gl.constexpr,
-                 WHICH: gl.constexpr):  # fmt: skip
-    """Attends from the queries of a warpgroup, and returns the stage that comes next, and its phase."""
+def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O: gl.constexpr,
+                 STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Attends from the queries of a warpgroup, and returns the stage that comes next, its phase, and that of the next turn."""
+    WARPGROUPS: gl.constexpr = _attending(O)
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -196,9 +200,14 @@ def _attend_tile(b, n, block, arrays, q, keys, values, stage, phase, O: gl.const
             j = last - 1 - i
             k_stage, k_phase = after(stage, phase, STAGES)
             mbarrier.wait(k_full.index(k_stage), k_phase)
+            if WARPGROUPS > 2:  # one after the other, so that they are not all at their weights at once
+                mbarrier.wait(turns.index(WHICH), turns_phase)
+                turns_phase ^= 1
             s = warpgroup_mma(q, k_tiles.index(k_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(stage), phase)
             acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
+            if WARPGROUPS > 2:
+                mbarrier.arrive(turns.index((WHICH + 1) % WARPGROUPS))
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(k_free.index(k_stage))
             masked = (j >= full_end) | (j < full)
@@ -227,7 +236,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, stage, phase, O: gl.const
     cols = gl.arange(0, O.BLOCK_V, gl.SliceLayout(0, WIDE))
     where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
     gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
-    return stage, phase
+    return stage, phase, turns_phase
 
 
 @gluon.jit
@@ -245,7 +254,7 @@ def specialised_forward_kernel(
     sink_ptr,
     out_ptr,
     lse_ptr,
-    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 128
+    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 for each warpgroup that attends, 128 or 192
     HEADS: gl.constexpr,  # that run side by side
     STAGES: gl.constexpr,
     QUEUED: gl.constexpr,  # tiles of queries that there is room for
@@ -262,19 +271,22 @@ def specialised_forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 0)),
-                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 1)),
+                (_attend, (arrays, queue, queries, keys, values, None, O, HEADS, STAGES, QUEUED, 0)),
+                (_attend, (arrays, queue, queries, keys, values, None, O, HEADS, STAGES, QUEUED, 1)),
                 (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
             [ATTENDING, LOADING],
         )  # fmt: skip
     else:
+        turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.init(turns.index(i), count=1)
         gl.warp_specialize(
             [
-                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 0)),
-                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 1)),
-                (_attend, (arrays, queue, queries, keys, values, O, HEADS, STAGES, QUEUED, 2)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 2)),
                 (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 4, 1],

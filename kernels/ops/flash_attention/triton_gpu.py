@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -75,11 +76,13 @@ class _Call(NamedTuple):
         made = getattr(_specialised(H, HV, itemsize, self.options["SCALE"], self.options["CAP"]), direction)
         asks = [name for name, array in _NOT_SPECIALISED.items() if self.arrays[array] is not None]
         # The backward has blocks of 64 queries wherever it has larger ones, the forward of narrow heads those of long calls.
-        narrow = _width(H) <= 64 and made.num_warps == SPECIALISED
-        queries = (
-            (made.q_blocksize, 64) if isinstance(given, BwdParams) else (made.q_blocksize, *(LONG_BLOCK,) * narrow)
-        )
-        if asks or given.q_blocksize not in queries or given.kv_blocksize != made.kv_blocksize:
+        queries = {made.q_blocksize}
+        if isinstance(given, BwdParams):
+            queries.add(64)
+        elif _width(H) <= 64:
+            queries.add(LONG_BLOCK)
+        blocks = given.q_blocksize in queries and given.kv_blocksize == made.kv_blocksize
+        if asks or not blocks or made.num_warps != SPECIALISED:
             raise ValueError(
                 f"flash_attention: argument 'cfg': {direction} has {SPECIALISED} warps, those of the kernel for Hopper, with "
                 f"blocks of {given.q_blocksize} queries and {given.kv_blocksize} keys"
@@ -431,28 +434,43 @@ def _scale(softmax_scale: float | None, entries: int) -> float:
 
 
 def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
+    found = _of_warpgroups(call)
+    return _with_long_blocks(found, call.dims["H"]) if _is_long(call) else found
+
+
+def _of_warpgroups(call: Any) -> FlashAttentionConfig:
+    """Returns the tiles of Hopper's kernels with two warpgroups in the forward, or those of the plain ones."""
     H, HV, itemsize = call.dims["H"], call.dims["Hv"], call.query.dtype.itemsize
     plain = _plain(_width(max(H, HV)), itemsize)
     dense = call.mask is not None and call.mask.attention_mask is not None
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
     found = _specialised(H, HV, itemsize, _scale(call.softmax_scale, H), call.logits_soft_cap)
-    if found.fwd_params.num_warps == SPECIALISED and _width(H) <= 64 and _is_long(call):
-        found = FlashAttentionConfig(FwdParams(LONG_BLOCK, 128, SPECIALISED, 4), found.bwd_params)
     # The backward of one pass is not deterministic.
     return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
 
 
 def _is_long(call: Any) -> bool:
-    """Returns whether blocks of queries meet so many keys that larger ones pay, for all that they hold more hidden pairs."""
+    """Returns whether blocks of queries meet so many keys that larger ones pay, although more of their pairs are hidden.
+    Segments, a soft cap and sinks are more than the registers of three warpgroups hold."""
     mask = call.mask or MaskInfo()
     bounded = mask.window is not None or mask.chunk_size is not None or mask.q_segment_ids is not None
-    return min(call.dims["T"], call.dims["S"]) >= 4096 and not bounded and call.logits_soft_cap is None
+    more = bounded or call.logits_soft_cap is not None or call.softmax_aux is not None
+    return min(call.dims["T"], call.dims["S"]) >= 4096 and not more
+
+
+def _with_long_blocks(cfg: FlashAttentionConfig, H: int) -> FlashAttentionConfig:
+    """Returns a configuration with three warpgroups in the forward, where that is Hopper's and heads are narrow."""
+    if cfg.fwd_params.num_warps != SPECIALISED or _width(H) > 64:
+        return cfg
+    return FlashAttentionConfig(dataclasses.replace(cfg.fwd_params, q_blocksize=LONG_BLOCK), cfg.bwd_params)
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
     itemsize = call.query.dtype.itemsize
-    found = [_heuristic(call, "cuda"), _plain(_width(max(call.dims["H"], call.dims["Hv"])), itemsize)]
+    H, HV = call.dims["H"], call.dims["Hv"]
+    two = _of_warpgroups(call)
+    found = [_heuristic(call, "cuda"), two, _with_long_blocks(two, H), _plain(_width(max(H, HV)), itemsize)]
     if itemsize == 2:
         others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
         backwards = [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)]
