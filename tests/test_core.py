@@ -13,6 +13,7 @@ import pytest
 from jax import export
 from jaxtyping import Array, Float, Int
 
+import kernels
 from kernels._core.backend import Case
 from kernels._core.binding import typed
 from kernels._core.config import BwdParams, ConfigCache, FwdParams, KernelConfig, PersistentCache, completed
@@ -23,6 +24,7 @@ from kernels._core.public import Prepared, PublicFunction
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
 from kernels._core.select import ConfigSelectorChain, Request, config_overlay, use_chain
+from kernels.ops.grouped_matmul.contract import Tile
 
 SEEN: list = []  # configurations that the toy backend ran with
 
@@ -333,9 +335,32 @@ def test_a_damaged_tuning_file_is_ignored_aloud(op, tmp_path):
         assert cache.get("key", KernelConfig()) is None
 
 
-def test_configs_validate_and_complete():
-    with pytest.raises(ValueError, match="q_blocksize"):
-        FwdParams(q_blocksize=0)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FwdParams(q_blocksize=0), "FwdParams: q_blocksize must be a positive integer or None, got 0"),
+        (lambda: BwdParams(num_warps=True), "BwdParams: num_warps must be a positive integer or None, got True"),
+        (lambda: KernelConfig((64, 64)), r"KernelConfig: fwd_params must be a FwdParams, got \(64, 64\)"),
+        (lambda: KernelConfig(backend=None), "KernelConfig: backend must be a string, got None"),
+        (lambda: Tile(flatten=1), "Tile: flatten must be True or False or None, got 1"),
+        (lambda: Tile(specialised="big"), "Tile: specialised must be 'tall', 'wide', 'none' or None, got 'big'"),
+    ],
+)
+def test_values_of_configurations_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_every_operation_checks_its_configurations():
+    found = [op.config for op in kernels.operations().values() if op.config is not None]
+    assert len(found) > 20
+    for config in found:
+        (name, *_) = (f.name for f in dataclasses.fields(config))
+        with pytest.raises(ValueError, match=f"{config.__name__}: {name} must be "):
+            config(**{name: 0})
+
+
+def test_configs_complete():
     assert completed(FwdParams(num_warps=2), FwdParams(num_warps=8, num_stages=3)) == FwdParams(
         num_warps=2, num_stages=3
     )

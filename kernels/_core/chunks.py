@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.recurrence import resets
 
 # One float32 array of the tokens that are computed at one time takes about this many bytes on a device that works on many
@@ -25,7 +26,7 @@ BYTES_TOGETHER = 128 << 20
 
 
 @dataclass(frozen=True)
-class ChunkConfig:
+class ChunkConfig(Tunables):
     """Tunables of a recurrence in chunks; None leaves the choice to the configuration chain.
 
     Attributes:
@@ -37,10 +38,7 @@ class ChunkConfig:
     together: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk", "together"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"ChunkConfig: {name} must be a positive integer or None, got {value!r}")
+        super().__post_init__()
         if self.chunk is not None and self.chunk & (self.chunk - 1):
             raise ValueError(f"ChunkConfig: chunk must be a power of two or None, got {self.chunk}")
 

@@ -7,6 +7,7 @@ when it first writes. Which configuration a call runs with is decided in `select
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -20,8 +21,34 @@ from pathlib import Path
 from typing import Any
 
 
+class Tunables:
+    """What a configuration is, and each part of one: a dataclass whose values are of its declared types, integers positive.
+
+    Raises:
+      ValueError: a value is not.
+    """
+
+    def __post_init__(self) -> None:
+        for name, types in _declared(type(self)):
+            value = getattr(self, name)
+            fits = type(value) in types and not (type(value) is int and value < 1)
+            if not fits:
+                what = " or ".join(_WORDS.get(t, f"a {t.__name__}") for t in types)
+                raise ValueError(f"{type(self).__name__}: {name} must be {what}, got {value!r}")
+
+
+_WORDS = {int: "a positive integer", bool: "True or False", str: "a string", type(None): "None"}
+
+
+@functools.cache
+def _declared(cls: type) -> tuple[tuple[str, tuple[type, ...]], ...]:
+    """Returns the names of a dataclass, with the types that a value may be of."""
+    hints = typing.get_type_hints(cls)
+    return tuple((f.name, typing.get_args(hints[f.name]) or (hints[f.name],)) for f in dataclasses.fields(cls))
+
+
 @dataclass(frozen=True)
-class FwdParams:
+class FwdParams(Tunables):
     """Tunables of a forward kernel; None leaves the choice to the configuration chain.
 
     Attributes:
@@ -34,12 +61,6 @@ class FwdParams:
     num_warps: int | None = None
     num_stages: int | None = None
 
-    def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{type(self).__name__}: {f.name} must be a positive integer or None, got {value!r}")
-
 
 @dataclass(frozen=True)
 class BwdParams(FwdParams):
@@ -47,7 +68,7 @@ class BwdParams(FwdParams):
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Tunables):
     """Configuration of an operation whose kernels are tuned by `FwdParams` and `BwdParams`.
 
     Attributes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels._core.config import Tunables
+
 
 @dataclass(frozen=True)
-class NormConfig:
+class NormConfig(Tunables):
     """Tunables of the kernels; None leaves the choice to the configuration chain.
 
     Attributes:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.masks import MaskInfo
 from kernels._core.pairs import visible_pairs
@@ -21,7 +22,7 @@ from kernels.ops.blocksparse_attention.cases import CASES
 
 
 @dataclass(frozen=True)
-class BlockSparseConfig:
+class BlockSparseConfig(Tunables):
     """Tunables; None leaves the choice to the configuration chain. Neither changes what is computed.
 
     Attributes:

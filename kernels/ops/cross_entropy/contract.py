@@ -12,12 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from kernels._core.backend import Case
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
-class CrossEntropyConfig:
+class CrossEntropyConfig(Tunables):
     """Tunables; None leaves the choice to the configuration chain.
 
     Attributes:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from kernels._core.backend import Case
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
 
@@ -30,7 +31,7 @@ def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:
 
 
 @dataclass(frozen=True)
-class GatedMLPConfig:
+class GatedMLPConfig(Tunables):
     """Tunables of the kernels of the activation; None leaves the choice to the configuration chain.
 
     Attributes:

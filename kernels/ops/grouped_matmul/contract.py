@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels._core.backend import Case
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.measured import bucket
 from kernels._core.segments import searchsorted
@@ -21,7 +22,7 @@ from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(Tunables):
     """The tile of a product that a program of a kernel makes at a time; None leaves a choice to the configuration chain.
 
     Attributes:
@@ -43,9 +44,14 @@ class Tile:
     flatten: bool | None = None
     specialised: str | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.specialised not in ("tall", "wide", "none", None):
+            raise ValueError(f"Tile: specialised must be 'tall', 'wide', 'none' or None, got {self.specialised!r}")
+
 
 @dataclass(frozen=True)
-class GroupedMatmulConfig:
+class GroupedMatmulConfig(Tunables):
     """Tiles of the three products: rows by matrices, the gradient of the rows, and that of the matrices."""
 
     forward: Tile | None = None

@@ -10,12 +10,13 @@ from jaxtyping import Array, Float
 
 from kernels._core.backend import Case
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
-class KLDivergenceConfig:
+class KLDivergenceConfig(Tunables):
     """Tunables; None leaves the choice to the configuration chain.
 
     Attributes:

@@ -11,13 +11,14 @@ from jaxtyping import Array, Float, Int
 
 from kernels._core.backend import Case
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.measured import bucket
 from kernels._core.work import Work, nbytes
 
 
 @dataclass(frozen=True)
-class MeanPoolingConfig:
+class MeanPoolingConfig(Tunables):
     """Tunables of the kernels; None leaves the choice to the configuration chain.
 
     Attributes:

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.work import Work, nbytes
 from kernels.ops.native_sparse_attention.cases import CASES
 
 
 @dataclass(frozen=True)
-class NativeSparseConfig:
+class NativeSparseConfig(Tunables):
     """Tunables; None leaves the choice to the configuration chain.
 
     Attributes:

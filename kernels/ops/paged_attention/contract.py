@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels import flash_attention
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.masks import MaskInfo
 from kernels._core.work import Work, nbytes
@@ -26,7 +27,7 @@ ATTENTION = flash_attention.op.function
 
 
 @dataclass(frozen=True)
-class PagedAttentionConfig:
+class PagedAttentionConfig(Tunables):
     """Tunables of the engine; None leaves the choice to the configuration chain.
 
     Attributes:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels._core.backend import Case
 from kernels._core.binding import Call
+from kernels._core.config import Tunables
 from kernels._core.contract import Op
 from kernels._core.options import declared, fits
 from kernels._core.work import Work, nbytes
@@ -21,7 +22,7 @@ _BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which 
 
 
 @dataclass(frozen=True)
-class RotaryConfig:
+class RotaryConfig(Tunables):
     """Tunables of the kernels; None leaves the choice to the configuration chain.
 
     Attributes:
