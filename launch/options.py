@@ -173,10 +173,15 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
 
 def check_recipe(recipe: Any) -> None:
     """Raises ValueError, naming the key, for what is wrong with a recipe wherever it is trained, on whatever mesh."""
+    import kernels
     from ejdist.training.opening import check_section
     from ejdist.training.optimizer import make_optimizer
+    from kernels._core.registry import Platform
 
     check_section(recipe.run)
+    known = dict.fromkeys([*Platform, *(name for op in kernels.operations().values() for name in op.order)])
+    if recipe.platform is not None and recipe.platform not in known:
+        raise ValueError(f"platform = {recipe.platform!r} is unknown; use null or one of {', '.join(known)}")
     for section in (recipe.sequence, recipe.experts, recipe.guards, recipe.data):
         section.validate()
     recipe.checkpoint.check()

@@ -158,6 +158,10 @@ def test_the_doctor_is_started_once():
         (["run.steps=0"], "run.steps must be at least 1, got 0"),
         (["run.dir=s3://bucket/run"], "run.dir = 's3://bucket/run' is a URL"),
         (["sequence.scheme=tree"], "sequence.scheme = 'tree' is unknown; use one of ring, all_gather"),
+        (
+            ["platform=cud"],
+            "platform = 'cud' is unknown; use null or one of triton, pallas, cudnn, cuda, xla, triton_gpu",
+        ),
         (["experts.chunks=0"], "experts.chunks must be at least 1, got 0"),
         (["data.packing=loose"], "data.packing = 'loose' is unknown; use cut or whole"),
         (["data.prefetch=0"], "data.prefetch must be at least 1 batch"),

@@ -26,6 +26,7 @@ from kernels._core.facts import check_facts
 from kernels._core.interpret import interpreting
 from kernels._core.options import of_sizes
 from kernels._core.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
+from kernels._core.registry import Platform
 from kernels._core.work import Work
 
 __all__ = ["Backend", "Call", "Case", "Op", "Saved", "Unsupported"]
@@ -287,7 +288,7 @@ class Op:
         stems = {stem for stem in self._unavailable if toolchain in (stem, stem.split("_")[0])}
         if stems:
             raise Unsupported(f"{self.name} on {toolchain}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
-        if toolchain in ("xla", "triton", "pallas", "cudnn", "cuda") or toolchain in self.order:
+        if toolchain in Platform or toolchain in self.order:
             raise Unsupported(f"{self.name} has no {toolchain} backend; it has {', '.join(self.backends)}")
         raise ValueError(
             f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(known)}"
