@@ -7,6 +7,13 @@ PAGED_TESTS = "tests/kernels/test_paged_attention.py"
 
 FAULTS = (
     Fault(
+        "two requests write one slot",
+        "kernels/ops/paged_attention/ragged.py",
+        "    _check_once(f, requests[2].name, ",
+        "    (lambda *_: None)(f, requests[2].name, ",
+        "tests/kernels/test_paged_attention_functions.py -k wrong_call",
+    ),
+    Fault(
         "a page of another position",
         PAGED,
         "page = jnp.clip(j // C, 0",

@@ -19,6 +19,8 @@ from kernels import Unsupported
 
 PAGES = tuple(PAGE.values())
 REQUESTS = {"query_start_loc": CUTS, "kv_lens": LENS, "block_tables": TABLES}
+# The last new token of request 0 and that of request 1 go to page 3.
+SHARED = {**REQUESTS, "kv_lens": np.int32([9, 1, 1]), "block_tables": np.int32([[5, 0, 3], [3, 7, 0], [2, 2, 2]])}
 ROWS = QUERY[:6].reshape(3, 2, 4, 16)
 close = functools.partial(np.testing.assert_allclose, atol=2e-5)
 
@@ -256,7 +258,13 @@ ILLEGAL = [
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 4)),
     ("'sequence_start' must be between 0 and 'sequence_end'", lambda: kernels.ragged_decode_attention(
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 1, LENS)),
-    ("'slots' has a slot twice", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 3])),
+    ("'slots' has slot 3 twice", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 3])),
+    ("append_to_cache: argument 'block_tables' has slot 12 twice", lambda: kernels.append_to_cache(
+        *NEW, *PAGES, **SHARED)),
+    ("chunked_prefill_paged_decode: argument 'block_tables' has slot 12 twice", lambda: (
+        kernels.chunked_prefill_paged_decode(QUERY, *NEW, *PAGES, **SHARED))),
+    ("ragged_page_attention_v3: argument 'page_indices' has slot 12 twice", lambda: kernels.ragged_page_attention_v3(
+        QUERY, *PAGES, *NEW, cu_seqlens_q=CUTS, kv_lens=SHARED["kv_lens"], page_indices=SHARED["block_tables"])),
     ("'slots' has slot 32, past the 8 pages", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 32])),
     ("'slots' has slot 4294967299, past the 8 pages", lambda: kernels.append_to_cache(
         *[x[:2] for x in NEW], *PAGES, np.int64([2**32 + 3, 4]))),

@@ -128,6 +128,14 @@ def _named(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> list[given.
     return [given.Named(*x) for x in arguments.items()]
 
 
+def _check_once(f: str, name: str, slots: Any) -> None:
+    """Raises ValueError, naming the argument that says where new rows go, if that is known and two have the same slot."""
+    values = known(slots)
+    found, times = np.unique([] if values is None else values[values >= 0], return_counts=True)
+    if np.any(times > 1):
+        raise given.wrong(f, name, f"has slot {found[times > 1][0]} twice, and which row would stay is not said")
+
+
 def _ragged(
     f: str, query: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, requests: Any, how: Any
 ) -> Prepared:
@@ -138,6 +146,8 @@ def _ragged(
     if key is None and value is None:
         return Prepared(op.bind(query, key_cache, value_cache=value_cache, **more))
     given.check_new(f, key, value, key_cache, value_cache, query.shape[0])
+    where = {name: more[name] for name in ("query_start_loc", "kv_lens", "block_tables")}
+    _check_once(f, requests[2].name, slots_of_new(**where, block_size=key_cache.shape[1], num_rows=query.shape[0]))
     call = append_and_attend_op.bind(query, key, value, key_cache, value_cache, **more)
     return Prepared(call, returns=append_and_attend_op.outputs, op=append_and_attend_op)
 
@@ -251,6 +261,7 @@ def append_to_cache(
         raise given.wrong(
             f, "slots", "or all of 'query_start_loc', 'kv_lens' and 'block_tables' say where rows go; give one"
         )
+    name = "block_tables" if slots is None else "slots"
     if slots is None:
         requests = given.of_requests(f, key.shape[0], key_cache, *_named(*where))
         slots = slots_of_new(**requests, block_size=key_cache.shape[1], num_rows=key.shape[0])
@@ -260,9 +271,8 @@ def append_to_cache(
         raise given.wrong(
             f, "slots", f"must have one slot for each of the {key.shape[0]} rows of 'key', got {slots.shape}"
         )
+    _check_once(f, name, values)
     taken = () if values is None else values[values >= 0]
-    if len(np.unique(taken)) < len(taken):
-        raise given.wrong(f, "slots", "has a slot twice, and which row would stay is not said")
     if len(taken) and np.max(taken) >= key_cache.shape[0] * key_cache.shape[1]:
         raise given.wrong(
             f, "slots", f"has slot {np.max(taken)}, past the {key_cache.shape[0]} pages; -1 writes nothing"
