@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ejdist.mesh import MeshSection
+from ejdist.training.places import ELSEWHERE
 
 
 @dataclass
@@ -183,5 +184,5 @@ def check_history(kept: dict[str, Any], stages: Sequence[Stage], made: int, wher
             key = changed[0]
             raise ValueError(
                 f"the run in {where} has made step {step} with {key} = {was[key]}, and with this curriculum that would be "
-                f"{would[key]}; restore curriculum and {key}, or choose another run.dir. Steps after {made} may be planned anew"
+                f"{would[key]}; restore curriculum and {key}, or {ELSEWHERE}. Steps after {made} may be planned anew"
             )

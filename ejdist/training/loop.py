@@ -22,6 +22,7 @@ from ejdist.training.lock import let_go_at_the_end
 from ejdist.training.metrics import cannot_write, draw_loss, measured_peak, read_rows, summarise, write_whole
 from ejdist.training.opening import Run, open_run
 from ejdist.training.pace import SAVES, Pace
+from ejdist.training.places import ELSEWHERE
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_go_on
 from ejdist.training.steps import Steps, begin, compile_stage, tell_stage
@@ -92,7 +93,7 @@ def train(
         say(f"guards.replicas_every = {s.guards.replicas_every} compares nothing: no two devices hold the same")
     if start >= end:
         more = how_to_go_on(s.run, s.optimizer, start)
-        say(f"nothing to do: {run.directory} has {start} of {end} steps; {more}, or choose another run.dir")
+        say(f"nothing to do: {run.directory} has {start} of {end} steps; {more}, or {ELSEWHERE}")
         # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
         summary = _finish(run) if main and not _has_summary(run.directory, start) else None
         return Outcome(start, start >= s.run.steps, summary)

@@ -22,7 +22,7 @@ from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
 from ejdist.training.lock import Lock
-from ejdist.training.places import check_folder, is_url
+from ejdist.training.places import ELSEWHERE, check_folder, is_url
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.resume import check_same_run, fingerprint, flat
 from ejdist.training.saves import Saves, Tier
@@ -174,7 +174,7 @@ def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int,
     else:
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
         first = damaged[0][2]
-        raise CheckpointError(f"{first}; {none}: mend the storage, or choose another run.dir") from first
+        raise CheckpointError(f"{first}; {none}: mend the storage, or {ELSEWHERE}") from first
     s = stage_of(run.stages, step).sections  # of the stage that made the step, which may end there
     if len(run.stages) > 1 or "stages" in kept:
         check_history(kept, run.stages, step, run.directory)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from etils import epath
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+# What is left to do where a folder holds another run.
+ELSEWHERE = "choose another run.dir, and checkpoint.dir if the recipe names one"
 _MOUNT = "mount the bucket and give the folder where it is mounted"
 
 

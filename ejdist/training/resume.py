@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ejdist.training.optimizer import OptimizerSection, make_schedule
+from ejdist.training.places import ELSEWHERE
 from ejdist.training.program import RunSection, TrainSections
 from ejdist.weights.match import flat
 
@@ -61,14 +62,12 @@ def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, w
         return
     if changed != [_STEPS] or not isinstance(old, int) or new < made:
         told = "; ".join(f"{k}: was {stored.get(k)}, is {now.get(k)}" for k in changed[:5])
-        raise ValueError(
-            f"the run in {where} was started with another recipe: {told}; restore it, or choose another run.dir"
-        )
+        raise ValueError(f"the run in {where} was started with another recipe: {told}; restore it, or {ELSEWHERE}")
     rate = changed_rate(sections.optimizer, old, new, made)
     if rate is None or (sections.run.extend and new > old):
         return
     step, was, would = rate
-    remedy = f"restore {_STEPS}, or choose another run.dir"
+    remedy = f"restore {_STEPS}, or {ELSEWHERE}"
     if new > old:
         remedy = f"run.extend=true goes on all the same, with the rates of the new {_STEPS} from here; or {remedy}"
     raise ValueError(

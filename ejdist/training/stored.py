@@ -10,6 +10,7 @@ import jax
 from ejdist.cluster.hosts import lost
 from ejdist.training.integrity import RUN_FILE, Changed, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
 from ejdist.training.leaves import from_arrays, is_key, kind_of, like_arrays
+from ejdist.training.places import ELSEWHERE
 
 # What is added to the run: of each array its digest, dtype and shape, of each PRNG key its kind.
 _DIGEST, _KINDS, _KEYS = "digest", "kinds", "keys"
@@ -71,13 +72,13 @@ def check_same_model(where: str, like: Any, found: dict[str, str]) -> None:
         if name in found and found[name] != kind:
             raise CheckpointError(
                 f"{where} is of another model: {name} is {found[name]} there and {kind} "
-                "in this recipe; restore the recipe, or choose another run.dir"
+                f"in this recipe; restore the recipe, or {ELSEWHERE}"
             )
     if set(found) != set(wanted):
         odd = sorted(set(found) ^ set(wanted))[:3]
         raise CheckpointError(
             f"{where} is of another model or optimizer: {', '.join(odd)} is on one side "
-            "only; restore the recipe, or choose another run.dir"
+            f"only; restore the recipe, or {ELSEWHERE}"
         )
 
 
