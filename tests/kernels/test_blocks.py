@@ -45,7 +45,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("blocks", [(8, 8), (16, 8), (8, 32), (64, 64)])
+@pytest.mark.parametrize("blocks", [(8, 8), (16, 8), (12, 8), (8, 32), (64, 64)])
 def test_spans_hold_all_that_attends_and_no_masked_pair_is_full(name, blocks):
     mask, (bq, bk) = MASKS[name], blocks
     seen = np.asarray(mask.visible(T, S)).any(1)
