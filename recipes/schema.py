@@ -199,6 +199,7 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
         with hydra.initialize_config_module("recipes", version_base="1.3"):
             composed = hydra.compose("train", overrides=[*overrides, *beside])
         OmegaConf.set_struct(composed, True)
+        _check_integers(OmegaConf.to_container(composed))
         _check_order(a, composed)
         recipe: Any = OmegaConf.to_object(composed)
         _check_stages(a, recipe)
@@ -208,6 +209,18 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
         raise RecipeError(_explain(error)) from error
     OmegaConf.set_struct(composed, False)
     return composed, recipe
+
+
+def _check_integers(found: Any, key: str = "") -> None:
+    """Raises RecipeError, naming the key, for an integer of more than 64 bits: its first use would fail, wherever that is."""
+    if isinstance(found, Mapping):
+        for name, value in found.items():
+            _check_integers(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(found, list):
+        for i, value in enumerate(found):
+            _check_integers(value, f"{key}[{i}]")
+    elif isinstance(found, int) and not -(2**63) <= found < 2**63:
+        raise RecipeError(f"{key} = {found} has more than 64 bits; give a smaller number")
 
 
 def _check_order(a: Arguments, composed: Any) -> None:

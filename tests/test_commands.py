@@ -114,6 +114,8 @@ def test_what_is_wrong_with_a_file_of_the_user_is_named(mine, files, arguments, 
         (["-m", "run.dir=a,b"], "run.dir is one folder, in which each run of a sweep gets its own"),
         (["-m", "optimizer.learning_rate=interval(0,1)"], "the values of a sweep are listed here: optimizer.learning_rate=A,B"),
         (["-m", "model=glob(*)"], "the values of a sweep are listed here"),
+        ([f"run.steps={10**20}"], f"run.steps = {10**20} has more than 64 bits; give a smaller number"),
+        ([f"curriculum=[{{until: {10**20}}}]"], f"curriculum[0].until = {10**20} has more than 64 bits"),
         (["-m", "run.seed=1,2", "run.stpes=3"], "run run.seed=1: unknown key 'run.stpes'; did you mean 'run.steps'?"),
     ],
 )  # fmt: skip

@@ -15,6 +15,13 @@ FAULTS = (
         f"{TESTS} -k 'named or same_recipe'",
     ),
     Fault(
+        "integers of any length",
+        SCHEMA,
+        "isinstance(found, int) and not -(2**63) <= found < 2**63:",
+        "False:",
+        f"{TESTS} -k flags_that_are_wrong",
+    ),
+    Fault(
         "a variant of the user's hides behind the project's",
         SCHEMA,
         "    if both:",
