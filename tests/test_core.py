@@ -360,6 +360,10 @@ def test_every_operation_checks_its_configurations():
             config(**{name: 0})
 
 
+def test_a_configuration_takes_a_platform_as_the_registry_names_it():
+    assert KernelConfig(platform=Platform.TRITON).platform == "triton"
+
+
 def test_configs_complete():
     assert completed(FwdParams(num_warps=2), FwdParams(num_warps=8, num_stages=3)) == FwdParams(
         num_warps=2, num_stages=3

@@ -31,8 +31,9 @@ class Tunables:
     def __post_init__(self) -> None:
         for name, types in _declared(type(self)):
             value = getattr(self, name)
-            fits = type(value) in types and not (type(value) is int and value < 1)
-            if not fits:
+            # Of a class that is declared, not one made of it, but for strings: `Platform` is one.
+            fits = type(value) in types or (str in types and isinstance(value, str))
+            if not fits or (type(value) is int and value < 1):
                 what = " or ".join(_WORDS.get(t, f"a {t.__name__}") for t in types)
                 raise ValueError(f"{type(self).__name__}: {name} must be {what}, got {value!r}")
 

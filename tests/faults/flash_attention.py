@@ -205,16 +205,9 @@ FAULTS = (
         f"{HOPPER} -k launched",
     ),
     Fault(
-        "Hopper: three warpgroups for windows, whose tiles are mostly hidden",
-        TRITON,
-        "bounded = mask.window is not None or mask.chunk",
-        "bounded = mask.chunk",
-        f"{HOPPER} -k three_warpgroups",
-    ),
-    Fault(
         "Hopper: three warpgroups with the registers of two",
         TRITON,
-        "ATTENDING=160 if blocks[0] == LONG_BLOCK else 240,",
+        "ATTENDING=160 if blocks[0] == THREE_WARPGROUPS else 240,",
         "ATTENDING=240,",
         f"{HOPPER} -k programs",
     ),

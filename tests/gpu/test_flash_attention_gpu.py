@@ -15,7 +15,7 @@ from grid import FLOOR, error
 from kernels import MaskInfo
 from kernels._core.config import BwdParams, FwdParams, KernelConfig
 from kernels.ops.flash_attention.contract import flash_attention, op
-from kernels.ops.flash_attention.triton_gpu import LONG_BLOCK, SPECIALISED, _plain
+from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS, _plain
 
 
 def is_hopper():
@@ -132,12 +132,11 @@ def test_numbers_of_specialised_warps(call, width):
     compare(arrays(T, S, width, width, "bfloat16"), mask, options)
 
 
-THREE = KernelConfig(FwdParams(LONG_BLOCK, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
+THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_numbers_of_three_warpgroups(call):
-    """Whatever a call has, although it is theirs only where that is little."""
     mask, options = CALLS[call]
     compare(arrays(T, S, 64, 64, "bfloat16"), mask, options, cfg=THREE)
 

@@ -37,8 +37,9 @@ from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 WIDEST = 256
 # Warps of a program of Hopper's kernels, which specialise them: three warpgroups. A plain program has a power of two.
 SPECIALISED = 12
-# Queries of a block of the forward of narrow heads in long calls: of three warpgroups, where two are what others have.
-LONG_BLOCK = 192
+# Queries of a block of three warpgroups, which the forward of heads up to 64 can have; others have two. Not by itself: a call
+# or tuning asks for them.
+THREE_WARPGROUPS = 192
 # What a program of theirs may have of shared memory, less what is not tiles.
 SHARED_MEMORY = 220 * 1024
 # The most heads whose programs run side by side: keys that are read, or queries, then stay in the cache. In the backward of
@@ -75,12 +76,12 @@ class _Call(NamedTuple):
         direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
         made = getattr(_specialised(H, HV, itemsize, self.options["SCALE"], self.options["CAP"]), direction)
         asks = [name for name, array in _NOT_SPECIALISED.items() if self.arrays[array] is not None]
-        # The backward has blocks of 64 queries wherever it has larger ones, the forward of narrow heads those of long calls.
+        # The backward has blocks of 64 queries wherever it has larger ones, the forward of narrow heads a third warpgroup.
         queries = {made.q_blocksize}
         if isinstance(given, BwdParams):
             queries.add(64)
         elif _width(H) <= 64:
-            queries.add(LONG_BLOCK)
+            queries.add(THREE_WARPGROUPS)
         blocks = given.q_blocksize in queries and given.kv_blocksize == made.kv_blocksize
         if asks or not blocks or made.num_warps != SPECIALISED:
             raise ValueError(
@@ -236,7 +237,7 @@ def forward(
         grid=(min(tiles, MULTIPROCESSORS),),
         STAGES=params.num_stages,
         QUEUED=2 if _bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
-        ATTENDING=160 if blocks[0] == LONG_BLOCK else 240,
+        ATTENDING=160 if blocks[0] == THREE_WARPGROUPS else 240,
         LOADING=24,
         **rest,
     )
@@ -434,12 +435,6 @@ def _scale(softmax_scale: float | None, entries: int) -> float:
 
 
 def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
-    found = _of_warpgroups(call)
-    return _with_long_blocks(found, call.dims["H"]) if _is_long(call) else found
-
-
-def _of_warpgroups(call: Any) -> FlashAttentionConfig:
-    """Returns the tiles of Hopper's kernels with two warpgroups in the forward, or those of the plain ones."""
     H, HV, itemsize = call.dims["H"], call.dims["Hv"], call.query.dtype.itemsize
     plain = _plain(_width(max(H, HV)), itemsize)
     dense = call.mask is not None and call.mask.attention_mask is not None
@@ -450,27 +445,14 @@ def _of_warpgroups(call: Any) -> FlashAttentionConfig:
     return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
 
 
-def _is_long(call: Any) -> bool:
-    """Returns whether blocks of queries meet so many keys that larger ones pay, although more of their pairs are hidden.
-    Segments, a soft cap and sinks are more than the registers of three warpgroups hold."""
-    mask = call.mask or MaskInfo()
-    bounded = mask.window is not None or mask.chunk_size is not None or mask.q_segment_ids is not None
-    more = bounded or call.logits_soft_cap is not None or call.softmax_aux is not None
-    return min(call.dims["T"], call.dims["S"]) >= 4096 and not more
-
-
-def _with_long_blocks(cfg: FlashAttentionConfig, H: int) -> FlashAttentionConfig:
-    """Returns a configuration with three warpgroups in the forward, where that is Hopper's and heads are narrow."""
-    if cfg.fwd_params.num_warps != SPECIALISED or _width(H) > 64:
-        return cfg
-    return FlashAttentionConfig(dataclasses.replace(cfg.fwd_params, q_blocksize=LONG_BLOCK), cfg.bwd_params)
-
-
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
-    itemsize = call.query.dtype.itemsize
-    H, HV = call.dims["H"], call.dims["Hv"]
-    two = _of_warpgroups(call)
-    found = [_heuristic(call, "cuda"), two, _with_long_blocks(two, H), _plain(_width(max(H, HV)), itemsize)]
+    H, itemsize = call.dims["H"], call.query.dtype.itemsize
+    first = _heuristic(call, "cuda")
+    found = [first]
+    if first.fwd_params.num_warps == SPECIALISED and _width(H) <= 64:
+        three = dataclasses.replace(first.fwd_params, q_blocksize=THREE_WARPGROUPS)
+        found.append(FlashAttentionConfig(three, first.bwd_params))
+    found.append(_plain(_width(max(H, call.dims["Hv"])), itemsize))
     if itemsize == 2:
         others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
         backwards = [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)]

@@ -147,7 +147,9 @@ def _ragged(
         return Prepared(op.bind(query, key_cache, value_cache=value_cache, **more))
     given.check_new(f, key, value, key_cache, value_cache, query.shape[0])
     where = {name: more[name] for name in ("query_start_loc", "kv_lens", "block_tables")}
-    _check_once(f, requests[2].name, slots_of_new(**where, block_size=key_cache.shape[1], num_rows=query.shape[0]))
+    if all(known(x) is not None for x in where.values()):  # else nothing could be read of what would be computed
+        slots = slots_of_new(**where, block_size=key_cache.shape[1], num_rows=query.shape[0])
+        _check_once(f, requests[2].name, slots)
     call = append_and_attend_op.bind(query, key, value, key_cache, value_cache, **more)
     return Prepared(call, returns=append_and_attend_op.outputs, op=append_and_attend_op)
 
