@@ -148,8 +148,20 @@ def test_lengths_of_three_warpgroups(lengths, width, key_heads, dtype):
     compare(floats, MaskInfo(causal=True), {}, cfg=THREE)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_numbers_of_heads_in_three_tiles(call):
+    mask, options = CALLS[call]
+    compare(arrays(T, S, 192, 128, "bfloat16"), mask, options)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("key_heads", "dtype"), [(4, "float16"), (1, "bfloat16")])
+def test_lengths_of_heads_in_three_tiles(lengths, key_heads, dtype):
+    compare(arrays(*LENGTHS[lengths], 192, 128, dtype, key_heads), MaskInfo(causal=True), {})
+
+
 @pytest.mark.parametrize("call", ["causal", "together"])
-@pytest.mark.parametrize("width", [(96, 96), (128, 64), (136, 136), (192, 128), (256, 64)], ids=str)
+@pytest.mark.parametrize("width", [(96, 96), (128, 64), (136, 136), (160, 96), (192, 64), (256, 64)], ids=str)
 def test_other_widths(call, width):
     mask, options = CALLS[call]
     compare(arrays(T, S, *width, "bfloat16"), mask, options)

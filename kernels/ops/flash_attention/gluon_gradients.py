@@ -251,12 +251,13 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
 
 @gluon.jit
 def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
-               WIDE: gl.constexpr):  # fmt: skip
-    """Writes a block of keys or values, through the tile that held them, so that a thread writes 16 bytes in a row."""
+               WIDE: gl.constexpr, FIRST: gl.constexpr = 0):  # fmt: skip
+    """Writes a block of keys or values, or its columns from FIRST on, through the tile that held them, so that a thread writes
+    16 bytes in a row."""
     ROWS: gl.constexpr = tile.shape[0]
     tile.store(x.to(tile.dtype))
     rows = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    cols = gl.arange(0, tile.shape[1], gl.SliceLayout(0, WIDE))
+    cols = FIRST + gl.arange(0, tile.shape[1], gl.SliceLayout(0, WIDE))
     where = ((b * LENGTH + rows).to(gl.int64) * HEADS + head) * WIDTH
     mask = (rows < LENGTH)[:, None] & (cols < WIDTH)[None, :]
     gl.store(ptr + where[:, None] + cols[None, :], tile.load(WIDE), mask=mask)

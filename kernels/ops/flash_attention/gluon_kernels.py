@@ -48,6 +48,12 @@ def _attending(O):
     return O.BLOCK_Q // ROWS
 
 
+@gluon.constexpr_function
+def _panels(O, width):
+    """Returns in how many tiles of so many columns a head of the queries, or of the keys, lies."""
+    return (O.H + width - 1) // width
+
+
 @gluon.jit
 def _place(tile, O: gl.constexpr, HEADS: gl.constexpr):
     """Returns the row of the batch, the head and the block of queries of a tile. The last blocks, which see the most keys as
@@ -72,21 +78,24 @@ def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, R
 
 
 @gluon.jit
-def _load_tile(desc, batch, row, head, ring, stage, phase):
+def _load_tile(desc, batch, row, head, ring, stage, phase, PANELS: gl.constexpr = 1):
     """Loads the rows of a head from `row` on into a stage, once it is free; rows past the last are zeros."""
     tiles, full, free = ring
     ROWS: gl.constexpr = desc.block_type.shape[1]
     WIDTH: gl.constexpr = desc.block_type.shape[3]
     mbarrier.wait(free.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), desc.nbytes_per_cta)
-    block = tiles.index(stage).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
-    tma.async_load(desc, [batch, row, head, 0], full.index(stage), block)
+    mbarrier.expect(full.index(stage), PANELS * desc.nbytes_per_cta)
+    for i in gl.static_range(PANELS):
+        block = tiles.index(PANELS * stage + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+        tma.async_load(desc, [batch, row, head, i * WIDTH], full.index(stage), block)
 
 
 @gluon.jit
 def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
     WARPGROUPS: gl.constexpr = _attending(O)
+    WIDTH: gl.constexpr = q_desc.block_type.shape[3]
+    PANELS: gl.constexpr = _panels(O, WIDTH)
     q_tiles, q_full, q_free = queries
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     while tile < _blocks(O) * O.N * O.B:
@@ -96,14 +105,15 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
         tile = take(queue, turn_ptr, turn)
         turn += 1
         mbarrier.wait(q_free.index(at), q_phase ^ 1)
-        mbarrier.expect(q_full.index(at), WARPGROUPS * q_desc.nbytes_per_cta)
-        for i in gl.static_range(WARPGROUPS):
-            part = q_tiles.index(WARPGROUPS * at + i).reinterpret(shape=[1, ROWS, 1, O.BLOCK_H], layout=BLOCK)
-            tma.async_load(q_desc, [b, block * O.BLOCK_Q + i * ROWS, n, 0], q_full.index(at), part)
+        mbarrier.expect(q_full.index(at), WARPGROUPS * PANELS * q_desc.nbytes_per_cta)
+        for i in gl.static_range(WARPGROUPS * PANELS):
+            part = q_tiles.index(WARPGROUPS * PANELS * at + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+            where = [b, block * O.BLOCK_Q + i // PANELS * ROWS, n, i % PANELS * WIDTH]
+            tma.async_load(q_desc, where, q_full.index(at), part)
         at, q_phase = after(at, q_phase, QUEUED)
         for i in range(last - first):
             row = (last - 1 - i) * O.BLOCK_K
-            _load_tile(k_desc, b, row, head, keys, stage, phase)
+            _load_tile(k_desc, b, row, head, keys, stage, phase, PANELS)
             _load_tile(v_desc, b, row, head, values, stage, phase)
             stage, phase = after(stage, phase, STAGES)
 
@@ -140,7 +150,11 @@ def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS:
     while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, O, HEADS)
         mbarrier.wait(q_full.index(at), q_phase)
-        q = q_tiles.index(_attending(O) * at + WHICH)
+        if _panels(O, q_tiles.shape[2]) == 1:
+            q = (q_tiles.index(_attending(O) * at + WHICH),)
+        else:
+            tile_of_q = 3 * (_attending(O) * at + WHICH)
+            q = (q_tiles.index(tile_of_q), q_tiles.index(tile_of_q + 1), q_tiles.index(tile_of_q + 2))
         stage, phase, turns_phase = _attend_tile(
             b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O, STAGES, WHICH)  # fmt: skip
         fence_async_shared()
@@ -148,6 +162,31 @@ def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS:
         at, q_phase = after(at, q_phase, QUEUED)
         tile = hear(queue, turn)
         turn += 1
+
+
+@gluon.jit
+def _logits(q, k_tiles, stage, zeros):
+    """Begins the products of the queries of a warpgroup and a block of keys, tile by tile of their columns."""
+    PANELS: gl.constexpr = len(q)
+    s = zeros
+    for i in gl.static_range(PANELS):
+        k = k_tiles.index(PANELS * stage + i).permute((1, 0))
+        s = warpgroup_mma(q[i], k, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _store_out(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
+    """Writes the output of a warpgroup, or its columns from FIRST on, through a tile that held its queries, so that a thread
+    writes 16 bytes in a row."""
+    WIDTH: gl.constexpr = out.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    tile.store(out)
+    out = tile.load(WIDE)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    cols = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+    where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
+    gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
 
 
 @gluon.jit
@@ -161,7 +200,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
-    dtype: gl.constexpr = q.dtype
+    dtype: gl.constexpr = q[0].dtype
     spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr = arrays
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
@@ -190,7 +229,8 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         total = gl.where(largest > float("-inf"), 1.0, 0.0)
     if last > first:
         mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False)
+        s = _logits(q, k_tiles, stage, zeros)
+        s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
         weights, largest, total, rescale = _weights(
@@ -203,7 +243,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
             if WARPGROUPS > 2:  # one after the other, so that they are not all at their weights at once
                 mbarrier.wait(turns.index(WHICH), turns_phase)
                 turns_phase ^= 1
-            s = warpgroup_mma(q, k_tiles.index(k_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = _logits(q, k_tiles, k_stage, zeros)
             mbarrier.wait(v_full.index(stage), phase)
             acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
             if WARPGROUPS > 2:
@@ -226,24 +266,21 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     total = gl.where(some, total, 1.0)
     lse = gl.where(some, (largest * UNIT + gl.log2(total)) * LN2, float("-inf"))
     gl.store(lse_ptr + (b * O.T + at) * O.N + n, lse, mask=at < O.T)
-    # Through the tile of the queries, so that a thread writes 16 bytes in a row.
-    acc = acc / gl.convert_layout(total, ROW_OF_SUMS)[:, None]
-    tile = q.slice(0, O.BLOCK_V, 1)
-    tile.store(acc.to(dtype))
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [4, 1], [1, 0])
-    out = tile.load(WIDE)
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    cols = gl.arange(0, O.BLOCK_V, gl.SliceLayout(0, WIDE))
-    where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
-    gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
+    out = (acc / gl.convert_layout(total, ROW_OF_SUMS)[:, None]).to(dtype)
+    if O.BLOCK_V <= q[0].shape[1]:
+        _store_out(out_ptr, out, q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
+    else:
+        left, right = out.reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
+        _store_out(out_ptr, left, q[0], b, n, row, O, 0)
+        _store_out(out_ptr, right, q[1], b, n, row, O, O.BLOCK_V // 2)
     return stage, phase, turns_phase
 
 
 @gluon.jit
 def specialised_forward_kernel(
     turn_ptr,  # [1], zero before: how many tiles were taken from the queue
-    q_desc,  # [B, T, N, H] in blocks [1, 64, 1, BLOCK_H]
-    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, BLOCK_H]
+    q_desc,  # [B, T, N, H] in blocks [1, 64, 1, columns of a tile], of which one holds a head, or three do
+    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile]
     v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
     spans_ptr,  # this and what follows: as of `forward_kernel`
     q_at_ptr,
@@ -262,10 +299,12 @@ def specialised_forward_kernel(
     LOADING: gl.constexpr,  # and of one that loads
 ):
     WARPGROUPS: gl.constexpr = _attending(O)
+    WIDTH: gl.constexpr = q_desc.block_type.shape[3]
+    PANELS: gl.constexpr = _panels(O, WIDTH)
     dtype: gl.constexpr = q_desc.dtype
     queue = make_queue(WARPGROUPS)
-    queries = _make_ring(QUEUED, WARPGROUPS, dtype, ROWS, O.BLOCK_H, WARPGROUPS)
-    keys = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_H, WARPGROUPS)
+    queries = _make_ring(QUEUED, WARPGROUPS * PANELS, dtype, ROWS, WIDTH, WARPGROUPS)
+    keys = _make_ring(STAGES, PANELS, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
     values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
     arrays = (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr)
     if WARPGROUPS == 2:

@@ -37,6 +37,13 @@ from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, T
 ONE = gl.constexpr(2.0**15)
 
 
+@gluon.constexpr_function
+def _columns(O):
+    """Returns how many columns of queries and keys are multiplied first. Of heads up to 192 those are half of their tiles, and
+    64 more come after them; of others they are all."""
+    return 128 if O.H <= 192 else 256
+
+
 @gluon.jit
 def _make_barriers(STAGES: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -85,6 +92,16 @@ def _load_first(desc, row_desc, b, m, n, first, last, steps, ring, O: gl.constex
 
 
 @gluon.jit
+def _logits(k_tile, q_tile, s, O: gl.constexpr):
+    """Begins the products of a block of keys and a block of queries, which are added to s."""
+    COLUMNS: gl.constexpr = _columns(O)
+    s = warpgroup_mma(k_tile.slice(0, COLUMNS, 1), q_tile.slice(0, COLUMNS, 1).permute((1, 0)), s, is_async=True)
+    if COLUMNS < O.BLOCK_H:
+        s = warpgroup_mma(k_tile.slice(COLUMNS, 64, 1), q_tile.slice(COLUMNS, 64, 1).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
 def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dv_ptr, k_tile,
            v_tile, kv_full, queries, cotangents, pairs, done, O: gl.constexpr, HEADS: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
@@ -121,7 +138,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
         mbarrier.wait(q_full.index(0), 0)
         # Without a soft cap, less lse.
         s = zeros if O.CAP is not None else row_of(q_rows, 0, SHAPE, PAIRS)
-        s = warpgroup_mma(k_tile, q_tiles.index(0).permute((1, 0)), s, is_async=True)
+        s = _logits(k_tile, q_tiles.index(0), s, O)
         s = warpgroup_mma_wait(0, (s,))
         for i in range(steps):
             p, capped = weights_of(
@@ -141,7 +158,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
             # After the last block these are of whatever lies there, and nobody reads them.
             mbarrier.wait(q_full.index(next_stage), next_phase, pred=i + 1 < steps)
             s = zeros if O.CAP is not None else row_of(q_rows, next_stage, SHAPE, PAIRS)
-            s = warpgroup_mma(k_tile, q_tiles.index(next_stage).permute((1, 0)), s, is_async=True)
+            s = _logits(k_tile, q_tiles.index(next_stage), s, O)
             dv = warpgroup_mma_wait(1, (dv,))
             # The next warpgroup has multiplied these cotangents with the values.
             mbarrier.wait(differentiated.index(stage), phase)
@@ -162,7 +179,11 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
                    done, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Makes the gradients of the logits of a block, and the gradient of the keys."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_H, 16])
+    # The columns past the first ones are a sum of their own.
+    COLUMNS: gl.constexpr = _columns(O)
+    TWO: gl.constexpr = COLUMNS < O.BLOCK_H
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, q_rows, q_full = queries
@@ -171,7 +192,8 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
     b, head, block = place(O, HEADS)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     steps = O.N // O.K * (last - first)
-    dk = gl.zeros([O.BLOCK_K, O.BLOCK_H], gl.float32, SUMS)
+    dk = gl.zeros([O.BLOCK_K, COLUMNS], gl.float32, SUMS)
+    rest = gl.zeros([O.BLOCK_K, 64], gl.float32, REST)
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
@@ -197,21 +219,31 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
             mbarrier.arrive(differentiated.index(stage))
             left = gl.convert_layout(ds, gl.DotOperandLayout(0, SUMS, 2))
             mbarrier.wait(q_full.index(stage), phase)
-            dk = warpgroup_mma(left, q_tiles.index(stage), dk, is_async=True)
+            q = q_tiles.index(stage)
+            dk = warpgroup_mma(left, q.slice(0, COLUMNS, 1), dk, is_async=True)
+            if TWO:
+                same = gl.convert_layout(ds, gl.DotOperandLayout(0, REST, 2))
+                rest = warpgroup_mma(same, q.slice(COLUMNS, 64, 1), rest, is_async=True)
             next_stage, next_phase = after(stage, phase, STAGES)
             mbarrier.wait(d_full.index(next_stage), next_phase, pred=i + 1 < steps)
             dp = row_of(d_rows, next_stage, SHAPE, PAIRS)
             dp = warpgroup_mma(v_tile, d_tiles.index(next_stage).permute((1, 0)), dp, is_async=True)
-            dk = warpgroup_mma_wait(1, (dk,))
+            if TWO:
+                dk, rest = warpgroup_mma_wait(1, (dk, rest))
+            else:
+                dk = warpgroup_mma_wait(1, (dk,))
             # The warpgroup before had multiplied these queries with the keys when there were weights.
             _load(q_desc, lse_desc, b, ahead, ahead_n, queries, stage, i + STAGES < steps, O)
             ahead, ahead_n = _following(ahead, ahead_n, first, last)
             dp = warpgroup_mma_wait(0, (dp,))
             stage, phase = after(stage, phase, STAGES)
     mbarrier.arrive(done.index(1))
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     mbarrier.wait(done.index(0), 0)
-    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE)
+    store_keys(dk_ptr, dk * O.SCALE, k_tile.slice(0, COLUMNS, 1), b, block, head, O.K, O.S, O.H, WIDE)
+    if TWO:
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        store_keys(dk_ptr, rest * O.SCALE, k_tile.slice(COLUMNS, 64, 1), b, block, head, O.K, O.S, O.H, NARROW, COLUMNS)
 
 
 @gluon.jit

@@ -37,9 +37,10 @@ from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
 WIDEST = 256
 # Warps of a program of Hopper's kernels, which specialise them: three warpgroups. A plain program has a power of two.
 SPECIALISED = 12
-# Queries of a block of three warpgroups, which the forward of heads up to 64 can have; others have two. Not by itself: a call
-# or tuning asks for them.
+# Queries of a block of three warpgroups, which the forward of heads up to 64 can have; others have two.
 THREE_WARPGROUPS = 192
+# Tokens from which on they are faster: of fewer, blocks of so many queries have too many hidden pairs.
+LONG = 4096
 # What a program of theirs may have of shared memory, less what is not tiles.
 SHARED_MEMORY = 220 * 1024
 # The most heads whose programs run side by side: keys that are read, or queries, then stay in the cache. In the backward of
@@ -224,8 +225,9 @@ def forward(
     if params.num_warps != SPECIALISED:
         plain = (query, key, value), spans, blocks, params
         return call.launch(forward_kernel, *plain, out_shape=out, grid=(tiles,), **rest)
-    wide, tall = options["BLOCK_H"], options["BLOCK_V"]
-    arrays = _block_of(query, 64, wide), _block_of(key, blocks[1], wide), _block_of(value, blocks[1], tall)
+    panel, tall = _panel(options["H"], options["HV"]), options["BLOCK_V"]
+    wide = triton.cdiv(options["H"], panel) * panel
+    arrays = _block_of(query, 64, panel), _block_of(key, blocks[1], panel), _block_of(value, blocks[1], tall)
     *results, _ = call.launch_specialised(
         specialised_forward_kernel,
         (jnp.zeros(1, jnp.int32), *arrays),
@@ -423,7 +425,17 @@ def _specialised(H: int, HV: int, itemsize: int, scale: float, cap: float | None
     keys = 128 if wide <= 128 else 64
     # Under a soft cap twice the queries are more than registers hold.
     backward = (128, 2) if wide <= 64 and cap is None else (64, 3 if wide <= 128 else 2)
-    return _config((128, keys, SPECIALISED, 2), (backward[0], keys, SPECIALISED, backward[1]))
+    forward = 64 if _panel(H, HV) == 256 else 128
+    return _config((128, forward, SPECIALISED, 2), (backward[0], keys, SPECIALISED, backward[1]))
+
+
+def _panel(H: int, HV: int) -> int:
+    """Returns the columns of a tile of queries or keys in Hopper's forward.
+
+    Heads of 129 to 192 lie in three tiles, so that they are multiplied as the 192 that they are, and leave room for 128 keys;
+    the output, which leaves through the tiles of the queries, must fit in two of them.
+    """
+    return 64 if 128 < H <= 192 and _width(HV) <= 128 else _width(H)
 
 
 def _width(entries: int) -> int:
@@ -441,8 +453,18 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
     found = _specialised(H, HV, itemsize, _scale(call.softmax_scale, H), call.logits_soft_cap)
+    if found.fwd_params.num_warps == SPECIALISED and _width(H) <= 64 and _is_long_and_plain(call):
+        three = dataclasses.replace(found.fwd_params, q_blocksize=THREE_WARPGROUPS)
+        found = FlashAttentionConfig(three, found.bwd_params)
     # The backward of one pass is not deterministic.
     return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
+
+
+def _is_long_and_plain(call: Any) -> bool:
+    """Returns whether three warpgroups are faster: of long rows, without what takes more registers than they leave each other."""
+    mask = MaskInfo() if call.mask is None else call.mask
+    more = (mask.window, mask.chunk_size, mask.prefix_lengths, mask.q_segment_ids, call.softmax_aux, call.logits_soft_cap)
+    return min(call.dims["T"], call.dims["S"]) >= LONG and all(x is None for x in more)
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
@@ -450,8 +472,8 @@ def _candidates(call: Any) -> list[FlashAttentionConfig]:
     first = _heuristic(call, "cuda")
     found = [first]
     if first.fwd_params.num_warps == SPECIALISED and _width(H) <= 64:
-        three = dataclasses.replace(first.fwd_params, q_blocksize=THREE_WARPGROUPS)
-        found.append(FlashAttentionConfig(three, first.bwd_params))
+        both = (dataclasses.replace(first.fwd_params, q_blocksize=queries) for queries in (128, THREE_WARPGROUPS))
+        found += [FlashAttentionConfig(forward, first.bwd_params) for forward in both]
     found.append(_plain(_width(max(H, call.dims["Hv"])), itemsize))
     if itemsize == 2:
         others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
