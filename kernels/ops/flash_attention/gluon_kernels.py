@@ -3,9 +3,9 @@
 It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
 over the same spans. A tile is 128 or 192 queries of a head; each warpgroup has 64 of them. While a warpgroup makes the weights
 of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of another
-warpgroup; three take turns to begin their products, two find their own. The block with the last keys comes first, which is
-the diagonal of a causal mask. A program has a multiprocessor to itself and takes tiles from a queue: while a tile of heads up
-to 128 is ended and written, the next one is loaded.
+warpgroup; three take turns to begin their products, and so do two in a window. The block with the last keys comes first, which
+is the diagonal of a causal mask. A program has a multiprocessor to itself and takes tiles from a queue: while a tile of heads
+up to 128 is ended and written, the next one is loaded.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -46,6 +46,16 @@ def _blocks(O):
 def _attending(O):
     """Returns how many warpgroups attend."""
     return O.BLOCK_Q // ROWS
+
+
+@gluon.constexpr_function
+def _in_turns(O):
+    """Returns whether warpgroups begin their products one after the other, so that they are not all at their weights at once.
+
+    Three do always. Two find that order by themselves in long rows, where waiting for one another costs more than it brings; in
+    a window, whose rows are short, heads of 128 gain by it.
+    """
+    return _attending(O) > 2 or (O.LEFT is not None and O.BLOCK_H == 128)
 
 
 @gluon.constexpr_function
@@ -240,13 +250,13 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
             j = last - 1 - i
             k_stage, k_phase = after(stage, phase, STAGES)
             mbarrier.wait(k_full.index(k_stage), k_phase)
-            if WARPGROUPS > 2:  # one after the other, so that they are not all at their weights at once
+            if _in_turns(O):
                 mbarrier.wait(turns.index(WHICH), turns_phase)
                 turns_phase ^= 1
             s = _logits(q, k_tiles, k_stage, zeros)
             mbarrier.wait(v_full.index(stage), phase)
             acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
-            if WARPGROUPS > 2:
+            if _in_turns(O):
                 mbarrier.arrive(turns.index((WHICH + 1) % WARPGROUPS))
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(k_free.index(k_stage))
@@ -307,20 +317,23 @@ def specialised_forward_kernel(
     keys = _make_ring(STAGES, PANELS, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
     values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
     arrays = (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr)
+    if _in_turns(O):
+        turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.init(turns.index(i), count=1)
+    else:
+        turns: gl.constexpr = None
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (arrays, queue, queries, keys, values, None, O, HEADS, STAGES, QUEUED, 0)),
-                (_attend, (arrays, queue, queries, keys, values, None, O, HEADS, STAGES, QUEUED, 1)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
                 (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
             [ATTENDING, LOADING],
         )  # fmt: skip
     else:
-        turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(WARPGROUPS):
-            mbarrier.init(turns.index(i), count=1)
         gl.warp_specialize(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
