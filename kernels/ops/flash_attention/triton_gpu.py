@@ -461,7 +461,7 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
 
 
 def _is_long_and_plain(call: Any) -> bool:
-    """Returns whether three warpgroups are faster: of long rows, without what takes more registers than they leave each other."""
+    """Returns whether three warpgroups are faster: of long rows, without what takes more registers than each then has."""
     mask = MaskInfo() if call.mask is None else call.mask
     more = mask.window, mask.chunk_size, mask.prefix_lengths, mask.q_segment_ids, call.softmax_aux, call.logits_soft_cap
     return min(call.dims["T"], call.dims["S"]) >= LONG and not any(x is not None for x in more)
