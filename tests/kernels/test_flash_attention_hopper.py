@@ -2,8 +2,13 @@
 tests/gpu/test_flash_attention_gpu.py."""
 
 import contextlib
+import os
 import re
+import runpy
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -77,24 +82,36 @@ def test_who_is_chosen(given, forward, backward):
 THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, SPECIALISED, 2))
 
 
+LONG = {"width": 64, "length": triton_gpu.LONG}
+
+
 @pytest.mark.parametrize(
-    ("given", "tried"),
+    ("given", "queries", "tried"),
     [
-        ({"width": 64}, True),
-        ({"width": 40}, True),
-        ({"width": 64, "deterministic": True}, True),
-        ({"width": 64, **EVERYTHING}, True),
-        ({"width": 96}, False),
-        ({"width": 64, "dtype": "float32"}, False),
-        ({"width": 64, "alibi_slopes": shape(1, 4)}, False),
+        (LONG, THREE_WARPGROUPS, True),
+        ({**LONG, "width": 40}, THREE_WARPGROUPS, True),
+        ({**LONG, "mask": MaskInfo()}, THREE_WARPGROUPS, True),
+        ({**LONG, "deterministic": True}, THREE_WARPGROUPS, True),
+        ({**LONG, "mask": MaskInfo(q_positions=shape(1, triton_gpu.LONG), causal=True)}, THREE_WARPGROUPS, True),
+        ({**LONG, "length": triton_gpu.LONG - 1}, 128, True),
+        ({**LONG, "mask": MaskInfo(causal=True, window=(1000, 0))}, 128, True),
+        ({**LONG, "mask": MaskInfo(causal=True, chunk_size=1000)}, 128, True),
+        ({**LONG, "mask": MaskInfo(causal=True, prefix_lengths=shape(1))}, 128, True),
+        ({**LONG, "mask": MaskInfo(q_segment_ids=shape(1, 1), kv_segment_ids=shape(1, 1))}, 128, True),
+        ({**LONG, "logits_soft_cap": 30.0}, 128, True),
+        ({**LONG, "softmax_aux": EVERYTHING["softmax_aux"]}, 128, True),
+        ({**LONG, "width": 96}, 128, False),
+        ({**LONG, "dtype": "float32"}, 32, False),
+        ({**LONG, "alibi_slopes": shape(1, 4)}, 64, False),
     ],
     ids=str,
 )
-def test_who_may_have_three_warpgroups(given, tried):
-    """Narrow heads, where tuning finds them faster; the heuristic has two."""
-    bound, backend = op.bind(**call(**given)), op.backends["triton_gpu"]
-    assert backend.heuristic(bound, "cuda").fwd_params.q_blocksize != THREE_WARPGROUPS
-    assert (THREE_WARPGROUPS in {c.fwd_params.q_blocksize for c in backend.candidates(bound)}) == tried
+def test_who_has_three_warpgroups(given, queries, tried):
+    """Narrow heads, of long rows that are full or causal; tuning tries them of others too, and two of these."""
+    bound, backend = op.bind(**{"mask": MaskInfo(causal=True), **call(**given)}), op.backends["triton_gpu"]
+    assert backend.heuristic(bound, "cuda").fwd_params.q_blocksize == queries
+    found = {c.fwd_params.q_blocksize for c in backend.candidates(bound) if c.fwd_params.num_warps == SPECIALISED}
+    assert (found == {128, THREE_WARPGROUPS}) == tried
 
 
 def made(given, compute_capability, cfg=None):
@@ -146,10 +163,10 @@ def held(kernels, names, every_option=False, launch=(SPECIALISED, 168)):
 SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
 
 
-@pytest.mark.parametrize(("width", "names"), [(128, HOPPERS), (256, WIDE)])
-def test_the_code_with_every_option(width, names):
+@pytest.mark.parametrize(("width", "value_width", "names"), [(128, 128, HOPPERS), (192, 128, WIDE), (256, 256, WIDE)])
+def test_the_code_with_every_option(width, value_width, names):
     """A soft cap, sinks, a window and documents."""
-    given = call(width, **EVERYTHING, **SEGMENTS, mask=MaskInfo(causal=True, window=(100, 0)))
+    given = call(width, value_width, **EVERYTHING, **SEGMENTS, mask=MaskInfo(causal=True, window=(100, 0)))
     kernels = made(given, 90)
     held(kernels, names, every_option=True)
     assert all("tanh.approx" in k.ptx for k in kernels)
@@ -213,15 +230,8 @@ def test_the_code(given, names):
         (256, 256, None, "specialised_wide_gradient_kernel", 64, 64, 32, 1),
     ],
 )
-def test_what_is_launched(monkeypatch, width, value_width, cap, kernel, queries, keys, columns, side_by_side):
+def test_what_is_launched(launches, width, value_width, cap, kernel, queries, keys, columns, side_by_side):
     """Which kernel makes the gradients, of which blocks, and in which order its programs run."""
-    launches = []
-
-    def launch(kernel, *inputs, out_shape, **rest):
-        launches.append((kernel.fn.__name__, inputs, rest))
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
-
-    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
     B, T, S, N, K, bfloat16 = 3, 500, 300, 4, 2, jnp.bfloat16
     rows = jnp.zeros((B, T, N))
     saved = {"d_out": jnp.zeros((B, T, N, value_width), bfloat16), "lse": rows, "delta": rows}
@@ -252,33 +262,96 @@ def test_what_is_launched(monkeypatch, width, value_width, cap, kernel, queries,
     ]
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """What would be launched: the name of each kernel, its inputs, and how."""
+    found = []
+
+    def launch(kernel, *inputs, out_shape, **rest):
+        found.append((kernel.fn.__name__, inputs, rest))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
+    return found
+
+
 @pytest.mark.parametrize(
     ("width", "queries", "stages", "room"),
     [(64, 128, 3, 2), (64, THREE_WARPGROUPS, 3, 2), (128, 128, 2, 2), (128, 128, 3, 1), (192, 128, 2, 1)],
 )
 @pytest.mark.parametrize(("length", "programs"), [(130, {128: 24, THREE_WARPGROUPS: 12}), (4500, 132)], ids=str)
-def test_how_many_programs_take_tiles(monkeypatch, width, queries, stages, room, length, programs):
+def test_how_many_programs_take_tiles(launches, width, queries, stages, room, length, programs):
     """One for each tile of 128 or 192 queries, or each multiprocessor, and a counter that they share, which is zero before;
     with room for the queries of the next tile where stages leave it."""
-    launches = []
-
-    def launch(kernel, turn, *inputs, out_shape, **rest):
-        launches.append((kernel.fn.__name__, turn, rest))
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
-
-    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
     x = jax.ShapeDtypeStruct((3, length, 4, width), "bfloat16")
     with compile_for(90) as checks:
         cfg = KernelConfig(FwdParams(queries, num_stages=stages))
         program = jax.jit(lambda x: op(x, x, x, mask=MaskInfo(causal=True), platform="triton", cfg=cfg))
         jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(x)
-    ((name, turn, rest),) = launches
+    ((name, (turn, *_), rest),) = launches
     programs = programs if isinstance(programs, int) else programs[queries]
     assert (name, rest["grid"], rest["QUEUED"]) == ("specialised_forward_kernel", (programs,), room)
     assert (turn.shape, turn.dtype, rest["input_output_aliases"]) == ((1,), "int32", {0: 2})
     # Of 64 k registers and what the warp that loads has, in whole warpgroups.
     assert (rest["O"].BLOCK_Q, rest["ATTENDING"], rest["LOADING"]) == (queries, 240 if queries == 128 else 160, 24)
     assert 128 * (queries // 64 * rest["ATTENDING"] + rest["LOADING"]) <= 65536
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width", "columns", "keys", "room"),
+    [
+        (64, 64, 64, 128, 2),
+        (96, 96, 128, 128, 2),
+        (128, 64, 128, 128, 2),
+        (136, 128, 64, 128, 1),
+        (192, 64, 64, 128, 1),
+        (192, 136, 256, 64, 1),
+        (200, 128, 256, 64, 1),
+        (256, 256, 256, 64, 1),
+    ],
+)
+def test_tiles_of_the_forward(launches, width, value_width, columns, keys, room):
+    """Heads of 129 to 192 lie in three tiles, whose output fits in two: so they have 128 keys at a time."""
+    arrays = {n: x for n, x in call(width, value_width).items() if n in ("query", "key", "value")}
+    with compile_for(90) as checks:
+        program = jax.jit(lambda x: op(**x, platform="triton"))
+        jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(arrays)
+    ((name, (_, query, key, value, spans), rest),) = launches
+    tall = value.block_shape[3]
+    assert (name, rest["QUEUED"], rest["O"].BLOCK_K) == ("specialised_forward_kernel", room, keys)
+    assert [list(x.block_shape) for x in (query, key, value)] == [
+        [1, 64, 1, columns],
+        [1, keys, 1, columns],
+        [1, keys, 1, tall],
+    ]
+    tiles = -(-width // columns)
+    assert tiles * columns >= width and tall >= value_width and (tiles == 1 or 2 * columns >= tall)
+    assert 2 * (room * 128 * tiles * columns + 2 * keys * (tiles * columns + tall)) <= triton_gpu.SHARED_MEMORY
+
+
+@pytest.mark.parametrize(("width", "steps"), [(136, 12), (192, 12), (256, 16)])
+def test_products_of_padded_heads(width, steps):
+    """Those of 129 to 192 are multiplied as 192: 12 steps of 16 columns, in logits of either direction."""
+    forward, backward = made(call(width, 128), 90)
+    # A first product and those of a loop, by two warpgroups; with the values, two times BLOCK_K columns.
+    keys = 128 if width <= 192 else 64
+    assert forward.ptx.count("wgmma.mma_async") == 2 * (2 * steps + 2 * keys // 16)
+    # Logits twice; the gradients of weights twice, over 128 columns; of values, of keys in one part or two, and of queries, 64
+    # columns at a time, over 64 queries or keys.
+    of_keys, of_queries = 2 if width <= 192 else 1, -(-width // 64)
+    assert backward.ptx.count("wgmma.mma_async") == 2 * steps + 2 * 8 + 4 * (1 + of_keys + of_queries)
+
+
+@pytest.mark.parametrize(("width", "turns"), [(64, 0), (128, 2), (256, 0)])
+def test_turns_in_windows(width, turns):
+    """Each of two warpgroups has a barrier more where they begin their products in turns."""
+
+    def barriers(mask):
+        arrays = {n: x for n, x in call(width).items() if n in ("query", "key", "value")}
+        (kernel,) = export_cuda(lambda x: op(**x, mask=mask, platform="triton"), arrays, compute_capability=90).kernels
+        return kernel.ptx.count("mbarrier.init")
+
+    assert barriers(MaskInfo(causal=True, window=(100, 0))) - barriers(MaskInfo(causal=True)) == turns
 
 
 @pytest.mark.parametrize(
@@ -368,3 +441,19 @@ def test_blocks_of_the_other_backward_are_told(width, keys):
     with interpret(), pytest.raises(ValueError, match=message):
         saved = {"d_out": arrays["query"], "lse": rows, "delta": rows}
         op.backward(saved, **arrays, platform="triton", cfg=cfg)
+
+
+def test_what_the_sanitizer_runs(launches):
+    """The calls of tests/gpu/sanitize.py are of Hopper's kernels, in both directions; without the tool it says so."""
+    path = Path(__file__).parents[1] / "gpu" / "sanitize.py"
+    sanitize = runpy.run_path(str(path))
+    with compile_for(90) as checks:
+        for name in sanitize["CALLS"]:
+            function, arrays = sanitize["call"](name)
+            jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*arrays)
+    names = [name for name, _, _ in launches]
+    assert names[::2] == ["specialised_forward_kernel"] * 7
+    assert names[1::2] == ["specialised_gradient_kernel"] * 5 + ["specialised_wide_gradient_kernel"] * 2
+    environment = {**os.environ, "PATH": str(path.parent)}
+    done = subprocess.run([sys.executable, path, "racecheck"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "compute-sanitizer is not on PATH" in done.stderr
