@@ -244,14 +244,14 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
             stage, phase = next_stage, next_phase
     WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
     WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
-    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS)
-    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES)
+    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS, 0)
+    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES, 0)
     tma.store_wait(0)
 
 
 @gluon.jit
 def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
-               WIDE: gl.constexpr, FIRST: gl.constexpr = 0):  # fmt: skip
+               WIDE: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
     """Writes a block of keys or values, or its columns from FIRST on, through the tile that held them, so that a thread writes
     16 bytes in a row."""
     ROWS: gl.constexpr = tile.shape[0]

@@ -88,7 +88,7 @@ def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, R
 
 
 @gluon.jit
-def _load_tile(desc, batch, row, head, ring, stage, phase, PANELS: gl.constexpr = 1):
+def _load_tile(desc, batch, row, head, ring, stage, phase, PANELS: gl.constexpr):
     """Loads the rows of a head from `row` on into a stage, once it is free; rows past the last are zeros."""
     tiles, full, free = ring
     ROWS: gl.constexpr = desc.block_type.shape[1]
@@ -124,7 +124,7 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
         for i in range(last - first):
             row = (last - 1 - i) * O.BLOCK_K
             _load_tile(k_desc, b, row, head, keys, stage, phase, PANELS)
-            _load_tile(v_desc, b, row, head, values, stage, phase)
+            _load_tile(v_desc, b, row, head, values, stage, phase, 1)
             stage, phase = after(stage, phase, STAGES)
 
 

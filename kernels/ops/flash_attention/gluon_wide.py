@@ -171,7 +171,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
     mbarrier.arrive(done.index(0))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [4, 1], [1, 0])
     mbarrier.wait(done.index(1), 0)
-    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE)
+    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE, 0)
 
 
 @gluon.jit
@@ -240,7 +240,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
     mbarrier.arrive(done.index(1))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     mbarrier.wait(done.index(0), 0)
-    store_keys(dk_ptr, dk * O.SCALE, k_tile.slice(0, COLUMNS, 1), b, block, head, O.K, O.S, O.H, WIDE)
+    store_keys(dk_ptr, dk * O.SCALE, k_tile.slice(0, COLUMNS, 1), b, block, head, O.K, O.S, O.H, WIDE, 0)
     if TWO:
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         store_keys(dk_ptr, rest * O.SCALE, k_tile.slice(COLUMNS, 64, 1), b, block, head, O.K, O.S, O.H, NARROW, COLUMNS)
