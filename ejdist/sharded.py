@@ -120,6 +120,7 @@ def run(
       stored: whether the operation's weights lie as the layout stores parameters; they are then gathered here.
     """
     call = prepared.call
+    op.check_asked(platform, cfg)
     mesh = mesh_of(mesh, in_specs, out_specs)
     if mesh is None:
         return prepared.result(op, op.run(call, platform=platform, cfg=cfg))

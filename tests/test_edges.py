@@ -413,7 +413,7 @@ def test_gathered_experts_stay_on_their_axis():
 
 # -- wrong calls -------------------------------------------------------------------------------------------------------
 
-DP2, TP2 = {"dp": 2}, {"tp": 2}
+DP2, TP2, ALONG = {"dp": 2}, {"tp": 2}, P(None, "sp")
 
 
 def norm(**where):
@@ -455,6 +455,16 @@ def under(mesh, function):
             lambda: jax.shard_map(norm(), mesh=make_mesh(**DP2), in_specs=(), out_specs=P())(),
             ["'mesh'", "inside a shard_map"],
         ),
+        (norm(platform=["xla"]), ["'platform'", "a name", "['xla']"]),
+        (norm(cfg={"block_rows": 8}), ["'cfg'", "NormConfig", "dict"]),
+        (lambda: ejdist.ring_attention(*QKV, mesh=make_mesh(sp=2), platform=["xla"]), ["'platform'", "a name"]),
+        (
+            lambda: jax.shard_map(
+                lambda *x: ejdist.ring_attention(*x, cfg={}), mesh=make_mesh(sp=2), in_specs=ALONG, out_specs=ALONG
+            )(*QKV),
+            ["'cfg'", "KernelConfig", "dict"],
+        ),
+        (lambda: ejdist.moe(X, normal(D, 2), *[normal(2, *w.shape) for w in MLP], top_k=1, platform=[]), ["moe", "'platform'"]),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(wrong, words):

@@ -57,8 +57,10 @@ def of_any_call() -> Iterator[Wrong]:
     yield Wrong("an unknown argument", lambda a: {**a, "no_such_argument": 1}, ("'no_such_argument'",))
     yield Wrong.of("platform", "unknown", lambda _: "abacus")
     yield Wrong.of("platform", "a number", lambda _: 3)
+    yield Wrong.of("platform", "a list", lambda _: ["xla"])
     yield Wrong.of("cfg", "of no operation", lambda _: NoConfiguration())
     yield Wrong.of("cfg", "a string", lambda _: "fast")
+    yield Wrong.of("cfg", "a dict", lambda _: {"block_rows": 8})
 
 
 def no_array(name: str) -> Iterator[Wrong]:

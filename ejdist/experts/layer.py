@@ -215,6 +215,8 @@ def moe(
     if not is_array(router) or router.ndim != 2:
         got = f"{router.dtype} of shape {router.shape}" if is_array(router) else type(router).__name__
         raise _refuse("router", f"must be a float array [D, E], got {got}")
+    if platform is not None and not isinstance(platform, str):
+        raise _refuse("platform", f"must be None or a name, got {platform!r}")
     E = router.shape[1]
     place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)

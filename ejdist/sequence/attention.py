@@ -138,6 +138,7 @@ def on_shard(
       only: the hops at which it can have work, of those that the mask asks for.
       lse: False where nothing depends on the lse that is returned.
     """
+    op.check_asked(platform, cfg)
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
     n = jax.lax.axis_size(axis)

@@ -296,12 +296,7 @@ class Op:
 
     def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan:
         """Returns which backend runs on each platform, and with which configuration."""
-        if cfg is not None and self.config is None:
-            raise ValueError(
-                f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; leave it out"
-            )
-        if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
-            raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
+        self.check_asked(toolchain, cfg)
         asked = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
         toolchain = None if asked == "auto" else asked
         choices = []
@@ -311,6 +306,17 @@ class Op:
                 choice = dataclasses.replace(choice, cfg=select.select(request))
             choices.append(choice)
         return Plan(tuple(choices), toolchain, cfg)
+
+    def check_asked(self, toolchain: Any, cfg: Any) -> None:
+        """Raises ValueError where what is asked for beside the call is of a type that says nothing."""
+        if toolchain is not None and not isinstance(toolchain, str):
+            raise ValueError(f"{self.name}: argument 'platform' must be None or a name, got {toolchain!r}")
+        if cfg is not None and self.config is None:
+            raise ValueError(
+                f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; leave it out"
+            )
+        if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
+            raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
 
     def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
         """Returns all outputs of the contract: a tuple, or the bare array when there is one.
@@ -356,6 +362,7 @@ class Op:
     def _program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
         """Returns the jitted function of calls of one kind: the backends and configurations that were chosen for the first
         one hold for the next while nothing that decides the choice has changed."""
+        self.check_asked(platform, cfg)
         asked = (direction, call.program_key(), platform, cfg, interpreting())
         found = self._programs.get((*asked, select.state(call)))
         if found is None:
