@@ -24,7 +24,7 @@ def embedding(table: jax.Array, tokens: jax.Array, *, mesh: Any = None) -> jax.A
 
     Args:
       table: [V, D], as the layout stores parameters: V is gathered where it is not split in activations, D always.
-      tokens: int [B, T], in [0, V).
+      tokens: int [B, T], in [0, V); what is not has a row of NaN, on any mesh.
       mesh: None for one device.
 
     Raises:
@@ -36,8 +36,12 @@ def embedding(table: jax.Array, tokens: jax.Array, *, mesh: Any = None) -> jax.A
         for t, d in ((layout.activations, "B"), (layout.parameters, "D"))
     )
     if not width or batch <= width:  # the compiler moves the cotangents by an all-to-all, or not at all
-        return jnp.take(gather(table, "V D", mesh), tokens, axis=0)
+        return _rows(gather(table, "V D", mesh), tokens)
     return _mapped(mesh, _key(layout), table.shape, tokens.shape)(table, tokens)
+
+
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def _key(layout: Layout) -> tuple:
@@ -61,11 +65,14 @@ def _mapped(mesh: Any, layout: tuple, table_shape: tuple, tokens_shape: tuple) -
         if width:
             table = jax.lax.all_gather(table, width, axis=1, tiled=True)
         if not vocabulary:
-            return jnp.take(table, tokens, axis=0)
-        # A token of another device's part of the vocabulary is 0 here.
+            return _rows(table, tokens)
+        # A token of another device's part of the vocabulary is 0 here, and one of nobody's part NaN.
         own = tokens - jax.lax.axis_index(vocabulary) * table.shape[0]
         here = (own >= 0) & (own < table.shape[0])
-        rows = jnp.take(table, jnp.where(here, own, 0), axis=0)
-        return jax.lax.psum(jnp.where(here[..., None], rows, 0), vocabulary)
+        known = (tokens >= 0) & (tokens < table_shape[0])
+        rows = jnp.where(
+            here[..., None], _rows(table, jnp.where(here, own, 0)), jnp.where(known, 0, jnp.nan)[..., None]
+        )
+        return jax.lax.psum(rows.astype(table.dtype), vocabulary)
 
     return map_shards(body, mesh, (of_table, of_tokens), out)

@@ -37,3 +37,15 @@ def test_it_is_the_table_of_one_device(sizes):
     if len(sizes) > 1:  # the cotangents stay where the tokens are; the table alone is scattered
         assert collectives_of(text).get("reduce-scatter") or collectives_of(text).get("all-reduce")
         assert f"f32[{B},{T},{D}]" not in "".join(line for line in text.splitlines() if " all-gather(" in line)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 1}, {"fsdp": 2}, {"tp": 2}, {"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}]
+)
+def test_a_token_outside_of_the_vocabulary_is_nan_on_any_mesh(sizes):
+    """And not a row of zeros, or that of another token, with which training would go on."""
+    mesh = ejdist.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    tokens = jnp.zeros((B, T), jnp.int32).at[0, :4].set(jnp.asarray([-1, V - 1, V, 2**31 - 1]))
+    rows = embedding(jnp.ones((V, D)), tokens, mesh=mesh)
+    np.testing.assert_array_equal(np.isnan(rows).all(-1)[0], [True, False, True, True, False, False])
+    assert np.isnan(rows).sum() == 3 * D

@@ -16,6 +16,27 @@ FAULTS = (
         f"{EDGES} -k explicit",
     ),
     Fault(
+        "sharded: a configuration of another type goes through on a mesh",
+        SHARDED,
+        "    op.check_asked(platform, cfg)\n",
+        "",
+        f"{EDGES} -k wrong_call",
+    ),
+    Fault(
+        "a token of no device's vocabulary is a row of zeros",
+        "ejdist/embedding.py",
+        "jnp.where(known, 0, jnp.nan)[..., None])",
+        "0)",
+        "tests/test_embedding.py -k outside",
+    ),
+    Fault(
+        "a negative token is that from the end",
+        "ejdist/embedding.py",
+        "wrap_negative_indices=False",
+        "wrap_negative_indices=True",
+        "tests/test_embedding.py -k outside",
+    ),
+    Fault(
         "sharded: out_specs are not checked",
         SHARDED,
         "        check_out_specs(out_specs, wanted, mesh)\n",
