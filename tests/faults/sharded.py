@@ -25,8 +25,8 @@ FAULTS = (
     Fault(
         "a token of no device's vocabulary is a row of zeros",
         "ejdist/embedding.py",
-        "jnp.where(known, 0, jnp.nan)[..., None])",
-        "0)",
+        "jnp.where(known, 0, jnp.nan)[..., None]",
+        "0",
         "tests/test_embedding.py -k outside",
     ),
     Fault(
