@@ -1,93 +1,26 @@
 """The contract machinery on a small operation made for the purpose."""
 
-import dataclasses
 import inspect
 import subprocess
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+from toy import SEEN, make_op
 
-import kernels
-from kernels._core.backend import Case
 from kernels._core.binding import typed
-from kernels._core.config import BwdParams, ConfigCache, FwdParams, KernelConfig, PersistentCache, completed
+from kernels._core.config import ConfigCache, FwdParams
 from kernels._core.contract import Op, Unsupported
 from kernels._core.executor import Executor, create_default_executor, module_class
 from kernels._core.interpret import interpret
 from kernels._core.public import Prepared, PublicFunction
 from kernels._core.registry import DeviceKind as Backend
 from kernels._core.registry import KernelRegistry, Platform
-from kernels._core.select import ConfigSelectorChain, Request, config_overlay, use_chain
-from kernels.ops.grouped_matmul.contract import Tile
-
-SEEN: list = []  # configurations that the toy backend ran with
-
-
-def make_op(**options):
-    """A weighted power: y = w * x**2, with an optional traced shift; its backward is written by hand."""
-
-    def toy(
-        x: Float[Array, "*lead D"],
-        weight: Float[Array, " D"] | None = None,
-        shift: Int[Array, "#D"] | None = None,
-        *,
-        power: float = 2.0,
-        flip: bool = False,
-    ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead"]]:
-        square = x.astype(jnp.float32) ** power
-        out = square if weight is None else square * weight
-        out = out if shift is None else out + shift
-        return (-out if flip else out).astype(x.dtype), jnp.sum(square, -1)
-
-    op = Op(
-        toy,
-        outputs=("out", "total"),
-        residuals=("total",),
-        local_dims={"lead"},
-        same_dtype=("x", "weight"),
-        order=("triton_gpu", "xla"),
-        config=KernelConfig,
-        cases=(Case("odd", dims={"lead": (2, 3), "D": 5}, arrays=("weight",)),),
-        **options,
-    )
-
-    def backward(saved, x, weight, shift, power):
-        d = saved.d_out
-        dx = d * power * x ** (power - 1) * (1 if weight is None else weight) + saved.d_total[
-            ..., None
-        ] * power * x ** (power - 1)
-        grads = {"x": dx}
-        if weight is not None:
-            grads["weight"] = jnp.sum(d * x**power, axis=tuple(range(x.ndim - 1)))
-        return grads
-
-    def forward(x, weight, shift, power, cfg):  # no flip
-        SEEN.append(cfg)
-        if cfg.fwd_params.q_blocksize == 32:  # a miscompiled candidate
-            return x * 0 + 7, jnp.sum(x, -1)
-        return op.function(x, weight, shift, power=power)
-
-    def triton_forward(x, weight):
-        return jnp.sin(x), jnp.sum(x, -1)  # told apart from the other by its sine
-
-    op.register(
-        forward,
-        backward,
-        name="xla",
-        platforms={"cpu", "cuda", "tpu"},
-        dtypes={"float32", "bfloat16"},
-        rejects=lambda c: "D must not be 13" if c.dims["D"] == 13 else None,
-        heuristic=lambda c, platform: KernelConfig(FwdParams(q_blocksize=8, kv_blocksize=4), BwdParams(q_blocksize=2)),
-        candidates=lambda c: [KernelConfig(FwdParams(q_blocksize=n)) for n in (16, 32)],
-    )
-    op.register(triton_forward, name="triton_gpu", platforms={"cuda"}, dtypes={"float32"})
-    return op
+from kernels._core.select import ConfigSelectorChain
 
 
 @pytest.fixture
@@ -269,116 +202,7 @@ def test_an_option_that_only_the_forward_names_is_refused_where_there_is_a_gradi
         jax.grad(lambda x: jnp.sum(op(x, flip=True, platform="flips")[0]))(x)
 
 
-# -- configuration ----------------------------------------------------------------------------------------------------
-
-
-def run_config(op, x, **kwargs):
-    """Returns the configuration that a fresh trace ran with."""
-    op._programs.clear()
-    SEEN.clear()
-    op(x, **kwargs)
-    return SEEN[-1]
-
-
-def test_the_tiers_are_asked_in_order(op, tmp_path):
-    x = jnp.ones((2, 5))
-    heuristic = KernelConfig(FwdParams(q_blocksize=8, kv_blocksize=4), BwdParams(q_blocksize=2))
-    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path / "cache"), autotune=False)
-    with use_chain(chain):
-        assert run_config(op, x) == heuristic
-        given = KernelConfig(FwdParams(q_blocksize=64))
-        used = run_config(op, x, cfg=given)
-        assert used.fwd_params == FwdParams(q_blocksize=64, kv_blocksize=4)  # the rest is completed
-        assert run_config(op, x) == heuristic, "an override must not be stored"
-        with config_overlay({"toy": KernelConfig(FwdParams(q_blocksize=128))}):
-            assert run_config(op, x).fwd_params.q_blocksize == 128
-            assert run_config(op, x, cfg=given).fwd_params.q_blocksize == 64
-        assert run_config(op, x) == heuristic
-    assert not (tmp_path / "cache").exists(), "reading must not create the cache"
-    assert len(chain.cache) == 0
-
-
-def test_autotune_keeps_a_right_candidate_and_persists_it(op, tmp_path, monkeypatch):
-    from kernels._core import tuning
-
-    # Time is decided here, so that the test does not depend on it: the wrong candidate is the fastest.
-    speed = {8: 3.0, 16: 2.0, 32: 1.0}
-    monkeypatch.setattr(tuning, "seconds", lambda f, *a: speed[SEEN[-1].fwd_params.q_blocksize])
-    x = jax.random.normal(jax.random.key(0), (2, 5))
-    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
-    with use_chain(chain), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert run_config(op, x).fwd_params.q_blocksize == 16
-    assert any("wrong numbers" in str(w.message) for w in caught)
-    again = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(tmp_path), autotune=False)
-    with use_chain(again):
-        assert run_config(op, x).fwd_params.q_blocksize == 16
-        assert run_config(op, jnp.ones((3, 5))).fwd_params.q_blocksize == 8, "another shape is another key"
-
-
-def test_autotune_never_runs_under_a_trace(op):
-    constant = jnp.ones((2, 5))
-    with use_chain(ConfigSelectorChain(autotune=True)):
-        for traced in (lambda: jax.jit(lambda x: op(x)[0])(constant), lambda: jax.jit(lambda: op(constant)[0])()):
-            op._programs.clear()
-            SEEN.clear()
-            traced()
-            assert {c.fwd_params.q_blocksize for c in SEEN} == {8}
-
-
-def test_a_damaged_tuning_file_is_ignored_aloud(op, tmp_path):
-    cache = PersistentCache(tmp_path)
-    cache.put("key", KernelConfig())
-    assert cache.get("key", KernelConfig()) == KernelConfig()
-    next(tmp_path.glob("*.json")).write_text("{")
-    with pytest.warns(UserWarning, match="unreadable tuning file"):
-        assert cache.get("key", KernelConfig()) is None
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FwdParams(q_blocksize=0), "FwdParams: q_blocksize must be a positive integer or None, got 0"),
-        (lambda: BwdParams(num_warps=True), "BwdParams: num_warps must be a positive integer or None, got True"),
-        (lambda: KernelConfig((64, 64)), r"KernelConfig: fwd_params must be a FwdParams, got \(64, 64\)"),
-        (lambda: KernelConfig(backend=None), "KernelConfig: backend must be a string, got None"),
-        (lambda: Tile(flatten=1), "Tile: flatten must be True or False or None, got 1"),
-        (lambda: Tile(specialised="big"), "Tile: specialised must be 'tall', 'wide', 'none' or None, got 'big'"),
-    ],
-)
-def test_values_of_configurations_are_checked(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_every_operation_checks_its_configurations():
-    found = [op.config for op in kernels.operations().values() if op.config is not None]
-    assert len(found) > 20
-    for config in found:
-        (name, *_) = (f.name for f in dataclasses.fields(config))
-        with pytest.raises(ValueError, match=f"{config.__name__}: {name} must be "):
-            config(**{name: 0})
-
-
-def test_a_configuration_takes_a_platform_as_the_registry_names_it():
-    assert KernelConfig(platform=Platform.TRITON).platform == "triton"
-
-
-def test_configs_complete():
-    assert completed(FwdParams(num_warps=2), FwdParams(num_warps=8, num_stages=3)) == FwdParams(
-        num_warps=2, num_stages=3
-    )
-
-
-def test_config_can_ask_for_a_platform_and_a_device(op):
-    x = jnp.ones((2, 5))
-    with pytest.raises(Unsupported, match="has no pallas backend"):
-        op(x, cfg=KernelConfig(platform="pallas"))
-    with pytest.raises(Unsupported, match=r"cannot be compiled for cpu"):
-        op(x, cfg=KernelConfig(platform="triton", backend="gpu"))
-    with pytest.raises(Unsupported, match=r"not for cfg.backend = 'tpu'"):
-        op(x, cfg=KernelConfig(platform="triton", backend="tpu"))
-    assert op(x, cfg=KernelConfig(platform="xla", backend="cpu"))[0].shape == (2, 5)
+# -- executor ---------------------------------------------------------------------------------------------------------
 
 
 def test_executor_runs_functions_and_modules(op):
@@ -428,10 +252,6 @@ def test_registry_holds_the_backends_of_an_op(op):
     assert [(i.platform, i.backend) for i in registry.list("toy")] == [("triton", "gpu"), ("xla", "any")]
     np.testing.assert_allclose(registry.get("toy")(jnp.full((1, 5), 3.0)), 9.0)
     assert registry.algorithms() == ["toy"]
-
-
-def test_tuned_configs_are_plain_dataclasses():
-    assert dataclasses.asdict(KernelConfig())["fwd_params"]["num_warps"] is None
 
 
 def run_python(code):
@@ -541,27 +361,3 @@ def test_facts_of_an_operation_are_checked_when_it_is_declared():
         Op(known, no_gradient=("scale",))
     with pytest.raises(TypeError, match="return annotation"):
         Op(known, outputs=("out", "lse"))
-
-
-def test_a_tuned_configuration_is_of_one_kind_of_device(op, monkeypatch):
-    """Tuned on one kind, a configuration is no answer on another."""
-    from kernels._core import select
-
-    call = op.bind(jnp.ones((2, 5)))
-    request = Request(op, op.backends["xla"], call, "cpu", None, lambda r: None)
-    chain = ConfigSelectorChain(autotune=False)
-    chain.cache.put(request.key(), KernelConfig(FwdParams(q_blocksize=16, kv_blocksize=4)))
-    assert chain.select(request).fwd_params.q_blocksize == 16
-    monkeypatch.setattr(select.Request, "device_kind", property(lambda self: "another chip"))
-    assert chain.select(request).fwd_params.q_blocksize == 8
-
-
-def test_a_call_follows_a_configuration_that_was_tuned_since(op):
-    x = jnp.ones((2, 5))
-    chain = ConfigSelectorChain(autotune=False)
-    with use_chain(chain):
-        op(x)
-        request = Request(op, op.backends["xla"], op.bind(x), "cpu", None, lambda r: None)
-        chain.cache.put(request.key(), KernelConfig(FwdParams(q_blocksize=64), BwdParams()))
-        op(x)
-    assert [c.fwd_params.q_blocksize for c in SEEN] == [8, 64]

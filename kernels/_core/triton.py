@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import jax
@@ -53,6 +54,8 @@ def triton_launch(
     """
     if any(size < 1 for size in grid):
         raise ValueError(f"{kernel.fn.__name__}: argument 'grid' = {grid} must have at least one program in every dim")
+    if not isinstance(kernel, GluonJITFunction):
+        _check_powers(kernel.fn.__name__, num_warps, named)
     if interpreting():
         if isinstance(kernel, GluonJITFunction):
             raise NotImplementedError(
@@ -84,6 +87,21 @@ def triton_launch(
     # Where a result goes into a stacked array, as what a scan keeps for its backward does, XLA launches the kernel a second
     # time to write it there, and the first time for everybody else. It does not look through a barrier.
     return jax.lax.optimization_barrier(results)
+
+
+def _check_powers(kernel: str, num_warps: int, named: Mapping[str, Any]) -> None:
+    """Raises ValueError where warps, or a side of a tile, are no power of 2. Sides are the constexprs whose names begin with
+    BLOCK, and such fields of those that are dataclasses."""
+    sides = {"num_warps": num_warps}
+    for name, value in named.items():
+        inner = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else {name: value}
+        sides |= {n: v for n, v in inner.items() if n.startswith("BLOCK") and isinstance(v, int)}
+    for name, size in sides.items():
+        if size & (size - 1):
+            raise ValueError(
+                f"{kernel}: {name} = {size} is no power of 2, as warps and the sides of a tile must be in Triton: "
+                "give argument 'cfg' sizes that are"
+            )
 
 
 def compute_capability() -> int:

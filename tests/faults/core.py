@@ -4,6 +4,13 @@ from faults import Fault
 
 FAULTS = (
     Fault(
+        "Triton: sides of tiles that are no power of 2 go on",
+        "kernels/_core/triton.py",
+        "        if size & (size - 1):\n",
+        "        if False:\n",
+        "tests/test_configurations.py -k powers",
+    ),
+    Fault(
         "an output that nothing depends on has no zero where a backward needs one",
         "kernels/_core/execute.py",
         "d |= {name: jnp.zeros(y.shape, y.dtype)",
@@ -29,7 +36,7 @@ FAULTS = (
         "kernels/_core/select.py",
         '            "device": self.device_kind,\n',
         "",
-        "tests/test_core.py -k one_kind_of_device",
+        "tests/test_configurations.py -k one_kind_of_device",
     ),
     Fault(
         "visible pairs miss the interval's end",
