@@ -54,7 +54,8 @@ class FwdParams(Tunables):
 
     Attributes:
       q_blocksize, kv_blocksize: rows of query and of key that one step handles.
-      num_warps, num_stages: warps of a Triton program and depth of its software pipeline.
+      num_warps, num_stages: warps of a Triton program and depth of its software pipeline; other backends have none, and a
+        configuration that is to serve on several may say them all the same.
     """
 
     q_blocksize: int | None = None

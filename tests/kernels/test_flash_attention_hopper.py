@@ -383,7 +383,7 @@ def test_when_tanh_is_exact(monkeypatch, given, exact):
 
 
 def test_other_gpus_have_the_plain_kernels():
-    assert [k.name for k in made(call(width=64), 80)] == PLAIN
+    assert [k.name for k in made(call(**LONG), 80)] == PLAIN
 
 
 CONFIG = KernelConfig(FwdParams(128, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
