@@ -252,6 +252,24 @@ def test_a_field_that_does_not_fit_is_named(fields, words):
         MaskInfo(**fields).check(2, 4, 6, 3)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_positions_of_any_integer_reach_back_below_zero(dtype, array):
+    """Less a window, and less one another, those of an unsigned dtype would turn around."""
+    at, prefix = np.random.default_rng(0).permutation(120)[None], np.asarray([7])
+    rules = {"causal": True, "window": (9, 0), "chunk_size": 300}
+    mask = MaskInfo(
+        q_positions=array(at, dtype), kv_positions=array(at, dtype), prefix_lengths=array(prefix, dtype), **rules
+    )
+    want = MaskInfo(q_positions=at, kv_positions=at, prefix_lengths=prefix, **rules)
+    np.testing.assert_array_equal(mask.visible(120, 120), want.visible(120, 120))
+    distance = [np.abs(q[:, :, None] - k[:, None]) for q, k in (m.positions(120, 120) for m in (mask, want))]
+    np.testing.assert_array_equal(*distance)
+    assert mask.data_fields == want.data_fields and mask.q_positions.dtype == np.int32
+    again = jax.jit(lambda mask: mask.visible(120, 120))(mask)
+    np.testing.assert_array_equal(again, want.visible(120, 120))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_search_finds_what_that_of_numpy_does(side):
     rng, search = np.random.default_rng(0), jax.jit(searchsorted, static_argnames="side")

@@ -74,6 +74,8 @@ _DATA = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "atte
 class MaskInfo:
     """Which (query, key) pairs attend: the conjunction of every field that is given. A pytree; arrays are its data.
 
+    Arrays of integers are kept as int32, whatever they were given as: a window reaches back below 0.
+
     Attributes:
       q_segment_ids, kv_segment_ids: int [B|1, T] and [B|1, S]. A pair attends iff its segments are equal and both >= 0;
         -1 is padding.
@@ -96,6 +98,13 @@ class MaskInfo:
     causal: bool = field(default=False, metadata={"static": True})
     window: Window | None = field(default=None, metadata={"static": True})
     chunk_size: int | None = field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in ("q_positions", "kv_positions", "prefix_lengths"):
+            value = getattr(self, name)
+            # A tree of axes, specs or shapes has no arrays here; floats are refused where the mask is checked.
+            if isinstance(value, (jax.Array, np.ndarray)) and jnp.issubdtype(value.dtype, np.integer):
+                object.__setattr__(self, name, value.astype(np.int32))
 
     @classmethod
     def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
