@@ -239,6 +239,7 @@ def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
         (r"'block_indices' must be \[B, T, K, n\] with at least one", {"block_indices": PER_TOKEN[..., :0]}),
         (r"'cu_seqlens' must be integers .* got int\d+ of shape \(2,\) for 2 rows", {"cu_seqlens": [0, 4]}),
         (r"'segment_ids' must be integers \[B, T\] = \(2, 19\), got", {"segment_ids": np.ones(19, int)}),
+        (r"'segment_ids' must be at most 2147483647, got 2147483648", {"segment_ids": np.full((B, T), 2**31)}),
         (r"'segment_ids' needs queries for all tokens", {"query": ARRAYS["query"][:, :3], "segment_ids": SEGMENTS}),
         (r"s 'cu_seqlens' and 'segment_ids' both say", {"segment_ids": SEGMENTS, "cu_seqlens": [0, 4]}),
         (r"s 'sliding_window' and 'window_size' are two names of one", {"sliding_window": 3, "window_size": 3}),

@@ -190,9 +190,9 @@ def _documents(name: str, cuts: Any, segment_ids: Any, B: int, T: int, S: int) -
                 f"{array.shape} for {B} rows"
             )
         return _starts(segments.of_cuts(array, T))
-    ids = jnp.asarray(segment_ids)
+    ids = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
     if ids.shape != (B, T) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{_WHAT} 'segment_ids' must be integers [B, T] = {(B, T)}, got {ids.dtype} of shape {ids.shape}"
         )
-    return _starts(ids)
+    return _starts(jnp.asarray(segments.narrowed(ids, "segment_ids")))
