@@ -249,11 +249,7 @@ def _of_cuts(op_name: str, cuts: Any, B: Any, T: Any) -> tuple[jax.Array, int]:
             f"{op_name}: argument 'cum_seqlens' cuts one packed row, and there are B = {B}; reshape the arrays to [1, B * T, "
             "...], or say by 'segment_ids' where sequences begin in each row"
         )
-    if isinstance(values, np.ndarray) and (values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > T):
-        raise ValueError(
-            f"{op_name}: argument 'cum_seqlens' must rise from 0 to at most T = {T}, got {values.tolist()[:8]}; they are the "
-            "sums of the lengths, not the lengths"
-        )
+    segments.check_cuts("cum_seqlens", values, T, f"{op_name}: ")
     return segments.of_cuts(jnp.asarray(values), T), values.shape[0] - 1
 
 

@@ -78,15 +78,16 @@ def of_cuts(cuts: Any, total: int) -> jax.Array:
     return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
 
 
-def check_cuts(name: str, cuts: Any, total: Any) -> None:
-    """Raises ValueError for cuts whose values are known, and do not rise from 0 to at most the total."""
+def check_cuts(name: str, cuts: Any, total: Any, owner: str = "") -> None:
+    """Raises ValueError for cuts whose values are known, and do not rise from 0 to at most the total; its message begins with
+    `owner`."""
     values = known(cuts)
     if values is None or not isinstance(total, int):
         return
     if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] > total:
         raise ValueError(
-            f"argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; they "
-            "are the sums of the lengths, not the lengths"
+            f"{owner}argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; "
+            "they are the sums of the lengths, not the lengths"
         )
 
 

@@ -238,6 +238,7 @@ def test_the_numbers_of_one_device_on_a_mesh(name, mesh):
         (r"'block_indices' must be integers of dims \[2, 19, 2\] or \[2, 5, 2\] and", {"block_indices": PER_TOKEN[:, :4]}),
         (r"'block_indices' must be \[B, T, K, n\] with at least one", {"block_indices": PER_TOKEN[..., :0]}),
         (r"'cu_seqlens' must be integers .* got int\d+ of shape \(2,\) for 2 rows", {"cu_seqlens": [0, 4]}),
+        (r"'cu_seqlens' must rise from 0 to at most 19", {**{n: x[:1] for n, x in ARRAYS.items()}, "cu_seqlens": [3, 8]}),
         (r"'segment_ids' must be integers \[B, T\] = \(2, 19\), got", {"segment_ids": np.ones(19, int)}),
         (r"'segment_ids' must be at most 2147483647, got 2147483648", {"segment_ids": np.full((B, T), 2**31)}),
         (r"'segment_ids' needs queries for all tokens", {"query": ARRAYS["query"][:, :3], "segment_ids": SEGMENTS}),
