@@ -136,6 +136,26 @@ def test_a_performer_does_not_overflow():
     assert error(got, weigh(weight, v, visible)) < 2e-5
 
 
+def test_a_small_key_of_a_performer_is_not_lost_before_a_large_one():
+    """The key of a long vector is small in every feature: divided by those after it, it would be 0, and the rows that see no
+    other too."""
+    length = 70
+    q, k, v, features = normal(1, length, 2, H), normal(1, length, 1, H), normal(1, length, 1, HV), normal(P, H)
+    long = np.zeros((1, length, 1, 1))
+    long[:, [0, 1, 2, 20, 65]] = 20.0
+    k = k + jnp.asarray(long, jnp.float32)
+
+    def loss(function):
+        return lambda *arrays: jnp.sum(jnp.sin(function(*arrays, causal=True)))
+
+    contract = kernels.operations()["performer_attention"].function
+    got = performer_attention(q, k, v, features, True)
+    np.testing.assert_allclose(got, contract(q, k, v, features, causal=True), atol=2e-4)
+    np.testing.assert_allclose(got[0, 0], np.broadcast_to(v[0, 0], (2, HV)), atol=1e-6)
+    gradients = (jax.grad(loss(f), (0, 1, 2, 3))(q, k, v, features) for f in (performer_attention, contract))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3), *gradients)
+
+
 def test_mixture_of_attention_heads():
     x, key, value, logits = normal(B, T, D), normal(B, T, H), normal(B, T, HV), normal(B, T, E)
     w_query, w_out = normal(E, D, H), normal(E, HV, D)
