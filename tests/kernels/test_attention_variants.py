@@ -401,6 +401,22 @@ def test_a_wrong_call_names_the_argument(said, call):
         call()
 
 
+def test_a_dense_mask_for_each_head_is_refused_where_heads_are_experts():
+    """In the order of their gates, which is another one for each token."""
+    arrays, options = CALLS["mixture_of_attention_heads"]
+    every = kernels.MaskInfo(attention_mask=jnp.ones((1, E, T, T), bool).at[0, 1, :, 0].set(False))
+    call = functools.partial(mixture_of_attention_heads, **arrays, **{**options, "top_k": E})
+    with pytest.raises(
+        ValueError, match=r"'attention_mask' of shape \(1, 5, 11, 11\) .* give one for all, \[B, 1, T, S\]"
+    ):
+        call(mask_info=every)
+    one = kernels.MaskInfo(attention_mask=every.attention_mask[:, 1:2])
+    got, contract = call(mask_info=one), kernels.operations()["mixture_of_attention_heads"].function
+    mask = one.combine(kernels.MaskInfo(causal=True))
+    want = contract(**{n: jnp.asarray(x) for n, x in arrays.items()}, mask=mask, top_k=E)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_a_dense_mask_is_refused_by_quantized_attention():
     dense = kernels.MaskInfo(attention_mask=jnp.ones((1, 1, T, T), bool))
     with pytest.raises(Unsupported, match="its mask is dense; describe it by segments"):
