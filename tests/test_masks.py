@@ -252,6 +252,42 @@ def test_a_field_that_does_not_fit_is_named(fields, words):
         MaskInfo(**fields).check(2, 4, 6, 3)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_positions_of_any_integer_reach_back_below_zero(dtype, array):
+    """Less a window, and less one another, those of an unsigned dtype would turn around."""
+    at, prefix = np.random.default_rng(0).permutation(120)[None], np.asarray([7])
+    rules = {"causal": True, "window": (9, 0), "chunk_size": 300}
+    mask = MaskInfo(
+        q_positions=array(at, dtype), kv_positions=array(at, dtype), prefix_lengths=array(prefix, dtype), **rules
+    )
+    want = MaskInfo(q_positions=at, kv_positions=at, prefix_lengths=prefix, **rules)
+    np.testing.assert_array_equal(mask.visible(120, 120), want.visible(120, 120))
+    distance = [np.abs(q[:, :, None] - k[:, None]) for q, k in (m.positions(120, 120) for m in (mask, want))]
+    np.testing.assert_array_equal(*distance)
+    assert mask.data_fields == want.data_fields and mask.q_positions.dtype == np.int32
+    again = jax.jit(lambda mask: mask.visible(120, 120))(mask)
+    np.testing.assert_array_equal(again, want.visible(120, 120))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint32", "uint64"])
+def test_segments_past_an_int32_are_no_padding(dtype):
+    """As hashes of documents are: cast to an int32 half of them would be negative, and their tokens see nothing."""
+    ids = np.repeat(np.asarray([[2**31 + 5, 2**31 + 6]], dtype), 3, axis=1)
+    for make in (MaskInfo.from_segments, lambda ids: MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)):
+        with pytest.raises(
+            ValueError, match="'q_segment_ids' must be at most 2147483647, got 2147483654; number them anew"
+        ):
+            make(ids)
+        with jax.enable_x64(True):
+            mask = jax.jit(make)(jnp.asarray(ids))
+        assert mask.q_segment_ids.dtype == jnp.int32
+        np.testing.assert_array_equal(mask.visible(6, 6)[0, 0], np.kron(np.eye(2), np.ones((3, 3))))
+    with jax.enable_x64(True):  # what is negative stays padding, however far below
+        ids = jnp.asarray([[-(2**40), -1, 3]])
+        assert (MaskInfo.from_segments(ids).q_segment_ids < 0).tolist() == [[True, True, False]]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_search_finds_what_that_of_numpy_does(side):
     rng, search = np.random.default_rng(0), jax.jit(searchsorted, static_argnames="side")

@@ -59,20 +59,19 @@ def _is_window(sides: tuple) -> bool:
 def _both(a: Window | None, b: Window | None) -> Window | None:
     if a is None or b is None:
         return a if b is None else b
-
-    def smaller(x: int | None, y: int | None) -> int | None:
-        return x if y is None else y if x is None else min(x, y)
-
-    return (smaller(a[0], b[0]), smaller(a[1], b[1]))
+    left, right = (min((s for s in sides if s is not None), default=None) for sides in zip(a, b, strict=True))
+    return left, right
 
 
 _DATA = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "attention_mask", "prefix_lengths")
+_INDICES = tuple(name for name in _DATA if name != "attention_mask")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MaskInfo:
-    """Which (query, key) pairs attend: the conjunction of every field that is given. A pytree; arrays are its data.
+    """Which (query, key) pairs attend: the conjunction of every field that is given. A pytree; arrays are its data, those of
+    integers as int32 whatever they were given as, since a window reaches back below 0.
 
     Attributes:
       q_segment_ids, kv_segment_ids: int [B|1, T] and [B|1, S]. A pair attends iff its segments are equal and both >= 0;
@@ -96,6 +95,10 @@ class MaskInfo:
     causal: bool = field(default=False, metadata={"static": True})
     window: Window | None = field(default=None, metadata={"static": True})
     chunk_size: int | None = field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in _INDICES:
+            object.__setattr__(self, name, segments.narrowed(getattr(self, name), name))
 
     @classmethod
     def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
@@ -354,8 +357,7 @@ def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, k
     static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
     xp: Any = np if static else jnp
     q, k = mask.positions(q_length, kv_length)
-    everywhere = (np.ones((1, q_length), bool), np.ones((1, kv_length), bool))
-    q_valid, k_valid = everywhere
+    q_valid, k_valid = np.ones((1, q_length), bool), np.ones((1, kv_length), bool)
     if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
         q_valid, k_valid = mask.q_segment_ids >= 0, mask.kv_segment_ids >= 0
     (q_low, q_high), (k_low, k_high) = _bounds(q, q_block, q_valid, xp), _bounds(k, kv_block, k_valid, xp)

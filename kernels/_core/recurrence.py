@@ -234,12 +234,7 @@ def _ids(op_name: str, segment_ids: Any, B: Any, T: Any) -> jax.Array:
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.shape != (B, T):
         raise ValueError(f"{op_name}: argument 'segment_ids' must have the shape [B, T] = {(B, T)}, got {ids.shape}")
-    most = np.iinfo(np.int32).max
-    if isinstance(ids, np.ndarray) and (ids > most).any():
-        raise ValueError(f"{op_name}: argument 'segment_ids' must be at most {most}, got {ids.max()}; number them anew")
-    if not np.can_cast(ids.dtype, np.int32):  # cast, what is past an int32 could turn negative, which is padding
-        ids = jnp.where(ids < 0, -1, ids & most) if isinstance(ids, jax.Array) else np.maximum(ids, -1)
-    return jnp.asarray(ids.astype(np.int32))
+    return jnp.asarray(segments.narrowed(ids, "segment_ids", f"{op_name}: "))
 
 
 def _of_cuts(op_name: str, cuts: Any, B: Any, T: Any) -> tuple[jax.Array, int]:
@@ -254,11 +249,7 @@ def _of_cuts(op_name: str, cuts: Any, B: Any, T: Any) -> tuple[jax.Array, int]:
             f"{op_name}: argument 'cum_seqlens' cuts one packed row, and there are B = {B}; reshape the arrays to [1, B * T, "
             "...], or say by 'segment_ids' where sequences begin in each row"
         )
-    if isinstance(values, np.ndarray) and (values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > T):
-        raise ValueError(
-            f"{op_name}: argument 'cum_seqlens' must rise from 0 to at most T = {T}, got {values.tolist()[:8]}; they are the "
-            "sums of the lengths, not the lengths"
-        )
+    segments.check_cuts("cum_seqlens", values, T, f"{op_name}: ")
     return segments.of_cuts(jnp.asarray(values), T), values.shape[0] - 1
 
 

@@ -6,21 +6,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core.dispatch import vary_alike
 from kernels._core.requests import known
 
+_MOST = np.iinfo(np.int32).max
+
+
+def narrowed(array: Any, name: str, owner: str = "") -> Any:
+    """Returns integers of any dtype as int32, NumPy's as NumPy's; what is no array of integers, as specs are, as it is.
+
+    Cast alone, what is past an int32 could turn negative, which is padding. Of an array of JAX, whose values may not be known,
+    the bits above are left out instead; what is negative stays so.
+
+    Args:
+      owner: what the message begins with.
+
+    Raises:
+      ValueError: naming the argument, where values of NumPy's are past an int32.
+    """
+    if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(array.dtype, np.integer):
+        return array
+    if np.can_cast(array.dtype, np.int32):
+        return array.astype(np.int32)
+    if isinstance(array, np.ndarray) and (array > _MOST).any():
+        raise ValueError(f"{owner}argument {name!r} must be at most {_MOST}, got {array.max()}; number them anew")
+    if not jnp.issubdtype(array.dtype, np.signedinteger):
+        return (array & _MOST).astype(np.int32)
+    xp: Any = np if isinstance(array, np.ndarray) else jnp
+    return xp.where(array < 0, xp.maximum(array, np.iinfo(np.int32).min), array & _MOST).astype(np.int32)
+
 
 def integers(value: Any, name: str) -> jax.Array:
     """Returns the ids as int32 [B, L]. Raises ValueError naming the argument where they are not such."""
-    array = jnp.asarray(value)
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"argument {name!r} must hold integers, got {array.dtype}")
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2:
         raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
-    return array.astype(jnp.int32)
+    return jnp.asarray(narrowed(array, name))
 
 
 def searchsorted(ordered: jax.Array, values: jax.Array, side: str = "left") -> jax.Array:
@@ -51,15 +78,16 @@ def of_cuts(cuts: Any, total: int) -> jax.Array:
     return jnp.where(ids < cuts.shape[0] - 1, ids, -1).astype(jnp.int32)[None]
 
 
-def check_cuts(name: str, cuts: Any, total: Any) -> None:
-    """Raises ValueError for cuts whose values are known, and do not rise from 0 to at most the total."""
+def check_cuts(name: str, cuts: Any, total: Any, owner: str = "") -> None:
+    """Raises ValueError for cuts whose values are known, and do not rise from 0 to at most the total; its message begins with
+    `owner`."""
     values = known(cuts)
     if values is None or not isinstance(total, int):
         return
     if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] > total:
         raise ValueError(
-            f"argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; they "
-            "are the sums of the lengths, not the lengths"
+            f"{owner}argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; "
+            "they are the sums of the lengths, not the lengths"
         )
 
 

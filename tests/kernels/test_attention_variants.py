@@ -136,6 +136,26 @@ def test_a_performer_does_not_overflow():
     assert error(got, weigh(weight, v, visible)) < 2e-5
 
 
+def test_a_small_key_of_a_performer_is_not_lost_before_a_large_one():
+    """The key of a long vector is small in every feature: divided by those after it, it would be 0, and the rows that see no
+    other too."""
+    length = 70
+    q, k, v, features = normal(1, length, 2, H), normal(1, length, 1, H), normal(1, length, 1, HV), normal(P, H)
+    long = np.zeros((1, length, 1, 1))
+    long[:, [0, 1, 2, 20, 65]] = 20.0
+    k = k + jnp.asarray(long, jnp.float32)
+
+    def loss(function):
+        return lambda *arrays: jnp.sum(jnp.sin(function(*arrays, causal=True)))
+
+    contract = kernels.operations()["performer_attention"].function
+    got = performer_attention(q, k, v, features, True)
+    np.testing.assert_allclose(got, contract(q, k, v, features, causal=True), atol=2e-4)
+    np.testing.assert_allclose(got[0, 0], np.broadcast_to(v[0, 0], (2, HV)), atol=1e-6)
+    gradients = (jax.grad(loss(f), (0, 1, 2, 3))(q, k, v, features) for f in (performer_attention, contract))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3), *gradients)
+
+
 def test_mixture_of_attention_heads():
     x, key, value, logits = normal(B, T, D), normal(B, T, H), normal(B, T, HV), normal(B, T, E)
     w_query, w_out = normal(E, D, H), normal(E, HV, D)
@@ -379,6 +399,22 @@ def of(name, **changes):
 def test_a_wrong_call_names_the_argument(said, call):
     with pytest.raises(ValueError, match=f"argument {said}"):
         call()
+
+
+def test_a_dense_mask_for_each_head_is_refused_where_heads_are_experts():
+    """In the order of their gates, which is another one for each token."""
+    arrays, options = CALLS["mixture_of_attention_heads"]
+    every = kernels.MaskInfo(attention_mask=jnp.ones((1, E, T, T), bool).at[0, 1, :, 0].set(False))
+    call = functools.partial(mixture_of_attention_heads, **arrays, **{**options, "top_k": E})
+    with pytest.raises(
+        ValueError, match=r"'attention_mask' of shape \(1, 5, 11, 11\) .* give one for all, \[B, 1, T, S\]"
+    ):
+        call(mask_info=every)
+    one = kernels.MaskInfo(attention_mask=every.attention_mask[:, 1:2])
+    got, contract = call(mask_info=one), kernels.operations()["mixture_of_attention_heads"].function
+    mask = one.combine(kernels.MaskInfo(causal=True))
+    want = contract(**{n: jnp.asarray(x) for n, x in arrays.items()}, mask=mask, top_k=E)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_a_dense_mask_is_refused_by_quantized_attention():

@@ -410,7 +410,8 @@ def test_cum_seqlens_is_a_loop_over_sequences(keys):
     cu_k = cu if keys is None else np.array([0, 9, 12, 30, 40])
     q, k, v = qkv(1, 30, keys=30 if keys is None else 44)
     names = {"cum_seqlens_q": jnp.asarray(cu), "cum_seqlens_k": None if keys is None else jnp.asarray(cu_k)}
-    for options in ({"causal": True}, {"sliding_window": (3, 1)}, {"causal": True, "chunk_size": 4}):
+    chunks = {"causal": True, "chunk_size": 4}, {"causal": True, "mask_info": MaskInfo(chunk_size=4)}
+    for options in ({"causal": True}, {"sliding_window": (3, 1)}, *chunks):
         got = flash_attention(q, k, v, **names, **options)
         for s in range(4):
             a, b = slice(cu[s], cu[s + 1]), slice(cu_k[s], cu_k[s + 1])

@@ -338,6 +338,8 @@ X, W, S = np.zeros((6, 4), np.float32), np.zeros((3, 4, 5), np.float32), np.arra
         (r"'transpose_rhs' must be True or False, got 1", (X, W, S), {"transpose_rhs": 1}),
         (r"'group_sizes' has 2 groups, but 'rhs' has E = 3 matrices; .* 'group_offset'", (X, W, S[:2]), {}),
         (r"'group_sizes' has 6 groups, .* E = 3 matrices; .* group_ids=", (X, W, np.zeros(6, int)), {}),
+        (r"'group_sizes' has \d+ rows in all, and 'lhs' \d+; .* not where groups begin or end", (X, W, np.cumsum(S)), {}),
+        (r"'group_sizes' must be at least 0, got -1", (X, W, jnp.asarray([2, -1, 1])), {}),
         (r"'group_sizes' must be integers \[G\].* got float32", (X, W, S.astype(np.float32)), {}),
         (r"'group_sizes' or 'group_ids' .* neither is given", (X, W), {}),
         (r"'group_sizes' or 'group_ids' .* both are given", (X, W, S), {"group_ids": np.zeros(6, int)}),

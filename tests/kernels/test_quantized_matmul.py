@@ -141,6 +141,18 @@ def test_zeros_in_place_of_biases():
     assert error(quantized_matmul(x, words, scales, zeros=zeros, bits=8), want) < 2e-6
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_code_that_stands_for_zero_is_zero_under_narrow_scales(dtype):
+    words, scales, _ = quantize(RNG.standard_normal((64, 8)).astype(np.float32), bits=8, group_size=32)
+    scales, zeros = scales.astype(dtype), jnp.asarray(RNG.integers(129, 255, scales.shape), jnp.int32)
+    steps = np.repeat(np.asarray(scales, np.float64), 32, axis=0)
+    want = steps * (numpy_weights(words, np.ones_like(zeros), 0 * zeros, "affine", 8) - np.repeat(zeros, 32, axis=0))
+    got = dequantize(words, scales, zeros=zeros, bits=8)
+    assert np.abs((got - want) / steps).max() < 1e-3
+    x = jnp.asarray(RNG.standard_normal((3, 64)), jnp.float32)
+    assert error(quantized_matmul(x, words, scales, zeros=zeros, bits=8), np.asarray(x, np.float64) @ want) < 2e-6
+
+
 def test_weights_have_no_gradient():
     words, scales, biases = quantize(W, **MODES["affine"])
     x = jnp.ones((1, 128))

@@ -122,6 +122,7 @@ def mixture_of_attention_heads(
     p = softmax(router_logits), and g_e = p_e / sum of p over the chosen ones, where the sum has no gradient. Keys and values
     are one head for all experts. The public function `flash_attention` is the engine of the XLA backend.
     """
+    check_mask_of_experts(mask)
     gates, chosen = routed(router_logits, top_k)
     E = router_logits.shape[-1]
     gates = jnp.sum(jax.nn.one_hot(chosen, E, dtype=gates.dtype) * gates[..., None], axis=-2)  # [B, T, E]
@@ -129,6 +130,16 @@ def mixture_of_attention_heads(
     heads = attention(query, key[:, :, None], value[:, :, None], mask, softmax_scale)[0].astype(x.dtype)
     each = dot("btev,evd->bted", heads, w_out)
     return jnp.sum(gates[..., None] * each, axis=2).astype(x.dtype)
+
+
+def check_mask_of_experts(mask: Any) -> None:
+    """Raises ValueError for a dense mask with heads: those of a token are experts in the order of their gates."""
+    dense = mask.attention_mask if isinstance(mask, MaskInfo) else None
+    if dense is not None and dense.ndim == 4 and dense.shape[1] != 1:
+        raise ValueError(
+            f"mixture_of_attention_heads: mask field 'attention_mask' of shape {dense.shape} has a mask for each of "
+            f"{dense.shape[1]} heads, and the heads of a token are the experts that it chose; give one for all, [B, 1, T, S]"
+        )
 
 
 def routed(router_logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:

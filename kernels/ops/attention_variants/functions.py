@@ -14,6 +14,7 @@ from kernels._core.masks import MaskInfo, window_of
 from kernels._core.public import Prepared, public
 from kernels.ops.attention_variants.contract import (
     check_heads,
+    check_mask_of_experts,
     check_square,
     differential_op,
     linformer_op,
@@ -284,7 +285,8 @@ def mixture_of_attention_heads(
         raise ValueError(
             f"{name}: argument 'top_k' must be an integer from 1 to E = {router_logits.shape[-1]}, got {top_k!r}"
         )
-    mask = _mask(name, x, key.shape[1], top_k, causal, sliding_window, segment_ids, mask_info)
+    check_mask_of_experts(mask_info)
+    mask = _mask(name, x, key.shape[1], 1, causal, sliding_window, segment_ids, mask_info)
     options = _given(name, softmax_scale=softmax_scale)
     return Prepared(mixture_op.bind(x, key, value, router_logits, w_query, w_out, **mask, **options, top_k=top_k))
 

@@ -5,6 +5,7 @@ Where a variant is softmax attention on other arrays, the public function `flash
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -101,7 +102,7 @@ def performer_forward(query, key, value, features, key_mask, causal, softmax_sca
     v = value.astype(jnp.float32)
     if not causal:
         state = _with_keys(_nothing(k, v), k, v)
-        out = _divided(*_read(q, state))
+        out = _divided(*_read(q, state)[:2])
     else:
         out = _chunks(q, k, v)[:, :T]
     return out.reshape(*query.shape[:3], -1).astype(query.dtype)
@@ -122,44 +123,83 @@ def _with_keys(state, k, v):
     return new, old * total + jnp.sum(phi, axis=1), old[..., None] * sums + _dot("bskp,bskv->bkpv", phi, v)
 
 
+def _finite(c):
+    """Returns logarithms with 0 where there is nothing: -inf less -inf would be NaN."""
+    return jnp.where(c == -jnp.inf, 0, c)
+
+
 def _scaled(q, c):
-    """Returns exp(q + c) of each query divided by its largest, [B, t, K, G, P]."""
+    """Returns (exp(q + c) of each query divided by its largest, [B, t, K, G, P]; the logarithm of that, [B, t, K, G])."""
     x = q + c[:, None, :, None]
-    largest = jnp.max(x, axis=-1, keepdims=True)
-    return jnp.exp(x - jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest)))
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1))
+    return jnp.exp(x - _finite(largest)[..., None]), largest
 
 
 def _read(q, state):
+    """Returns (sums of weights times values, sums of weights, the logarithm of what both are divided by) of each query."""
     c, total, sums = state
-    weights = _scaled(q, c)
-    return _dot("btkgp,bkpv->btkgv", weights, sums), _dot("btkgp,bkp->btkg", weights, total)
+    weights, largest = _scaled(q, c)
+    return _dot("btkgp,bkpv->btkgv", weights, sums), _dot("btkgp,bkp->btkg", weights, total), largest
 
 
 def _divided(sums, total):
     return jnp.where((total > 0)[..., None], sums / jnp.where(total > 0, total, 1)[..., None], 0)
 
 
+def _own(q, k, v):
+    """Returns what `_read` does, of each query's own token."""
+    x = q + k[:, :, :, None]
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1))
+    total = jnp.sum(jnp.exp(x - _finite(largest)[..., None]), axis=-1)
+    return total[..., None] * v[:, :, :, None], total, largest
+
+
+def _across(q, k, v, m):
+    """Returns what `_read` does, of what the first half of each block of 2 m tokens gives to the second.
+
+    A key is divided by the largest of its half, all of which these queries see, and by none of those after them: so however far
+    apart keys are, the largest of what a query sees is 1.
+    """
+
+    def half(x, which):
+        return x.reshape(-1, 2, m, *x.shape[2:])[:, which]
+
+    def with_nothing(x, nothing=0.0):
+        return jnp.stack([jnp.full_like(x, nothing), x], axis=1).reshape(*q.shape[:2], *x.shape[2:])
+
+    first = half(k, 0)
+    c = jax.lax.stop_gradient(jnp.max(first, axis=1))
+    weights, largest = _scaled(half(q, 1), c)
+    scores = _dot("btkgp,bskp->bkgts", weights, jnp.exp(first - _finite(c)[:, None]))
+    sums, total = _dot("bkgts,bskv->btkgv", scores, half(v, 0)), jnp.moveaxis(jnp.sum(scores, axis=-1), 3, 1)
+    return with_nothing(sums), with_nothing(total), with_nothing(largest, -jnp.inf)
+
+
+def _joined(parts):
+    """Returns (sums, total) of parts as `_read` returns them, all divided by the largest."""
+    top = _finite(functools.reduce(jnp.maximum, [largest for *_, largest in parts]))
+    shares = [jnp.exp(largest - top) for *_, largest in parts]
+    return (
+        sum(share[..., None] * sums for share, (sums, _, _) in zip(shares, parts)),
+        sum(share * total for share, (_, total, _) in zip(shares, parts)),
+    )
+
+
 def _chunks(q, k, v):
-    """Returns the causal form: a chunk reads what came before it from the state, and its own keys by a masked product."""
-    size = min(CHUNK, q.shape[1])
+    """Returns the causal form: a chunk reads what came before it from the state, and its own keys by halves of halves."""
+    size = min(CHUNK, 1 << (q.shape[1] - 1).bit_length())
 
     def split(x, fill=0.0):
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
-    below = jnp.tril(jnp.ones((size, size), bool))
+    halves = [1 << n for n in range(size.bit_length() - 1)]
 
     @jax.checkpoint  # the backward keeps the state at each chunk's start, and nothing of a chunk's size squared
     def chunk(state, x):
         q, k, v = x
-        after = _with_keys(state, k, v)
-        c, (before, total, sums) = after[0], state
-        anchor = jnp.where(c == -jnp.inf, 0, c)
-        weights, old = _scaled(q, c), jnp.exp(before - anchor)
-        own = _dot("btkgp,bskp->bkgts", weights, jnp.exp(k - anchor[:, None])) * below
-        out = _dot("bkgts,bskv->btkgv", own, v) + _dot("btkgp,bkpv->btkgv", weights, old[..., None] * sums)
-        mass = jnp.moveaxis(jnp.sum(own, axis=-1), 3, 1) + _dot("btkgp,bkp->btkg", weights, old * total)
-        return after, _divided(out, mass)
+        parts = [_read(q, state), _own(q, k, v), *(_across(q, k, v, m) for m in halves)]
+        return _with_keys(state, k, v), _divided(*_joined(parts))
 
     _, out = jax.lax.scan(chunk, _nothing(k, v), (split(q), split(k, -jnp.inf), split(v)))
     return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])

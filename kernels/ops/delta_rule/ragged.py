@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core import segments
 from kernels._core.public import Prepared, public
 from kernels._core.recurrence import sizes
+from kernels._core.requests import check_cuts, known
 from kernels.ops.delta_rule.contract import op
 from kernels.ops.delta_rule.functions import check_heads
 
@@ -23,6 +25,28 @@ def _integers(name: str, x: Any, shape: str, size: int | None) -> jax.Array:
             "query_start_loc is [0, n1, n1 + n2, ...], one more than there are requests"
         )
     return x.astype(jnp.int32)
+
+
+def _check_requests(cuts: Any, indices: Any, rows: Any, slots: Any, most: int | None) -> None:
+    """Raises ValueError for requests whose values are known, and are none: tokens of one that has more than it may would be
+    left out, and of two that share a slot one would be overwritten."""
+    name = "ragged_gated_delta_rule"
+    check_cuts(name, "query_start_loc", cuts, rows)
+    cuts, indices = known(cuts), known(indices)
+    if cuts is None or indices is None:
+        return
+    tokens = np.where((indices >= 0) & (indices < slots), np.diff(cuts), 0)  # what is padding writes nothing
+    if most is not None and (tokens > most).any():
+        raise ValueError(
+            f"{name}: argument 'max_query_len' = {most} is a promise, and a request has {tokens.max()} tokens in "
+            "'query_start_loc'; give the most that a request has, or None"
+        )
+    used, times = np.unique(indices[tokens > 0], return_counts=True)
+    if (times > 1).any():
+        raise ValueError(
+            f"{name}: argument 'state_indices' names slot {used[times > 1][0]} for several requests that have tokens; a "
+            "slot keeps one state"
+        )
 
 
 @public(op)
@@ -94,6 +118,7 @@ def ragged_gated_delta_rule(
         return jnp.asarray(state_pool).at[at].set(final.astype(state_pool.dtype), mode="drop")
 
     if max_query_len is None:
+        _check_requests(query_start_loc, state_indices, M, slots, None)
         ids = segments.of_cuts(cuts, M)[0]
         ids = jnp.where((ids >= 0) & used[ids.clip(0)], ids, -1)
         arrays = {n: x[None] for n, x in arrays.items()}
@@ -109,6 +134,7 @@ def ragged_gated_delta_rule(
         raise ValueError(
             f"{name}: argument 'max_query_len' must be an integer of at least 1, or None, got {max_query_len!r}"
         )
+    _check_requests(query_start_loc, state_indices, M, slots, max_query_len)
     at = cuts[:-1, None] + jnp.arange(max_query_len)
     there = (at < cuts[1:, None]) & used[:, None]
     arrays = {n: x[at.clip(0, M - 1)] for n, x in arrays.items()}

@@ -107,6 +107,10 @@ def flash_attention(
     if logits_soft_cap is not None and logits_soft_cap <= 0:
         raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
     packed = cum_seqlens_q is not None or cum_seqlens_k is not None
+    if cum_seqlens_k is not None and mask_info is not None and mask_info.q_positions is None:
+        # With cuts of the keys tokens get positions, of the whole axis: chunks are counted with the cuts at hand, whoever asks.
+        chunk_size = MaskInfo(chunk_size=chunk_size).combine(MaskInfo(chunk_size=mask_info.chunk_size)).chunk_size
+        mask_info = mask_info.replace(chunk_size=None)
     mask = MaskInfo(causal=bool(causal), window=window_of(sliding_window), chunk_size=None if packed else chunk_size)
     parts = [] if mask_info is None else [mask_info]
     if q_segment_ids is not None or kv_segment_ids is not None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
+from kernels._core.requests import known
 from kernels._core.segments import searchsorted
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, op, quantized_op
 
@@ -88,6 +90,16 @@ def _check_sizes(sizes: Any, experts: int, rows: Any, offset: Any) -> None:
     )
 
 
+def _check_rows(sizes: Any, rows: Any) -> None:
+    """Raises ValueError for sizes whose values are known, and are no rows of lhs: cut to them, others would be multiplied."""
+    values = known(sizes)
+    if values is not None and (values < 0).any():
+        raise _refuse("group_sizes", f"must be at least 0, got {values.min()}; a group without rows has 0")
+    if values is not None and isinstance(rows, int) and values.sum(dtype=np.int64) > rows:
+        what = f"has {values.sum(dtype=np.int64)} rows in all, and 'lhs' {rows}"
+        raise _refuse("group_sizes", what + "; they are the rows of each group, not where groups begin or end")
+
+
 @public(op, quantized_op)
 def grouped_matmul(
     lhs: jax.Array,
@@ -155,6 +167,8 @@ def grouped_matmul(
         group_offset = None
     sizes = jnp.asarray(sizes) if isinstance(sizes, (list, tuple)) else sizes
     _check_sizes(sizes, shape[0], lhs.shape[0], group_offset)
+    if order is None:
+        _check_rows(group_sizes, lhs.shape[0])
     sizes = sizes.astype(jnp.int32)  # their sums may be no numbers of a narrower one
     activated(activation, len(shape) == 4)
     arguments = {"rhs": None, "rhs_transposed": None, "rhs_transposed" if transpose_rhs else "rhs": rhs}

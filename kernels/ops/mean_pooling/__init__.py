@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kernels._core import segments
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
+from kernels._core.requests import known
 from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op
 
 __all__ = ["MeanPoolingConfig", "mean_pooling", "op"]
@@ -42,6 +43,12 @@ def _cuts(cum_seqlens: Any, batch: Any) -> jax.Array:
         raise ValueError(
             f"mean_pooling: argument 'cum_seqlens' cuts one packed row, and x has B = {batch}; reshape x to [1, B * T, D], or "
             "say by 'attention_mask' which tokens of each row are valid"
+        )
+    values = known(cum_seqlens)
+    if values is not None and (values[1:] < values[:-1]).any():
+        raise ValueError(
+            f"mean_pooling: argument 'cum_seqlens' must rise, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; they are the "
+            "sums of the lengths, not the lengths"
         )
     return cuts.astype(jnp.int32)  # T may be no number of a narrower one
 

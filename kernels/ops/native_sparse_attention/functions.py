@@ -189,10 +189,11 @@ def _documents(name: str, cuts: Any, segment_ids: Any, B: int, T: int, S: int) -
                 f"{_WHAT} {name!r} must be integers [0, n1, n1 + n2, ...] that cut one packed row, got {array.dtype} of shape "
                 f"{array.shape} for {B} rows"
             )
+        segments.check_cuts(name, cuts, T, "native_sparse_attention: ")
         return _starts(segments.of_cuts(array, T))
-    ids = jnp.asarray(segment_ids)
+    ids = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
     if ids.shape != (B, T) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{_WHAT} 'segment_ids' must be integers [B, T] = {(B, T)}, got {ids.dtype} of shape {ids.shape}"
         )
-    return _starts(ids)
+    return _starts(jnp.asarray(segments.narrowed(ids, "segment_ids")))

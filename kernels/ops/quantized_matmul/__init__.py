@@ -126,7 +126,10 @@ def _biases(function: str, scales: Any, biases: Any, zeros: Any, mode: str) -> A
     wanted = "uint8" if FORMATS[mode].exponents else "float"
     if (scales.dtype == jnp.uint8) != FORMATS[mode].exponents or (wanted == "float" and not is_float_array(scales)):
         raise ValueError(f"{function}: argument 'scales' of mode {mode!r} must be {wanted}, got {scales.dtype}")
-    return -scales * zeros.astype(scales.dtype) if zeros is not None else biases
+    if zeros is None:
+        return biases
+    # In float32, in which a code is multiplied too: rounded to narrow scales, the code that stands for zero would not be zero.
+    return -scales.astype(jnp.float32) * zeros.astype(jnp.float32)
 
 
 @checked
