@@ -20,8 +20,15 @@ FAULTS = (
     Fault(
         "a performer forgets to rescale its state",
         "kernels/ops/attention_variants/xla.py",
-        "weights, old[..., None] * sums)",
-        "weights, sums)",
+        "old[..., None] * sums + _dot",
+        "sums + _dot",
+        "tests/test_ops.py -k performer_attention-several_chunks-float32",
+    ),
+    Fault(
+        "a performer joins halves as if they were divided by the same key",
+        "kernels/ops/attention_variants/xla.py",
+        "sum(share[..., None] * sums for share,",
+        "sum(sums for share,",
         "tests/test_ops.py -k performer_attention-several_chunks-float32",
     ),
     Fault(
