@@ -150,7 +150,8 @@ def _main(arguments: list[str]) -> int:
     for hint in _hints(arguments, recipe):
         print(hint, flush=True)
     outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
-    stopped_early = not outcome.finished and recipe.run.stop_after is None
+    # A signal may come before run.stop_after too, and then the run is to go on.
+    stopped_early = outcome.step < min(recipe.run.steps, recipe.run.stop_after or recipe.run.steps)
     if outcome.summary is not None:
         s = outcome.summary
         print(

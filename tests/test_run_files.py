@@ -18,7 +18,7 @@ from small_run import TINY, losses
 from ejdist.training import integrity, lock, loop
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows
-from ejdist.training.stop import Diverged, stop_on_signals
+from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from kernels import Unsupported
 from launch import plan
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
@@ -109,6 +109,21 @@ def test_a_second_sigterm_does_not_cut_off_the_save():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert stop.after(1)
+
+
+@pytest.mark.parametrize(
+    ("more", "code"), [([], PREEMPTED), (["run.stop_after=4"], PREEMPTED), (["run.stop_after=2"], DONE)]
+)
+def test_a_signal_before_the_step_to_stop_after_is_no_end(more, code, corpus, tmp_path, monkeypatch, capsys):
+    """Whoever starts the run again where it was preempted asks the exit code alone."""
+
+    def told(self, step):
+        self.signals += [signal.SIGTERM] * (step == 2)
+        return bool(self.signals)
+
+    monkeypatch.setattr(Stop, "after", told)
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", *more]) == code
+    assert ("stopped by SIGTERM after step 2" in capsys.readouterr().out) == (code == PREEMPTED)
 
 
 def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys, monkeypatch):
