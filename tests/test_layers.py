@@ -301,6 +301,14 @@ def test_tables_are_in_some_rows_and_histograms_in_the_events(tmp_path):
     assert b"of/0" in file.read_bytes() and b"of/1" not in file.read_bytes()  # no finite value, no histogram
 
 
+def test_a_writer_that_is_opened_at_once_keeps_the_events_of_the_one_before(tmp_path):
+    for start in (0, 1):
+        writer = MetricsWriter(tmp_path, start, 2)
+        writer.put(start + 1, {"loss": jnp.float32(1), "tokens": jnp.float32(8)}, {"flops_causal": 1.0})
+        writer.close()
+    assert [b"loss" in file.read_bytes() for file in (tmp_path / "tensorboard").iterdir()] == [True, True]
+
+
 # -- what a part must not do ---------------------------------------------------------------------------------------------
 
 

@@ -114,7 +114,8 @@ class Events:
         self._histogram = make_histogram
         self._every, self._flushed = flush_every, time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(directory / "events"))
+        # By the second alone two have one name, and the later one, as after a rewind, would empty the file of the one before.
+        self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
         if purge_step is not None:  # what an earlier start wrote from that step on is hidden
             log = events.SessionLog(status=events.SessionLog.START)
             self._writer.write_event(self._event(step=purge_step, session_log=log))
