@@ -104,7 +104,8 @@ class Events:
     tensorboardX would die in silence and let its full queue block the run for ever.
     """
 
-    def __init__(self, directory: Path, purge_step: int | None, flush_every: float = 10.0) -> None:
+    def __init__(self, directory: Path, purge_step: int, flush_every: float = 10.0) -> None:
+        """`purge_step`: what an earlier start wrote from that step on is hidden."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
         from tensorboardX.summary import make_histogram
@@ -116,9 +117,8 @@ class Events:
         directory.mkdir(parents=True, exist_ok=True)
         # By the second alone two have one name, and the later one, as after a rewind, would empty the file of the one before.
         self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
-        if purge_step is not None:  # what an earlier start wrote from that step on is hidden
-            log = events.SessionLog(status=events.SessionLog.START)
-            self._writer.write_event(self._event(step=purge_step, session_log=log))
+        log = events.SessionLog(status=events.SessionLog.START)
+        self._writer.write_event(self._event(step=purge_step, session_log=log))
 
     def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
         """Adds numbers, and for each row of each table a histogram of its values."""
@@ -180,7 +180,8 @@ class MetricsWriter:
             if recipe is not None:
                 write_whole(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
             self._file = self.path.open("a", buffering=1)
-            self._events = Events(directory / "tensorboard", start + 1 if start else None)
+            # At step 0 too: a start before may have made steps and ended, or gone back, before its first checkpoint.
+            self._events = Events(directory / "tensorboard", start + 1)
         except OSError as error:
             raise cannot_write(directory, error) from error
         self._progress, self._total, self._tables_every = Progress(total), total, tables_every
