@@ -169,6 +169,28 @@ def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, cor
     assert (tmp_path / "summary.json").stat().st_mtime_ns == before, "made once"
 
 
+def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsys):
+    """All updates may be left out; NaN is no JSON, and what cannot be written as a number was a traceback."""
+    wrong = ["model.init_std=1e39", "guards.nonfinite=skip", "run.steps=3"]
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", *wrong]) == DONE
+    assert "loss none -> none in 3 steps" in capsys.readouterr().out
+
+    def refused(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refused)
+    assert summary["loss_first"] is None and summary["loss_last"] is None and summary["steps"] == 3
+
+
+def test_the_loss_of_a_later_step_is_not_that_of_the_first(corpus, tmp_path):
+    given = [*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]
+    assert main([*given, "run.stop_after=2"]) == DONE
+    (tmp_path / "metrics.jsonl").unlink()
+    assert main(given) == DONE
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["loss_first"] is None and summary["loss_last"] == losses(tmp_path)[-1]
+
+
 def test_rows_that_are_no_metrics_are_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"a": 1}\n{"step": 3, "loss": 1.0}\n')

@@ -247,7 +247,8 @@ _LAST = 10
 def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: int = 0, **facts: Any) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
-    loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Speeds are of the median step
+    loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Either is None where there is
+    none: a step whose update was skipped may have no loss, and its row may be gone. Speeds are of the median step
     after the first two. tflops_per_device and mfu_causal count attention by the mask that was used; mfu_full counts it as
     T x T.
 
@@ -260,13 +261,10 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
     steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
-    losses = [
-        row["loss"] for row in rows if row.get("loss") is not None
-    ]  # a step whose update was skipped may have none
-    last = losses[-_LAST:] or [math.nan]
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
     return {
-        "loss_first": rows[0].get("loss"),
-        "loss_last": statistics.fmean(last),
+        "loss_first": rows[0].get("loss") if rows[0]["step"] == 1 else None,
+        "loss_last": statistics.fmean(losses[-_LAST:]) if losses else None,
         "steps": rows[-1]["step"],
         "tokens_per_second": statistics.fmean(row["tokens"] for row in steady) / seconds,
         "step_time": seconds,
