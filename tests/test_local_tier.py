@@ -165,15 +165,14 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
 
 @pytest.mark.slow
 def test_a_lost_or_damaged_local_checkpoint_falls_back_and_says_so(corpus, tmp_path, capsys):
-    assert command(tmp_path, corpus, "run.stop_after=5") == DONE
-    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    for stop in (3, 5):
+        assert command(tmp_path, corpus, f"run.stop_after={stop}") == DONE
     local = next((tmp_path / "fast").glob("*/host-0-of-1"))
     assert sorted(p.name for p in local.iterdir()) == ["2", "4"]
     # As if the last one in run.dir had not been written: 4 is the newest.
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "5")
     (local / "4" / "pieces.bin").write_bytes(b"")
     shutil.rmtree(local / "2")
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "5", tmp_path / "run" / "checkpoints" / "3")
     capsys.readouterr()
     assert command(tmp_path, corpus, "run.stop_after=6") == DONE
     said = capsys.readouterr().out
