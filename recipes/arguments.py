@@ -118,10 +118,16 @@ def jobs_of(overrides: Sequence[str]) -> list[Job]:
     from hydra.errors import HydraException
 
     columns: list[list[tuple[str, bool]]] = []
+    swept: dict[str, str] = {}
     for override in map(_in_one_line, overrides):
         parsed = _parsed(override)
         if parsed is None:
             raise RecipeError(unreadable(override))
+        if before := swept.get(key_of(override)):
+            raise RecipeError(
+                f"{before} has several values, and {override}, which comes after it, would be that of every run: give "
+                f"{key_of(override)} once"
+            )
         if not parsed.is_sweep_override():
             columns.append([(override, False)])
             continue
@@ -134,11 +140,12 @@ def jobs_of(overrides: Sequence[str]) -> list[Job]:
             raise RecipeError(
                 f"{override}: the values of a sweep are listed here: {key}=A,B or {key}=range(1,4)"
             ) from error
+        swept[key_of(override)] = override
         columns.append([(f"{key}={value}", True) for value in values])
-    if not any(swept for column in columns for _, swept in column):
+    if not swept:
         raise RecipeError("--multirun: no key has several values, for example optimizer.learning_rate=1e-3,3e-3")
     combined = itertools.product(*columns)
-    return [Job(_name([word for word, swept in row if swept]), tuple(word for word, _ in row)) for row in combined]
+    return [Job(_name([word for word, named in row if named]), tuple(word for word, _ in row)) for row in combined]
 
 
 _LONGEST = 120  # letters of the name of a folder

@@ -270,6 +270,18 @@ def test_the_runs_of_a_sweep():
     assert long[0] != long[1] and max(map(len, long)) < 200
 
 
+@pytest.mark.parametrize("again", ["run.seed=3", "++run.seed=3", "run.seed=3,4"])
+def test_a_key_of_a_sweep_that_is_given_again_is_refused(again):
+    """All runs would have the later value, under the names of the others."""
+    with pytest.raises(RecipeError, match=r"run.seed=1,2 has several values, and .*run.seed=3.* give run.seed once"):
+        jobs_of(["run.seed=1,2", again])
+    jobs = jobs_of(["run.seed=3", "run.seed=1,2"])
+    assert [(job.name, job.overrides[-1]) for job in jobs] == [
+        ("run.seed=1", "run.seed=1"),
+        ("run.seed=2", "run.seed=2"),
+    ]
+
+
 STUB = """import os, signal, sys, time
 words = dict(a.split("=", 1) for a in sys.argv[1:])
 folder = words["run.dir"].strip("'")
