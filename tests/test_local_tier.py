@@ -51,6 +51,21 @@ def test_what_is_saved_comes_back_where_it_lay_and_two_stay(tier, state):
     assert beside == BESIDE and type(found) is type(state)
 
 
+def test_a_run_is_itself_through_a_link_and_a_copy_of_it_is_another(tmp_path, state):
+    """Its local checkpoints were passed over without a word where run.dir was written in another way."""
+    section, run = CheckpointSection(local=str(tmp_path / "fast"), local_every=1), tmp_path / "run"
+    first = Saves(run, section, Hosts(60))
+    first.begin(0, print)
+    saved(first.local, state, 2)
+    (tmp_path / "link").symlink_to(run)
+    shutil.copytree(run, tmp_path / "copy")
+    ways = [run, tmp_path / "link", run / ".." / "run"]
+    assert [Saves(way, section, Hosts(60)).find(described(state))[0][0] for way in ways] == [2, 2, 2]
+    assert not Saves(tmp_path / "copy", section, Hosts(60)).find(described(state))
+    run.rename(tmp_path / "moved")
+    assert not Saves(tmp_path / "moved", section, Hosts(60)).find(described(state))
+
+
 def test_the_next_step_may_write_where_the_state_lay(tier, state):
     before = jax.tree.map(np.array, state)
     tier.save(1, state, BESIDE)
