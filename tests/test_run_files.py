@@ -17,7 +17,7 @@ from small_run import TINY, losses
 
 from ejdist.training import integrity, lock, loop
 from ejdist.training.checkpoint import CheckpointError
-from ejdist.training.metrics import read_rows
+from ejdist.training.metrics import read_rows, summarise
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from kernels import Unsupported
 from launch import plan
@@ -189,6 +189,17 @@ def test_the_loss_of_a_later_step_is_not_that_of_the_first(corpus, tmp_path):
     assert main(given) == DONE
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["loss_first"] is None and summary["loss_last"] == losses(tmp_path)[-1]
+
+
+def test_speeds_are_of_the_steps_on_the_devices_of_the_summary():
+    """A run may go on with another mesh: steps on one device over the peak of four would be a quarter of what they were."""
+    row = {"loss": 1.0, "tokens": 8.0, "flops_causal": 4.0, "flops_full": 8.0}
+    made = [row | {"step": n, "step_time": 2.0, "devices": 1} for n in range(1, 21)]
+    made += [row | {"step": n, "step_time": 0.5, "devices": 4} for n in range(21, 26)]
+    found = summarise(made, devices=4, peak=4.0)
+    assert found["step_time"] == 0.5 and found["mfu_causal"] == 4.0 / 0.5 / 4 / 4.0 and found["tokens_per_second"] == 16
+    old = [{name: value for name, value in one.items() if name != "devices"} for one in made]
+    assert summarise(old, devices=4, peak=4.0)["step_time"] == 2.0, "rows of before it was kept"
 
 
 def test_rows_that_are_no_metrics_are_left_out(tmp_path):

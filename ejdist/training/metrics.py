@@ -248,15 +248,16 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
     """Returns the summary of a run from its rows.
 
     loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Either is None where there is
-    none: a step whose update was skipped may have no loss, and its row may be gone. Speeds are of the median step
-    after the first two. tflops_per_device and mfu_causal count attention by the mask that was used; mfu_full counts it as
-    T x T.
+    none: a step whose update was skipped may have no loss, and its row may be gone. Speeds are of the median step after the
+    first two, of those on so many devices: a run may go on with another mesh. tflops_per_device and mfu_causal count attention
+    by the mask that was used; mfu_full counts it as T x T.
 
     Args:
       peak: FLOP/s of one device, for the two MFU.
       since: speeds are of the steps after this one: a run's stages have their own.
     """
     own = [row for row in rows if row["step"] > since] or rows
+    own = [row for row in own if row.get("devices", devices) == devices] or own
     own = [row for row in own if all(name in row for name in _SUMMED)]
     steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
