@@ -34,7 +34,7 @@ keys:
                        loss: by octave of the place in the document and in the row. needle: a key and its value in text; recall:
                        one of many keys and values
   lengths=2048,8192    tokens of a row; default: data.sequence_length where it is given here, else the run's
-  batches=8            of data.global_batch rows at each length, for the loss
+  batches=8            of data.global_batch rows at each length, for the loss; of shorter data each row once
   examples=16          prompts at each length and depth
   depths=0,0.25,0.5,0.75,1
                        where the pair that is asked for stands: 0 at the start, 1 just before the question
@@ -193,7 +193,7 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
     """
     from ejdist.cluster.agreement import environment
     from ejdist.cluster.hosts import Hosts
-    from ejdist.evaluation import Evaluator, Prompts, loss_by_octave, measure_recall
+    from ejdist.evaluation import Evaluator, Prompts, batches_once, loss_by_octave, measure_recall
     from ejdist.evaluation.weights import open_weights
     from ejdist.mesh import make_mesh
     from ejdist.training.opening import check_hosts, data_of
@@ -236,13 +236,17 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
             evaluator = Evaluator(sections[n], mesh, params, buffers, programs[n])
             if "loss" in asked.tasks:
                 began, sized = time.perf_counter(), data.resized(n, evaluator.rows)
-                octaves = loss_by_octave(evaluator, (sized.batch(i) for i in range(asked.batches)))
+                octaves = loss_by_octave(evaluator, batches_once(sized, asked.batches))
                 found["loss"][str(n)] = {
                     "loss": octaves["row"].mean if octaves["row"].counts.any() else None,
                     "tokens": int(octaves["row"].counts.sum()),
                     **{place: of.rows() for place, of in octaves.items()},
                 }
                 _tell_loss(say, n, found["loss"][str(n)], time.perf_counter() - began)
+                if (rows := sized.rows_before_again) < asked.batches * sized.global_batch:
+                    say(
+                        f"  that is all of the data, {rows:,} rows, each counted once: batches={asked.batches} asked for more"
+                    )
             for asking in (p for p in prompts if p.length == n):
                 cells = measure_recall(evaluator, asking, asked.depths, asked.examples)
                 found["recall"] += [cell.row() for cell in cells]

@@ -26,7 +26,8 @@ keys:
   step=N                       of the checkpoint; default: the last
   dtype=float32                or bfloat16
   data.tokenizer=FILE          the tokenizer.json that the run was trained with: it is copied, with what stands beside it
-  max_position_embeddings=N    for config.json; default: the run's data.sequence_length, or the context of model.rope_scaling
+  max_position_embeddings=N    for config.json; default: the run's data.sequence_length, or the longer context of
+                               model.rope_scaling yarn or llama3
   from=DIR                     a folder with a config.json
 """
 _EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings")
@@ -119,7 +120,8 @@ def export(keys: dict[str, str]) -> None:
         )
     else:
         told = "no tokenizer is written: give data.tokenizer=FILE, the tokenizer.json that the run was trained with"
-    scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling else 0
+    # Of linear and ntk nothing says from which context they scale.
+    scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling in ("yarn", "llama3") else 0
     more["max_position_embeddings"] = length or max(scaled, run.data["sequence_length"])
     # The parameters are read one after the other onto this machine, whatever mesh they were trained on.
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -150,11 +150,13 @@ def _main(arguments: list[str]) -> int:
     for hint in _hints(arguments, recipe):
         print(hint, flush=True)
     outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
-    stopped_early = not outcome.finished and recipe.run.stop_after is None
+    # A signal may come before run.stop_after too, and then the run is to go on.
+    stopped_early = outcome.step < min(recipe.run.steps, recipe.run.stop_after or recipe.run.steps)
     if outcome.summary is not None:
         s = outcome.summary
+        first, last = ("none" if x is None else f"{x:.3f}" for x in (s["loss_first"], s["loss_last"]))
         print(
-            f"loss {s['loss_first']:.3f} -> {s['loss_last']:.3f} in {s['steps']} steps, "
+            f"loss {first} -> {last} in {s['steps']} steps, "
             f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s a device, "
             f"MFU {s['mfu_causal']:.1%} causal, {s['mfu_full']:.1%} full; written to {recipe.run.dir}"
         )

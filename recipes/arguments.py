@@ -108,9 +108,12 @@ class Job:
     overrides: tuple[str, ...]
 
 
-def jobs_of(overrides: Sequence[str]) -> list[Job]:
+def jobs_of(overrides: Sequence[str], texts: Collection[str] = ()) -> list[Job]:
     """Returns every combination of the values of a sweep, the last key changing first. Values are written as Hydra reads them:
     `key=1,2,3`, `key=range(1,4)`, `key=choice(a,b)`.
+
+    Args:
+      texts: the keys that take a text, of which 2024_11 is those letters, as in `check_values`.
 
     Raises:
       RecipeError: a value cannot be read, no key has several, or a folder is what is swept over.
@@ -118,10 +121,16 @@ def jobs_of(overrides: Sequence[str]) -> list[Job]:
     from hydra.errors import HydraException
 
     columns: list[list[tuple[str, bool]]] = []
+    swept: dict[str, str] = {}
     for override in map(_in_one_line, overrides):
         parsed = _parsed(override)
         if parsed is None:
             raise RecipeError(unreadable(override))
+        if before := swept.get(key_of(override)):
+            raise RecipeError(
+                f"{before} has several values, and {override}, which comes after it, would be that of every run: give "
+                f"{key_of(override)} once"
+            )
         if not parsed.is_sweep_override():
             columns.append([(override, False)])
             continue
@@ -129,16 +138,20 @@ def jobs_of(overrides: Sequence[str]) -> list[Job]:
         if key == "run.dir":
             raise RecipeError(f"{override}: run.dir is one folder, in which each run of a sweep gets its own")
         try:
-            values = list(dict.fromkeys(parsed.sweep_string_iterator()))
+            values = list(parsed.sweep_string_iterator())
         except HydraException as error:  # of an interval, which has no first value, and of glob
             raise RecipeError(
                 f"{override}: the values of a sweep are listed here: {key}=A,B or {key}=range(1,4)"
             ) from error
-        columns.append([(f"{key}={value}", True) for value in values])
-    if not any(swept for column in columns for _, swept in column):
+        swept[key_of(override)] = override
+        if key_of(override) in texts and not re.search(r"[][(){}'\"\\]", override):
+            # With nothing in brackets or quotes each word between commas is a value.
+            values = [word.strip() for word in override.partition("=")[2].split(",")]
+        columns.append([(f"{key}={value}", True) for value in dict.fromkeys(values)])
+    if not swept:
         raise RecipeError("--multirun: no key has several values, for example optimizer.learning_rate=1e-3,3e-3")
     combined = itertools.product(*columns)
-    return [Job(_name([word for word, swept in row if swept]), tuple(word for word, _ in row)) for row in combined]
+    return [Job(_name([word for word, named in row if named]), tuple(word for word, _ in row)) for row in combined]
 
 
 _LONGEST = 120  # letters of the name of a folder

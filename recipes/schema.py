@@ -80,6 +80,11 @@ def keys_of() -> list[str]:
     return [key for key, _ in _kinds(Recipe())]
 
 
+def texts_of() -> list[str]:
+    """Returns the keys that take a text; a source may be a list too."""
+    return [key for key, kind in _kinds(Recipe()) if kind in (str, str | None, Any)]
+
+
 def _nearest(name: str, known: Sequence[str]) -> str:
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     tail = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -190,9 +195,8 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     if a.config_dir is not None:
         _check_folder(a.config_dir)
     check_overrides(a.overrides, a.config_dir)
-    kinds = list(_kinds(Recipe()))
-    texts = [key for key, kind in kinds if kind in (str, str | None, Any)]  # a source may be a list too
-    overrides = check_values(a.overrides, texts, [key for key, kind in kinds if kind is bool])
+    switches = [key for key, kind in _kinds(Recipe()) if kind is bool]
+    overrides = check_values(a.overrides, texts_of(), switches)
     ConfigStore.instance().store(name="schema", node=Recipe)
     beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
     try:

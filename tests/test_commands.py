@@ -21,7 +21,7 @@ from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PIPE_CLOSED, PREEMPTE
 from launch.processes import Job
 from recipes import schema
 from recipes.arguments import jobs_of, quoted, read, unreadable
-from recipes.schema import GROUPS, RecipeError, compose, options_of, text_of, unread
+from recipes.schema import GROUPS, RecipeError, compose, options_of, text_of, texts_of, unread
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -268,6 +268,25 @@ def test_the_runs_of_a_sweep():
     assert len(jobs_of(["run.seed=1,1,2"])) == 2, "the same run once"
     long = [job.name for job in jobs_of([f"data.source={'a' * 300}x,{'a' * 300}y"])]
     assert long[0] != long[1] and max(map(len, long)) < 200
+
+
+@pytest.mark.parametrize("again", ["run.seed=3", "++run.seed=3", "run.seed=3,4"])
+def test_a_key_of_a_sweep_that_is_given_again_is_refused(again):
+    """All runs would have the later value, under the names of the others."""
+    with pytest.raises(RecipeError, match=r"run.seed=1,2 has several values, and .*run.seed=3.* give run.seed once"):
+        jobs_of(["run.seed=1,2", again])
+    jobs = jobs_of(["run.seed=3", "run.seed=1,2"])
+    assert [(job.name, job.overrides[-1]) for job in jobs] == [
+        ("run.seed=1", "run.seed=1"),
+        ("run.seed=2", "run.seed=2"),
+    ]
+
+
+def test_a_text_of_a_sweep_is_the_letters_that_are_written():
+    """As it is without a sweep: a folder of a month is no number."""
+    found = [compose(job.overrides) for job in jobs_of(["checkpoint.dir=2024_11, 1e3,a b", "run.seed=1_0"], texts_of())]
+    assert [(r.checkpoint.dir, r.run.seed) for r in found] == [("2024_11", 10), ("1e3", 10), ("a b", 10)]
+    assert [job.overrides for job in jobs_of(["run.seed=1_0,10"], texts_of())] == [("run.seed=10",)], "a number"
 
 
 STUB = """import os, signal, sys, time

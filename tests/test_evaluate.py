@@ -13,7 +13,7 @@ from shared import once
 from small_run import TINY
 
 from ejdist.cluster.hosts import Hosts
-from ejdist.evaluation import Cell, Evaluator, Octaves, Prompts, loss_by_octave, measure_recall
+from ejdist.evaluation import Cell, Evaluator, Octaves, Prompts, batches_once, loss_by_octave, measure_recall
 from ejdist.evaluation.positions import octave_of
 from ejdist.evaluation.weights import Weights, open_weights
 from ejdist.mesh import make_mesh
@@ -66,6 +66,19 @@ def test_every_counted_token_is_in_one_octave_of_the_document_and_of_the_row():
     assert found["row"].rows()[3]["loss"] is None
     assert found["row"].mean == found["document"].mean == 118 / 10
     assert np.isnan(Octaves.empty(4).mean)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_data_that_is_shorter_than_the_batches_is_counted_once(count, tmp_path):
+    (tmp_path / "short.txt").write_text("0123456789" * 9)
+    section = compose(
+        [*TINY, "data=files", f"data.source={tmp_path}/short.txt", f"data.cache_dir={tmp_path}/cache"]
+    ).data
+    data = build_data(section, seed=0).resized(16, 4)  # 91 tokens with the end: 6 rows
+    found = loss_by_octave(Known(16), batches_once(data, count))
+    rows = [data.packing.row(i) for i in range(min(4 * count, 6))]
+    assert found["row"].counts.sum() == sum((row["targets"] >= 0).sum() for row in rows)
+    assert found["row"].sums.sum() == sum(row["tokens"][row["targets"] >= 0].sum() for row in rows)
 
 
 # -- prompts --------------------------------------------------------------------------------------------------------------

@@ -301,6 +301,37 @@ def test_tables_are_in_some_rows_and_histograms_in_the_events(tmp_path):
     assert b"of/0" in file.read_bytes() and b"of/1" not in file.read_bytes()  # no finite value, no histogram
 
 
+def test_a_writer_that_is_opened_at_once_keeps_the_events_of_the_one_before(tmp_path):
+    for start in (0, 1):
+        writer = MetricsWriter(tmp_path, start, 2)
+        writer.put(start + 1, {"loss": jnp.float32(1), "tokens": jnp.float32(8)}, {"flops_causal": 1.0})
+        writer.close()
+    assert [b"loss" in file.read_bytes() for file in (tmp_path / "tensorboard").iterdir()] == [True, True]
+
+
+def test_events_of_steps_that_are_made_again_are_hidden(tmp_path):
+    """Also where the run goes back to its very beginning: it may have ended before its first checkpoint."""
+    from tensorboardX.proto import event_pb2
+
+    for start in (0, 0, 2):
+        writer = MetricsWriter(tmp_path, start, 5)
+        for step in range(start + 1, start + 4):
+            writer.put(step, {"loss": jnp.float32(step), "tokens": jnp.float32(8)}, {"flops_causal": 1.0})
+        writer.close()
+    shown = []
+    for file in sorted((tmp_path / "tensorboard").iterdir()):
+        content = file.read_bytes()
+        while content:  # its length, a checksum, the event, a checksum
+            size = int.from_bytes(content[:8], "little")
+            event = event_pb2.Event.FromString(content[12 : 12 + size])
+            content = content[16 + size :]
+            if event.HasField("session_log"):
+                shown = [step for step in shown if step < event.step]
+            elif event.summary.value:
+                shown.append(event.step)
+    assert shown == [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
 # -- what a part must not do ---------------------------------------------------------------------------------------------
 
 

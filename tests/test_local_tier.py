@@ -51,6 +51,21 @@ def test_what_is_saved_comes_back_where_it_lay_and_two_stay(tier, state):
     assert beside == BESIDE and type(found) is type(state)
 
 
+def test_a_run_is_itself_through_a_link_and_a_copy_of_it_is_another(tmp_path, state):
+    """Its local checkpoints were passed over without a word where run.dir was written in another way."""
+    section, run = CheckpointSection(local=str(tmp_path / "fast"), local_every=1), tmp_path / "run"
+    first = Saves(run, section, Hosts(60))
+    first.begin(0, print)
+    saved(first.local, state, 2)
+    (tmp_path / "link").symlink_to(run)
+    shutil.copytree(run, tmp_path / "copy")
+    ways = [run, tmp_path / "link", run / ".." / "run"]
+    assert [Saves(way, section, Hosts(60)).find(described(state))[0][0] for way in ways] == [2, 2, 2]
+    assert not Saves(tmp_path / "copy", section, Hosts(60)).find(described(state))
+    run.rename(tmp_path / "moved")
+    assert not Saves(tmp_path / "moved", section, Hosts(60)).find(described(state))
+
+
 def test_the_next_step_may_write_where_the_state_lay(tier, state):
     before = jax.tree.map(np.array, state)
     tier.save(1, state, BESIDE)
@@ -165,15 +180,14 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
 
 @pytest.mark.slow
 def test_a_lost_or_damaged_local_checkpoint_falls_back_and_says_so(corpus, tmp_path, capsys):
-    assert command(tmp_path, corpus, "run.stop_after=5") == DONE
-    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    for stop in (3, 5):
+        assert command(tmp_path, corpus, f"run.stop_after={stop}") == DONE
     local = next((tmp_path / "fast").glob("*/host-0-of-1"))
     assert sorted(p.name for p in local.iterdir()) == ["2", "4"]
     # As if the last one in run.dir had not been written: 4 is the newest.
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "5")
     (local / "4" / "pieces.bin").write_bytes(b"")
     shutil.rmtree(local / "2")
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "5", tmp_path / "run" / "checkpoints" / "3")
     capsys.readouterr()
     assert command(tmp_path, corpus, "run.stop_after=6") == DONE
     said = capsys.readouterr().out

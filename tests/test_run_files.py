@@ -17,8 +17,8 @@ from small_run import TINY, losses
 
 from ejdist.training import integrity, lock, loop
 from ejdist.training.checkpoint import CheckpointError
-from ejdist.training.metrics import read_rows
-from ejdist.training.stop import Diverged, stop_on_signals
+from ejdist.training.metrics import read_rows, summarise
+from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from kernels import Unsupported
 from launch import plan
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
@@ -111,6 +111,21 @@ def test_a_second_sigterm_does_not_cut_off_the_save():
         assert stop.after(1)
 
 
+@pytest.mark.parametrize(
+    ("more", "code"), [([], PREEMPTED), (["run.stop_after=4"], PREEMPTED), (["run.stop_after=2"], DONE)]
+)
+def test_a_signal_before_the_step_to_stop_after_is_no_end(more, code, corpus, tmp_path, monkeypatch, capsys):
+    """Whoever starts the run again where it was preempted asks the exit code alone."""
+
+    def told(self, step):
+        self.signals += [signal.SIGTERM] * (step == 2)
+        return bool(self.signals)
+
+    monkeypatch.setattr(Stop, "after", told)
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", *more]) == code
+    assert ("stopped by SIGTERM after step 2" in capsys.readouterr().out) == (code == PREEMPTED)
+
+
 def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys, monkeypatch):
     def nothing_found(*args, **limits):
         raise ValueError("coordinator_address should be defined.")
@@ -152,6 +167,39 @@ def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, cor
     before = (tmp_path / "summary.json").stat().st_mtime_ns
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == DONE
     assert (tmp_path / "summary.json").stat().st_mtime_ns == before, "made once"
+
+
+def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsys):
+    """All updates may be left out; NaN is no JSON, and what cannot be written as a number was a traceback."""
+    wrong = ["model.init_std=1e39", "guards.nonfinite=skip", "run.steps=3"]
+    assert main([*TINY, *corpus, f"run.dir={tmp_path}", *wrong]) == DONE
+    assert "loss none -> none in 3 steps" in capsys.readouterr().out
+
+    def refused(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refused)
+    assert summary["loss_first"] is None and summary["loss_last"] is None and summary["steps"] == 3
+
+
+def test_the_loss_of_a_later_step_is_not_that_of_the_first(corpus, tmp_path):
+    given = [*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]
+    assert main([*given, "run.stop_after=2"]) == DONE
+    (tmp_path / "metrics.jsonl").unlink()
+    assert main(given) == DONE
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["loss_first"] is None and summary["loss_last"] == losses(tmp_path)[-1]
+
+
+def test_speeds_are_of_the_steps_on_the_devices_of_the_summary():
+    """A run may go on with another mesh: steps on one device over the peak of four would be a quarter of what they were."""
+    row = {"loss": 1.0, "tokens": 8.0, "flops_causal": 4.0, "flops_full": 8.0}
+    made = [row | {"step": n, "step_time": 2.0, "devices": 1} for n in range(1, 21)]
+    made += [row | {"step": n, "step_time": 0.5, "devices": 4} for n in range(21, 26)]
+    found = summarise(made, devices=4, peak=4.0)
+    assert found["step_time"] == 0.5 and found["mfu_causal"] == 4.0 / 0.5 / 4 / 4.0 and found["tokens_per_second"] == 16
+    old = [{name: value for name, value in one.items() if name != "devices"} for one in made]
+    assert summarise(old, devices=4, peak=4.0)["step_time"] == 2.0, "rows of before it was kept"
 
 
 def test_rows_that_are_no_metrics_are_left_out(tmp_path):

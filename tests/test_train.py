@@ -13,6 +13,7 @@ import pytest
 from shared import once
 from small_run import TINY, losses
 
+from ejdist.evaluation.weights import open_weights
 from ejdist.mesh import make_mesh
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
 from ejdist.training.data import build as build_data
@@ -355,6 +356,20 @@ def test_another_recipe_does_not_go_on_with_this_run(change, code, words, stoppe
     message = capsys.readouterr().err
     assert all(w in message for w in words), message
     assert (stopped_run / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(stopped_run, corpus, tmp_path, capsys):
+    """Its moments and rates would go on from one step, and its batches from another."""
+    run(tmp_path / "whole", corpus, "run.steps=6")
+    shutil.copytree(stopped_run / "checkpoints" / "2", stopped_run / "checkpoints" / "5")
+    with pytest.raises(ValueError, match=r"checkpoints/5 is of step 2, by what it holds: .* give another step"):
+        open_weights(str(stopped_run))
+    assert open_weights(str(stopped_run), 3).what.startswith("step 3 of")
+    assert command(stopped_run, corpus) == DONE
+    said = capsys.readouterr().out
+    assert "checkpoints/5 is of step 2, by what it holds: going on from the one before it" in said
+    assert "5.damaged" in said and "going on from step 3" in said
+    assert losses(stopped_run) == losses(tmp_path / "whole")
 
 
 def test_an_interrupted_save_is_ignored(stopped_run, corpus, capsys):

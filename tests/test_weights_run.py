@@ -175,6 +175,16 @@ def test_what_the_command_writes(trained, tmp_path, capsys, monkeypatch):
     assert "data.tokenizer=bytes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("scaling", "context"), [("ntk", 64), ("linear", 64), ("yarn", 384), ("llama3", 384)])
+def test_the_context_that_is_written_is_one_that_the_run_names(scaling, context, corpus, tmp_path):
+    """Linear and ntk read no model.rope_original_length, so that its default says nothing of theirs."""
+    keys = [f"model.rope_scaling={scaling}", "model.rope_factor=4.0", "run.steps=1"]
+    keys += ["model.rope_original_length=96"] * (context > 64)
+    run(tmp_path / "run", corpus, *keys)
+    assert main([f"run.dir={tmp_path}/run", f"to={tmp_path}/to"]) == DONE
+    assert json.loads((tmp_path / "to" / "config.json").read_text())["max_position_embeddings"] == context
+
+
 def test_the_model_of_a_folder_as_overrides(trained, tmp_path, capsys):
     made(tmp_path / "their models, 2", "deepseek")
     assert main([f"from={tmp_path}/their models, 2"]) == DONE

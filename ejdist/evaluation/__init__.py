@@ -4,7 +4,7 @@ Everything runs as training does: on the same mesh, in the same order of the seq
 """
 
 from ejdist.evaluation.forward import Evaluator
-from ejdist.evaluation.positions import Octaves, loss_by_octave
+from ejdist.evaluation.positions import Octaves, batches_once, loss_by_octave
 from ejdist.evaluation.recall import TASKS, Cell, Prompts, measure_recall
 
-__all__ = ["TASKS", "Cell", "Evaluator", "Octaves", "Prompts", "loss_by_octave", "measure_recall"]
+__all__ = ["TASKS", "Cell", "Evaluator", "Octaves", "Prompts", "batches_once", "loss_by_octave", "measure_recall"]

@@ -7,7 +7,7 @@ of it the model has seen when it predicts the next, itself included.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,15 @@ class Octaves:
 def octave_of(places: np.ndarray) -> np.ndarray:
     """Returns floor(log2) of places, which count from 1; exact for every int32."""
     return np.frexp(np.asarray(places, np.float64))[1].astype(np.int64) - 1
+
+
+def batches_once(data: Any, count: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the first `count` batches of `ejdist.training.data.Data`, fewer where it has fewer rows: past the last row its
+    first come again, and would be counted once more."""
+    rows, left = data.global_batch, data.rows_before_again
+    for number in range(math.ceil(min(count, left / rows))):
+        batch, new = data.batch(number), np.arange(rows) < left - number * rows
+        yield batch | {"targets": np.where(new[:, None], batch["targets"], -1)}
 
 
 def loss_by_octave(evaluator: Evaluator, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, Octaves]:

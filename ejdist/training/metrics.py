@@ -104,7 +104,8 @@ class Events:
     tensorboardX would die in silence and let its full queue block the run for ever.
     """
 
-    def __init__(self, directory: Path, purge_step: int | None, flush_every: float = 10.0) -> None:
+    def __init__(self, directory: Path, purge_step: int, flush_every: float = 10.0) -> None:
+        """`purge_step`: what an earlier start wrote from that step on is hidden."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
         from tensorboardX.summary import make_histogram
@@ -114,10 +115,10 @@ class Events:
         self._histogram = make_histogram
         self._every, self._flushed = flush_every, time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(directory / "events"))
-        if purge_step is not None:  # what an earlier start wrote from that step on is hidden
-            log = events.SessionLog(status=events.SessionLog.START)
-            self._writer.write_event(self._event(step=purge_step, session_log=log))
+        # By the second alone two have one name, and the later one, as after a rewind, would empty the file of the one before.
+        self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
+        log = events.SessionLog(status=events.SessionLog.START)
+        self._writer.write_event(self._event(step=purge_step, session_log=log))
 
     def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
         """Adds numbers, and for each row of each table a histogram of its values."""
@@ -179,7 +180,8 @@ class MetricsWriter:
             if recipe is not None:
                 write_whole(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
             self._file = self.path.open("a", buffering=1)
-            self._events = Events(directory / "tensorboard", start + 1 if start else None)
+            # At step 0 too: a start before may have made steps and ended, or gone back, before its first checkpoint.
+            self._events = Events(directory / "tensorboard", start + 1)
         except OSError as error:
             raise cannot_write(directory, error) from error
         self._progress, self._total, self._tables_every = Progress(total), total, tables_every
@@ -245,26 +247,25 @@ _LAST = 10
 def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: int = 0, **facts: Any) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
-    loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Speeds are of the median step
-    after the first two. tflops_per_device and mfu_causal count attention by the mask that was used; mfu_full counts it as
-    T x T.
+    loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Either is None where there is
+    none: a step whose update was skipped may have no loss, and its row may be gone. Speeds are of the median step after the
+    first two, of those on so many devices: a run may go on with another mesh. tflops_per_device and mfu_causal count attention
+    by the mask that was used; mfu_full counts it as T x T.
 
     Args:
       peak: FLOP/s of one device, for the two MFU.
       since: speeds are of the steps after this one: a run's stages have their own.
     """
     own = [row for row in rows if row["step"] > since] or rows
+    own = [row for row in own if row.get("devices", devices) == devices] or own
     own = [row for row in own if all(name in row for name in _SUMMED)]
     steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
-    losses = [
-        row["loss"] for row in rows if row.get("loss") is not None
-    ]  # a step whose update was skipped may have none
-    last = losses[-_LAST:] or [math.nan]
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
     return {
-        "loss_first": rows[0].get("loss"),
-        "loss_last": statistics.fmean(last),
+        "loss_first": rows[0].get("loss") if rows[0]["step"] == 1 else None,
+        "loss_last": statistics.fmean(losses[-_LAST:]) if losses else None,
         "steps": rows[-1]["step"],
         "tokens_per_second": statistics.fmean(row["tokens"] for row in steady) / seconds,
         "step_time": seconds,

@@ -168,6 +168,9 @@ def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int,
         try:
             run = run.after(step)
             state, kept = where.restore(step, run.program.state, run.hosts.first)
+            made = kept["data"].get("step", step)
+            if made != step:  # a copy: its moments and rates would be of one step, and its batches of another
+                raise DamagedCheckpoint(f"checkpoint {where.directory / str(step)} is of step {made}, by what it holds")
             break
         except DamagedCheckpoint as error:
             damaged.append((step, where, error))

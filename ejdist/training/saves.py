@@ -142,10 +142,11 @@ class Saves:
 
 
 def _id_in(run_dir: Path) -> str | None:
-    """Returns the id of the run in a folder. A copy of a run is another one, and so is one that was moved."""
+    """Returns the id of the run in a folder, whatever links lead there. A copy of a run is another one, and so is one that was
+    moved."""
     try:
         found = json.loads((run_dir / _RUN_ID).read_text())
-        return found["id"] if found["of"] == str(run_dir.absolute()) else None
+        return found["id"] if Path(found["of"]).resolve() == run_dir.resolve() else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

@@ -214,8 +214,8 @@ def make_steps(
         with pace.at(WAITS):
             if writer is not None:
                 share = data.global_batch / (rows.stop - rows.start)
-                host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share} | run.labels()
-                writer.put(step, metrics, host)
+                host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
+                writer.put(step, metrics, host | {"devices": program.mesh.size} | run.labels())
             stopped_here = stop.after(step)
             where = saves.due(step, last=step == end or stopped_here)
             watch.add(step, metrics, all_of_them=where is not None)

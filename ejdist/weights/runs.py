@@ -49,6 +49,11 @@ class Run:
         self.step = last if step is None else step
         beside = self._checkpoints.run_of(self.step)
         self.recipe, self.data = beside["recipe"], beside["data"]
+        if (made := self.data.get("step", self.step)) != self.step:
+            raise WeightsError(
+                f"checkpoint {self._checkpoints.directory / str(self.step)} is of step {made}, by what it holds: remove it, or "
+                "give another step"
+            )
         self.model = section_of(self.recipe, self.folder)
 
     def load(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

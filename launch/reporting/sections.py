@@ -145,13 +145,16 @@ def _skipped(runs: Sequence[RunFolder]) -> list[_Chart]:
 
 def _mfu(runs: Sequence[RunFolder]) -> list[_Chart]:
     """Returns the chart of the MFU of each step, where a summary says what the peak is."""
-    peaks = [number(run.summary.get("peak_tflops_per_device")) * number(run.summary.get("devices")) for run in runs]
-    if len(runs) > 1 or not peaks[0] > 0:
+    peak, devices = (number(runs[0].summary.get(name)) for name in ("peak_tflops_per_device", "devices"))
+    if len(runs) > 1 or not peak * devices > 0:
         return []
 
     def mfu(row: dict[str, Any]) -> float:
-        seconds = number(row.get("step_time"))
-        return number(row.get("flops_causal")) / seconds / (peaks[0] * 1e12) * 100 if seconds > 0 else math.nan
+        # Its own devices: a run may go on with another mesh. Rows of before that was kept are of the summary's.
+        seconds, used = number(row.get("step_time")), number(row.get("devices", devices))
+        return (
+            number(row.get("flops_causal")) / seconds / (peak * used * 1e12) * 100 if seconds * used > 0 else math.nan
+        )
 
     return [("MFU", "% of the peak, attention counted by the pairs of the mask", mfu, {"zero": True})]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,6 +92,11 @@ class Data:
     @property
     def steps_per_epoch(self) -> float:
         return self.packing.rows_per_epoch / self.global_batch
+
+    @property
+    def rows_before_again(self) -> float:
+        """Rows that come before one comes again. No number of a mixture's: its weights say how often each source comes."""
+        return math.inf if isinstance(self.corpus, Mixture) else self.packing.rows_per_epoch
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """Returns the batch of a step, counted from 0, or only those of its rows: what one host needs."""
