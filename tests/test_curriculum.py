@@ -73,7 +73,8 @@ def test_stages_are_one_run_with_one_schedule(corpus, whole):
     )
     recipe = compose(PLAN)
     schedule = make_schedule(recipe.optimizer, recipe.run.steps)
-    assert [row["learning_rate"] for row in rows] == [float(schedule(i)) for i in range(6)]
+    # To a rounding: the step computes it among other things, and here it is computed alone.
+    assert [row["learning_rate"] for row in rows] == pytest.approx([float(schedule(i)) for i in range(6)], rel=1e-6)
     there, _ = state_of(whole)
     assert there.step == 6 and there.model.rope_base == recipe.model.rope_base == 10000.0
     assert there.data["sequence_length"] == 64 and there.data["step"] == 6
