@@ -23,11 +23,14 @@ from jax.export import is_symbolic_dim
 _POSITIVE = ("positive", lambda x: 0 < x < math.inf)
 _COUNT = ("at least 1", lambda x: x >= 1)
 _NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
+_FINITE = ("finite", math.isfinite)
 DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eps": _NOT_NEGATIVE,
     "norm_eps": _NOT_NEGATIVE,
     "norm_groups": _COUNT,
     "max_query_len": _COUNT,
+    "softmax_scale": _FINITE,
+    "scale": _FINITE,
     "temperature": _POSITIVE,
     "logits_soft_cap": _POSITIVE,
     "teacher_logits_soft_cap": _POSITIVE,
