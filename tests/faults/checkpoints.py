@@ -114,7 +114,7 @@ FAULTS = (
     Fault(
         "a copy of a run takes the local checkpoints of the other",
         SAVES,
-        'return found["id"] if found["of"] == str(run_dir.absolute()) else None',
+        'return found["id"] if Path(found["of"]).resolve() == run_dir.resolve() else None',
         'return found["id"]',
         f"{TIER} -k newer_of_both",
     ),
