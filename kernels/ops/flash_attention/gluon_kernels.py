@@ -101,6 +101,20 @@ def _load_tile(desc, batch, row, head, ring, stage, phase, PANELS: gl.constexpr)
 
 
 @gluon.jit
+def _load_keys(k_desc, v_desc, batch, head, end, begin, keys, values, stage, phase, PANELS: gl.constexpr):
+    """Loads the blocks of keys and values before `end`, the last one first, until that at `begin`, and returns the stage that
+    comes next, and its phase."""
+    BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
+    STAGES: gl.constexpr = values[0].shape[0]
+    for i in range(end - begin):
+        row = (end - 1 - i) * BLOCK_K
+        _load_tile(k_desc, batch, row, head, keys, stage, phase, PANELS)
+        _load_tile(v_desc, batch, row, head, values, stage, phase, 1)
+        stage, phase = after(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
     WARPGROUPS: gl.constexpr = _attending(O)
@@ -112,8 +126,6 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
         b, n, block = _place(tile, O, HEADS)
         first, full, full_end, last = span_of(spans_ptr, b, block, O)
         head = n // (O.N // O.K)
-        tile = take(queue, turn_ptr, turn)
-        turn += 1
         mbarrier.wait(q_free.index(at), q_phase ^ 1)
         mbarrier.expect(q_full.index(at), WARPGROUPS * PANELS * q_desc.nbytes_per_cta)
         for i in gl.static_range(WARPGROUPS * PANELS):
@@ -121,11 +133,13 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
             where = [b, block * O.BLOCK_Q + i // PANELS * ROWS, n, i % PANELS * WIDTH]
             tma.async_load(q_desc, where, q_full.index(at), part)
         at, q_phase = after(at, q_phase, QUEUED)
-        for i in range(last - first):
-            row = (last - 1 - i) * O.BLOCK_K
-            _load_tile(k_desc, b, row, head, keys, stage, phase, PANELS)
-            _load_tile(v_desc, b, row, head, values, stage, phase, 1)
-            stage, phase = after(stage, phase, STAGES)
+        # The next tile is taken as late as its loads allow. Who is done first is to have the longest one that is left; taken
+        # when this tile begins, it would be who began first, who has had the longest one already.
+        soon = gl.minimum(first + 2, last)
+        stage, phase = _load_keys(k_desc, v_desc, b, head, last, soon, keys, values, stage, phase, PANELS)
+        tile = take(queue, turn_ptr, turn)
+        turn += 1
+        stage, phase = _load_keys(k_desc, v_desc, b, head, soon, first, keys, values, stage, phase, PANELS)
 
 
 @gluon.jit
