@@ -4,6 +4,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 from shared import once
 
-if any("gpu" in argument for argument in sys.argv):
+# The expression of -m, not a path with the word in it, nor "not gpu".
+if any(re.fullmatch(r"(-m *)?gpu( and .*)?", argument) for argument in sys.argv):
     os.environ["EJDIST_TESTS_ON_GPU"] = "1"  # workers have other arguments
 if "EJDIST_TESTS_ON_GPU" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"
