@@ -154,6 +154,11 @@ def _run(argv: list[str]) -> int:
 
     device = jax.devices()[0].device_kind
     path = Path(options.get("out", report.RESULTS)) / f"{op.name}_{report.slug(device)}.json"
+    try:  # before anything is measured, which is then lost
+        report.read(path)
+        report.writable(path.parent)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"option 'out': results cannot be kept in {path}: {error}") from error
 
     def keep(block: dict[str, Any]) -> None:
         result = report.keep(path, op.name, device, block)

@@ -15,13 +15,17 @@ def read(defaults: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
 
 
 def split(defaults: Mapping[str, Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns (the options, the words that are none of them). Ends the command at a value that is not of its option's type."""
-    found, rest = dict(defaults), []
+    """Returns (the options, the words that are none of them). Ends the command at a value that is not of its option's type, and
+    at an option that is given twice."""
+    found, rest, given = dict(defaults), [], set()
     for word in argv:
         name, equals, value = word.partition("=")
         if not equals or name not in defaults:
             rest.append(word)
             continue
+        if name in given:
+            raise SystemExit(f"{word!r}: {name} is given twice; give it once")
+        given.add(name)
         kind = type(defaults[name])
         try:
             found[name] = kind(value)

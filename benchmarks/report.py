@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,18 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def writable(folder: Path) -> None:
+    """Makes a folder where there is none. Raises OSError where no file can be written in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
 def keep(path: Path, op_name: str, device: str, block: dict[str, Any]) -> dict[str, Any]:
     """Returns the results in `path` with this case's block in them, written: it replaces one of the same case and dtype."""
     result = read(path) or {"format": FORMAT, "op": op_name, "device": device, "cases": []}
     key = (block["case"], block["dtype"])
     cases = [b for b in result["cases"] if (b["case"], b["dtype"]) != key]
     result = {**result, "device": device, "cases": [*cases, block]}
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(result, indent=1) + "\n")
     return result
 

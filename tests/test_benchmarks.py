@@ -14,7 +14,7 @@ import pytest
 from small_run import TINY
 
 import kernels
-from benchmarks import measure, peers, race, ranking, report, resumed, sequence, step, timing
+from benchmarks import measure, options, peers, race, ranking, report, resumed, sequence, step, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
 from ejdist import make_mesh
@@ -216,6 +216,7 @@ def test_what_an_expression_gives_is_what_it_is_held_to(tmp_path):
         (["rms_norm", "case=model_4k,"], "case of rms_norm '' is unknown"),
         (["rms_norm", "dtype=float32", "dtype=float16"], "option 'dtype' is given twice"),
         (["rms_norm", "model_4k"], "argument 'model_4k' must be written name=value"),
+        (["rms_norm", "out=/dev/null/folder"], "option 'out': results cannot be kept in /dev/null/folder"),
         (["--write", "out=/no/such/folder"], "option 'out': /no/such/folder has no results"),
         (["--write", "case=model_4k"], "option 'case' has no place beside --write"),
     ],
@@ -526,3 +527,9 @@ def test_what_each_start_of_a_run_took(tmp_path, capsys):
 def test_every_benchmark_names_what_it_does_not_know(name):
     with pytest.raises((SystemExit, ValueError), match="nonsense"):
         importlib.import_module(f"benchmarks.{name}").main(["nonsense=1"])
+
+
+def test_an_option_that_is_given_twice():
+    assert options.split({"rounds": 1}, ["rounds=2", "recipe=moe"]) == ({"rounds": 2}, ["recipe=moe"])
+    with pytest.raises(SystemExit, match="rounds is given twice"):
+        options.split({"rounds": 1}, ["rounds=2", "rounds=3"])
