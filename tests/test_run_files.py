@@ -22,7 +22,7 @@ from ejdist.training.metrics import read_rows, summarise, write_whole
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from ejdist.weights.writer import save
 from kernels import Unsupported
-from launch import plan
+from launch import export, plan, report
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import _virtual_cpus, main
 from recipes import schema
@@ -39,6 +39,16 @@ def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, t
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main([*TINY, *corpus, 'run.dir="~/run"', "run.steps=1"]) == DONE
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_home_of_nobody_is_named(capsys):
+    away = "~nobody_of_this_name/run"
+    for words in (f'run.dir="{away}"', f'checkpoint.dir="{away}"', f'model.init_from="{away}"'):
+        assert main([*TINY, words]) == WRONG
+        assert f"{words.partition('=')[0]} = '{away}': there is no such user" in capsys.readouterr().err
+    assert report.main([f"run.dir={away}"]) == export.main(["run.dir=a", f"to={away}"]) == WRONG
+    said = capsys.readouterr().err
+    assert f"run.dir = '{away}'" in said and f"to = '{away}'" in said
 
 
 def test_more_virtual_devices_than_a_machine_has_room_for(capsys):
