@@ -183,7 +183,7 @@ def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, cor
 
 def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsys):
     """All updates may be left out; NaN is no JSON, and what cannot be written as a number was a traceback."""
-    wrong = ["model.init_std=1e3", "model.attention_scale=3e38", "guards.nonfinite=skip", "run.steps=3"]
+    wrong = ["model.init_std=1e3", "model.attention_scale=8e37", "guards.nonfinite=skip", "run.steps=3"]
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", *wrong]) == DONE
     assert "loss none -> none in 3 steps" in capsys.readouterr().out
 

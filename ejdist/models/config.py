@@ -213,11 +213,12 @@ class DecoderShape:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"model.{name} must be positive, or null for none, got {value}")
         for name in ("rope_base", "norm_eps", "init_std"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
+        for name in ("rope_base", "norm_eps", "init_std", "attention_soft_cap", "logits_soft_cap", "attention_scale"):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"model.{name} must be positive, got {value}")
-            if not _LEAST <= value <= _MOST:
-                raise ValueError(f"model.{name} = {value}: float32 holds numbers from {_LEAST:.2g} to {_MOST:.2g} here")
+            if value is not None and not _LEAST <= value <= _MOST:
+                raise ValueError(f"model.{name} = {value} must be from {_LEAST:.2g} to {_MOST:.2g}: float32 holds it")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
