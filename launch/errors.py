@@ -21,6 +21,10 @@ ABORTED = 134
 AGAIN = (PREEMPTED, HOST_LOST, ABORTED)
 
 
+class AtOnce(int):
+    """An exit code of a process that is to wait for nothing that it has begun: a save may have been cut off."""
+
+
 class NotCompiled(RuntimeError):
     """The compiler refuses a program; the message is its own."""
 
@@ -101,4 +105,4 @@ def run_command(
         return tell(error)
     except KeyboardInterrupt:
         print(stopped[0], file=sys.stderr)
-        return stopped[1]
+        return AtOnce(stopped[1])

@@ -73,7 +73,9 @@ class Asked:
 def _numbers(name: str, text: str, kind: Callable[[str], Any], least: float) -> list[Any]:
     """Returns the numbers of a list, "1,2" or "[1,2]". Raises ValueError, naming the key."""
     try:
-        found = [kind(part) for part in text.strip("[]").split(",")]
+        # Python also reads 1_6, as 16, and the digits of other scripts.
+        found = [kind(part) for part in text.strip("[]").split(",") if re.fullmatch(" *[-+.0-9e]{1,18} *", part)]
+        found = found if len(found) == text.count(",") + 1 else []
     except ValueError:
         found = []
     if not found or not all(least <= x < math.inf for x in found) or len(set(found)) < len(found):

@@ -152,6 +152,9 @@ def file_of(key: str, given: str, suffix: str = "") -> Path:
     Raises:
       ValueError: it has another suffix, is a folder, or its folder is not there or cannot be written.
     """
+    from ejdist.training.places import check_home
+
+    check_home(key, given)
     path = Path(given).expanduser()
     folder = path.absolute().parent
     if path.suffix != (suffix or path.suffix) or path.is_dir() or not folder.is_dir():

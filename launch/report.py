@@ -47,8 +47,10 @@ def folders_of(given: str) -> list[str]:
     Raises:
       ValueError: a pattern fits none, or there are more than can be told apart.
     """
+    from ejdist.training.places import check_home
     from launch.reporting.sections import MOST_RUNS
 
+    check_home("run.dir", given)
     if Path(given).expanduser().is_dir():  # also one with a comma in its name, as runs of a sweep have
         return [given]
     found = []

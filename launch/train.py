@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
-from launch.errors import DONE, HOST_LOST, PREEMPTED, exit_code_of, run_command
+from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, run_command
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -185,7 +185,7 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     end_with(exit_code_of)
     before()
     code = body()
-    if code not in (DONE, PREEMPTED):
+    if code not in (DONE, PREEMPTED) or isinstance(code, AtOnce):
         _end_now(code)
     sys.exit(code)
 

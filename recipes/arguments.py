@@ -175,6 +175,12 @@ def _parsed(override: str) -> Any:
         return None
 
 
+def value_of(override: str) -> Any:
+    """Returns the value of an override as Hydra reads it, None if it cannot."""
+    parsed = _parsed(_in_one_line(override))
+    return None if parsed is None else parsed.value()
+
+
 def _in_one_line(override: str) -> str:
     """Returns an override without line ends, which Hydra's grammar has no place for: a list of stages may stand on several."""
     return override if _parsed(override) is not None else " ".join(override.splitlines())

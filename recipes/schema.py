@@ -19,7 +19,7 @@ from ejdist.models.config import KINDS
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
-from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read
+from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
 
 __all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of", "unread"]
 
@@ -253,11 +253,25 @@ def _check_stages(a: Arguments, recipe: Recipe) -> None:
     over = unused([named(stage) for stage in recipe.curriculum])
     for override in a.overrides:
         name = key_of(override)
+        if name == "curriculum":
+            _check_nulls(override)
         if is_of(name, over):
             inside = name.partition(".")[0] if name.partition(".")[0] in over else name.rpartition(".")[2]
             raise RecipeError(
                 f"{override} is not used: every stage of the curriculum has its own {inside}; give it in curriculum=[...], or "
                 "give curriculum=[] for no stages"
+            )
+
+
+def _check_nulls(override: str) -> None:
+    """Raises RecipeError where a stage of the command line has null: to a recipe that is printed it means what is left out, and
+    who writes rope_scaling: null may mean none."""
+    given = value_of(override)
+    for i, stage in enumerate(given if isinstance(given, list) else ()):
+        for name in (name for name, value in stage.items() if value is None) if isinstance(stage, dict) else ():
+            raise RecipeError(
+                f"curriculum[{i}].{name} = null: a stage that does not name a key has the recipe's; leave it out, and where "
+                f"only some stages are to have {name}, give it in these and not in the recipe"
             )
 
 

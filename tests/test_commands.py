@@ -432,11 +432,20 @@ def test_who_reads_no_further_stops_the_processes_of_a_run(monkeypatch):
     assert time.monotonic() - start < 30
 
 
-def test_a_command_that_fails_ends_at_once():
-    """With its own exit code, whatever threads still do: steps may be under way."""
-    text = "import threading, time, launch.train as t; threading.Thread(target=time.sleep, args=(60,)).start(); "
-    made = subprocess.run([sys.executable, "-c", f"{text}t.command(body=lambda: 4)"], cwd=ROOT, timeout=30, check=False)
-    assert made.returncode == 4
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("lambda: 4", 4),
+        ("lambda: t.run_command(['x'], lambda words: signal.raise_signal(2), str, stopped=('', 75))", 75),
+    ],
+)
+def test_a_command_that_fails_ends_at_once(body, code):
+    """With its own exit code, whatever threads still do: steps may be under way, or a save that a second Ctrl-C has cut off."""
+    text = (
+        "import signal, threading, time, launch.train as t; threading.Thread(target=time.sleep, args=(60,)).start(); "
+    )
+    made = subprocess.run([sys.executable, "-c", f"{text}t.command(body={body})"], cwd=ROOT, timeout=30, check=False)
+    assert made.returncode == code
 
 
 def test_a_closed_output_is_one_that_nobody_reads(monkeypatch):

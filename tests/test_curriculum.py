@@ -198,6 +198,13 @@ def test_what_every_stage_has_of_its_own_is_not_taken_beside_them(first, last, o
         compose([*words, f"curriculum={one_has_none}"])
 
 
+def test_null_in_a_stage_of_the_command_line_is_refused():
+    """It would train on with the recipe's scaling; of a printed recipe it means what the stage leaves out."""
+    words = ["recipe=length_curriculum", "model.rope_scaling=ntk", "model.rope_factor=2.0"]
+    with pytest.raises(ValueError, match=r"curriculum\[1\].rope_scaling = null: .* leave it out"):
+        compose([*words, "curriculum=[{until: 9, rope_base: 5.0}, {rope_scaling: null}]"])
+
+
 def test_what_is_wrong_with_a_later_stage_is_said_at_the_start(corpus, tmp_path):
     for stage, words in (
         ("{mesh: {sp: 3}}", r"curriculum\[1\]: .*sequence length 64"),

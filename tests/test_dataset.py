@@ -410,6 +410,7 @@ def test_a_mixture_is_a_recipe_s_and_resumes(tmp_path):
         ({"mixture": [{"source": "x", "weight": "1"}]}, ["data.mixture[0].weight", "got '1'"]),
         ({"mixture": [{"source": "x", "weight": True}]}, ["data.mixture[0].weight"]),
         ({"mixture": [{"source": "x", "weight": float("nan")}]}, ["data.mixture[0].weight", "nan"]),
+        ({"mixture": [{"source": "x", "weight": 1e308}] * 2}, ["data.mixture[0].weight", "below 1e+300", "1e+308"]),
         (
             {"mixture": [{"source": "x", "weight": 1}, {"source": "y", "weight": 1e-6}]},
             ["data.mixture[1].weight = 1e-06 is less than one row in 65,536"],

@@ -12,15 +12,17 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from small_run import TINY, losses
 
 from ejdist.training import integrity, lock, loop
 from ejdist.training.checkpoint import CheckpointError
-from ejdist.training.metrics import read_rows, summarise
+from ejdist.training.metrics import read_rows, summarise, write_whole
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
+from ejdist.weights.writer import save
 from kernels import Unsupported
-from launch import plan
+from launch import export, plan, report
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import _virtual_cpus, main
 from recipes import schema
@@ -37,6 +39,16 @@ def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, t
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main([*TINY, *corpus, 'run.dir="~/run"', "run.steps=1"]) == DONE
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_home_of_nobody_is_named(capsys):
+    away = "~nobody_of_this_name/run"
+    for words in (f'run.dir="{away}"', f'checkpoint.dir="{away}"', f'model.init_from="{away}"'):
+        assert main([*TINY, words]) == WRONG
+        assert f"{words.partition('=')[0]} = '{away}': there is no such user" in capsys.readouterr().err
+    assert report.main([f"run.dir={away}"]) == export.main(["run.dir=a", f"to={away}"]) == WRONG
+    said = capsys.readouterr().err
+    assert f"run.dir = '{away}'" in said and f"to = '{away}'" in said
 
 
 def test_more_virtual_devices_than_a_machine_has_room_for(capsys):
@@ -171,7 +183,7 @@ def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, cor
 
 def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsys):
     """All updates may be left out; NaN is no JSON, and what cannot be written as a number was a traceback."""
-    wrong = ["model.init_std=1e39", "guards.nonfinite=skip", "run.steps=3"]
+    wrong = ["model.init_std=1e3", "model.attention_scale=8e37", "guards.nonfinite=skip", "run.steps=3"]
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", *wrong]) == DONE
     assert "loss none -> none in 3 steps" in capsys.readouterr().out
 
@@ -200,6 +212,8 @@ def test_speeds_are_of_the_steps_on_the_devices_of_the_summary():
     assert found["step_time"] == 0.5 and found["mfu_causal"] == 4.0 / 0.5 / 4 / 4.0 and found["tokens_per_second"] == 16
     old = [{name: value for name, value in one.items() if name != "devices"} for one in made]
     assert summarise(old, devices=4, peak=4.0)["step_time"] == 2.0, "rows of before it was kept"
+    other = [one | {"devices": 4, "mesh": "sp=4" if one["devices"] == 1 else "fsdp=4"} for one in made]
+    assert summarise(other, devices=4, peak=4.0)["step_time"] == 0.5, "as many devices, in another mesh"
 
 
 def test_rows_that_are_no_metrics_are_left_out(tmp_path):
@@ -225,6 +239,20 @@ def test_the_cause_of_a_failed_write_is_not_cut_off():
         integrity.reason_of(ValueError("bad chunk. See full TensorStore details: <bound method>"))
         == "ValueError: bad chunk"
     )
+
+
+def test_a_full_disk_is_told_with_the_file_that_was_written(tmp_path, monkeypatch):
+    """The error of a write names none: reports, evaluations and exports ended in "No space left on device" alone."""
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(OSError, match=f"No space left.*{tmp_path}/page.html"):
+        write_whole(tmp_path / "page.html", "")
+    with pytest.raises(OSError, match=f"No space left.*{tmp_path}/out"):
+        save(tmp_path / "out", compose([]).model, dict[str, np.ndarray]().get)
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoints_that_are_a_file(corpus, tmp_path, capsys):

@@ -12,7 +12,7 @@ import jax
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.parameters import initialise
 from ejdist.training.leaves import name_of
-from ejdist.training.places import is_url
+from ejdist.training.places import check_home, is_url
 from ejdist.training.program import Program
 from ejdist.weights.families import read_config
 from ejdist.weights.match import differences, told_difference
@@ -78,6 +78,7 @@ def open_weights(where: str, step: int | None = None) -> Weights:
     """
     if is_url(where):
         return _of_run(Run(where, step))
+    check_home("run.dir", where)
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
         if step is not None:

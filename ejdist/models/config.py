@@ -29,6 +29,8 @@ ROPE_SCALING = {
     "rope_attention_factor": "attention_factor",
     "rope_truncate": "truncate",
 }
+# Of numbers that are computed with in float32, where up to three times init_std is drawn.
+_LEAST, _MOST = 2.0**-126, 2.0**126
 REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `stack.rematerialised`
 
 
@@ -213,6 +215,10 @@ class DecoderShape:
         for name in ("rope_base", "norm_eps", "init_std"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
+        for name in ("rope_base", "norm_eps", "init_std", "attention_soft_cap", "logits_soft_cap", "attention_scale"):
+            value = getattr(self, name)
+            if value is not None and not _LEAST <= value <= _MOST:
+                raise ValueError(f"model.{name} = {value} must be from {_LEAST:.2g} to {_MOST:.2g}: float32 holds it")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
         if self.compute_dtype not in ("float32", "bfloat16"):

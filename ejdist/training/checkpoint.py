@@ -19,7 +19,7 @@ from etils import epath
 
 from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
 from ejdist.training.leaves import kind_of, like_arrays, to_arrays
-from ejdist.training.places import check_place, is_url, place
+from ejdist.training.places import check_home, check_place, is_url, place
 from ejdist.training.stored import (
     CheckpointError,
     DamagedCheckpoint,
@@ -69,6 +69,8 @@ class CheckpointSection:
             )
         if self.local is not None and (is_url(self.local) or not self.local.strip()):
             raise ValueError(f"checkpoint.local = {self.local!r} must be a folder on a disk of each host")
+        if self.local is not None:
+            check_home("checkpoint.local", self.local)
         if self.dir is not None:
             check_place("checkpoint.dir", self.dir)
 

@@ -53,6 +53,9 @@ def write_whole(path: Path, text: str) -> None:
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
+    except OSError as error:  # that of a full disk names no file
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -137,10 +140,10 @@ class Events:
 
 
 def _for_json(value: Any) -> Any:
-    """Returns a number, or a list of them, as JSON has it: there is no NaN in it and no infinity."""
+    """Returns a word, a number, or a list of them, as JSON has it: there is no NaN in it and no infinity."""
     if isinstance(value, list):
         return [_for_json(x) for x in value]
-    return value if math.isfinite(value) else None
+    return value if isinstance(value, str) or math.isfinite(value) else None
 
 
 def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
@@ -192,7 +195,7 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float]) -> None:
+    def put(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float | str]) -> None:
         """Hands over a step. Raises what went wrong in the thread, if anything did."""
         if self._failure is not None:
             raise self._failure
@@ -209,7 +212,7 @@ class MetricsWriter:
                     self._failure = error
             self._queue.task_done()
 
-    def _write(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float]) -> None:
+    def _write(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float | str]) -> None:
         values = {name: x.tolist() for name, x in jax.device_get(metrics).items()}
         tables = {name: value for name, value in values.items() if _is_table(value)}
         if not self._tables_every or (step % self._tables_every and step not in (1, self._total)):
@@ -219,7 +222,8 @@ class MetricsWriter:
         row = {"step": step, **values, **host, "step_time": step_time}
         row["tokens_per_second"] = values["tokens"] / step_time
         self._file.write(json.dumps({name: _for_json(value) for name, value in row.items()}) + "\n")
-        plain = {name: value for name, value in row.items() if name != "step" and name not in tables}
+        words = {name for name, value in row.items() if isinstance(value, str)}
+        plain = {name: value for name, value in row.items() if name not in {"step", *tables, *words}}
         self._events.add(step, dict(pair for name, value in plain.items() for pair in _scalars(name, value)), tables)
         self._progress.show(row)
 
@@ -249,8 +253,8 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
 
     loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Either is None where there is
     none: a step whose update was skipped may have no loss, and its row may be gone. Speeds are of the median step after the
-    first two, of those on so many devices: a run may go on with another mesh. tflops_per_device and mfu_causal count attention
-    by the mask that was used; mfu_full counts it as T x T.
+    first two, of those on so many devices and on the mesh of the last row: a run may go on with another. tflops_per_device and
+    mfu_causal count attention by the mask that was used; mfu_full counts it as T x T.
 
     Args:
       peak: FLOP/s of one device, for the two MFU.
@@ -258,6 +262,7 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
     """
     own = [row for row in rows if row["step"] > since] or rows
     own = [row for row in own if row.get("devices", devices) == devices] or own
+    own = [row for row in own if row.get("mesh") == own[-1].get("mesh")]
     own = [row for row in own if all(name in row for name in _SUMMED)]
     steady = own[_WARMUP_STEPS:] or own
     seconds = statistics.median(row["step_time"] for row in steady)
@@ -303,6 +308,9 @@ def save_picture(figure: Any, path: Path) -> None:
     try:
         figure.savefig(temporary, dpi=120)
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

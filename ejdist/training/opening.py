@@ -101,6 +101,7 @@ def open_run(
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
     folders = [("run.dir", directory)]
+    s.checkpoint.check()
     if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
         kept = Path(s.checkpoint.dir).expanduser()
         if kept.resolve() == directory.resolve():

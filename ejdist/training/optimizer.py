@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optax
 
 SCHEDULES = ("warmup_cosine", "wsd", "constant")
@@ -27,6 +28,17 @@ class OptimizerSection:
     clip_norm: float = 1.0  # of the global gradient; 0 for none
 
 
+def _in_float32(value: float) -> float:
+    """Returns what the step computes with: b1 = 0.99999999999 is 1, and eps = 1e39 infinite."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _told(value: float) -> str:
+    held = _in_float32(value)
+    return f"{value}" + (f", which float32 has as {held:g}" if held != value and held in (0, 1, math.inf) else "")
+
+
 def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     """Returns step -> learning rate, for step = 0 to `steps` - 1; the last has `final_ratio` of the peak.
 
@@ -40,8 +52,8 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
         raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {s.decay_fraction}")
     if not 0 <= s.final_ratio <= 1:
         raise ValueError(f"optimizer.final_ratio must be in [0, 1], got {s.final_ratio}")
-    if not 0 < s.learning_rate < math.inf:
-        raise ValueError(f"optimizer.learning_rate must be positive, got {s.learning_rate}")
+    if not 0 < _in_float32(s.learning_rate) < math.inf:
+        raise ValueError(f"optimizer.learning_rate must be positive, got {_told(s.learning_rate)}")
     if s.warmup_steps < 0:
         raise ValueError(f"optimizer.warmup_steps must not be negative, got {s.warmup_steps}")
     warmup = min(s.warmup_steps, max(steps - 1, 0))
@@ -73,8 +85,10 @@ def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple
     """
     bounds = {"b1": (0, 1), "b2": (0, 1), "eps": (0, math.inf), "weight_decay": (0, 10), "clip_norm": (0, math.inf)}
     for name, (low, high) in bounds.items():
-        if not low <= getattr(section, name) < high:
-            raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {getattr(section, name)}")
+        value = getattr(section, name)
+        held = _in_float32(value)
+        if not low <= held < high or (value and not held):
+            raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {_told(value)}")
     schedule = make_schedule(section, steps)
     s = section
     adamw = optax.adamw(

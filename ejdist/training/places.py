@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,11 +21,21 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def check_home(key: str, value: str) -> None:
+    """Raises ValueError if a path begins with ~NAME of a user that this machine does not know."""
+    try:
+        Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{key} = {value!r}: there is no such user here; give the whole path") from error
+
+
 def check_folder(key: str, value: str | None, remedy: str = _MOUNT) -> None:
     """Raises ValueError if the value of a key that takes a file or a folder is a URL: it would be taken for a folder of that
-    name. Call it before anything is made of the value."""
+    name; or in the home of nobody. Call it before anything is made of the value."""
     if value is not None and is_url(value):
         raise ValueError(f"{key} = {value!r} is a URL, and this key takes a path of this machine: {remedy}")
+    if value is not None:
+        check_home(key, value)
 
 
 def check_place(key: str, value: str) -> None:
@@ -33,6 +44,7 @@ def check_place(key: str, value: str) -> None:
         raise ValueError(f"{key} is empty: name a folder, or leave it out")
     found = _URL.match(value)
     if found is None:
+        check_home(key, value)
         return
     scheme = found.group(1).lower()
     if scheme != "gs":

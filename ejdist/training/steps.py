@@ -200,6 +200,7 @@ def make_steps(
     program, data, saves = run.program, run.data, run.saves
     watch, passed, pace = guards.watch, guards.passed, guards.pace
     rows = local_rows(program)
+    mesh = " ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
     batches = data.iterator(start, end, rows, lambda made: passed.number(made + 1))
     step = start
     pace.begins(start)
@@ -215,7 +216,8 @@ def make_steps(
             if writer is not None:
                 share = data.global_batch / (rows.stop - rows.start)
                 host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
-                writer.put(step, metrics, host | {"devices": program.mesh.size} | run.labels())
+                host |= {"devices": program.mesh.size, "mesh": mesh}
+                writer.put(step, metrics, host | run.labels())
             stopped_here = stop.after(step)
             where = saves.due(step, last=step == end or stopped_here)
             watch.add(step, metrics, all_of_them=where is not None)

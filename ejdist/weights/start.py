@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from ejdist.models.decoder import DecoderConfig
-from ejdist.training.places import is_url
+from ejdist.training.places import check_home, is_url
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError, digest_of, read_folder
 from ejdist.weights.match import differences, told_difference
@@ -46,6 +46,7 @@ def open_source(where: str, c: DecoderConfig) -> Source:
     leaves = frozenset(declared_leaves(c))
     if is_url(where):
         return _of_run(Run(where, key="model.init_from"), c, leaves)
+    check_home("model.init_from", where)
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
         family, theirs = read_config(folder)

@@ -71,7 +71,9 @@ def save(
         for target, path in (beside or {}).items():
             shutil.copyfile(path, new / target)
         _write_tensors(new, tensors, leaf, DTYPES[WRITTEN[dtype]], most)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):  # that of a full disk names no file
+            error.filename = error.filename or str(new)
         shutil.rmtree(new, ignore_errors=True)
         raise
     if to.is_dir():

@@ -23,6 +23,7 @@ from ejdist.training.data.shuffle import Shuffle
 from ejdist.training.data.tokenizer import Tokenizer
 
 BLOCK = 1 << 16
+_MOST = 1e300  # of a weight, so that the sum of all is a number
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,10 @@ def counts_of(weights: Sequence[Any]) -> tuple[int, ...]:
     """
     for i, weight in enumerate(weights):
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (number and math.isfinite(weight) and weight > 0):
+        if not (number and 0 < weight < _MOST):
             raise ValueError(
-                f"data.mixture[{i}].weight must be a number above 0, got {weight!r}; leave a source out for 0"
+                f"data.mixture[{i}].weight must be a number above 0 and below {_MOST:g}, got {weight!r}; leave a source out "
+                "for 0"
             )
     shares = [weight / math.fsum(weights) * BLOCK for weight in weights]
     counts = [math.floor(s) for s in shares]
