@@ -138,6 +138,7 @@ def tables(folder: Path) -> str:
     if older:
         parts.append(f"Written by an older command, and not shown: {', '.join(f'`{name}`' for name in older)}.")
     more = (
+        small_operations(folder / "small_operations"),
         steps(folder / "steps"),
         sequences(folder / "sequences"),
         tokenizing(folder / "tokenize"),
@@ -149,6 +150,18 @@ def tables(folder: Path) -> str:
 
 def _origin(found: dict[str, Any]) -> str:
     return f"{found['date']} `{found['commit'][:9]}`"
+
+
+def small_operations(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.small_operations` in a folder; empty where there are none."""
+    from benchmarks.small_operations import table as rows_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        when = f"Measured {_origin(found)}." if "commit" in found else "Measured at a commit that was not written down."
+        parts.append(f"### Operations beside attention on {found['device']}\n\n{rows_of(found['rows'])}\n\n{when}")
+    return "\n\n".join(parts)
 
 
 def steps(folder: Path) -> str:

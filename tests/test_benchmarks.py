@@ -523,7 +523,9 @@ def test_what_each_start_of_a_run_took(tmp_path, capsys):
         resumed.main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("name", ["experts", "plan", "replicas", "resumed", "sequence", "step", "tokenize"])
+@pytest.mark.parametrize(
+    "name", ["experts", "plan", "replicas", "resumed", "sequence", "small_operations", "step", "tokenize"]
+)
 def test_every_benchmark_names_what_it_does_not_know(name):
     with pytest.raises((SystemExit, ValueError), match="nonsense"):
         importlib.import_module(f"benchmarks.{name}").main(["nonsense=1"])

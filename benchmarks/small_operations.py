@@ -1,13 +1,15 @@
-"""`python -m benchmarks.comparisons.small_ops_gpu [ops=rms_norm,cross_entropy] [quick=1] [candidates=1] [divide=1] [out=F]`
+"""`python -m benchmarks.small_operations [ops=rms_norm,cross_entropy] [quick=0] [candidates=0] [divide=1] [out=FILE] [commit=]`
 
 On one GPU, the operations beside attention, forward and backward by themselves, on Triton and on XLA, beside a copy on the
 device that moves as many bytes as the operation must (its declared `work`). Then a gated MLP, and projection with cross
 entropy, value and gradients, beside a program that keeps whole logits. Numbers first: a contestant that is not within 1% of
 the contract in float32, in every output and gradient, is not timed, and the program ends with 1.
 
-Times are medians of shuffled rounds, each of calls back to back. `quick`: half of the shapes and fewer rounds. `candidates`:
-every configuration that tuning would try. `divide`: rows divided by that, for a try on a small device.
+Times are medians of shuffled rounds, each of calls back to back. quick=1: half of the shapes and fewer rounds. candidates=1:
+every configuration that tuning would try. divide: rows divided by that, for a try on a small device.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -22,6 +24,8 @@ import jax
 import jax.numpy as jnp
 
 import kernels
+from benchmarks.measure import provenance
+from benchmarks.options import read
 from kernels._core.binding import floats_apart, is_float_array, merged
 from kernels.ops.cross_entropy import CrossEntropyConfig
 
@@ -41,6 +45,7 @@ BOUND_BY_MEMORY = {
 # The gradient of x and of the residual are one array. As two results of a program they would be two, by a copy that no model
 # makes: one of them is timed.
 THE_SAME = {"fused_add_rms_norm": ("residual",), "fused_add_layer_norm": ("residual",)}
+OPTIONS = {"ops": "", "quick": 0, "candidates": 0, "divide": 1, "out": "", "commit": ""}
 FLOOR = 1e-2  # of bfloat16, in the 2-norm
 ROUNDS, SECONDS = 9, 0.02
 
@@ -248,27 +253,28 @@ def programs(name, made, rounds):
         yield row | {"of_plain": plain / seconds, "scratch_MiB": memory[who] / 2**20}
 
 
-def printed(rows):
-    """Prints the rows as a table."""
-    columns = ("op", "case", "direction", "who", "us", "GB_s", "of_copy", "of_plain", "scratch_MiB")
-    cells = [columns]
-    for row in rows:
-        if "failed" in row:
-            continue
-        cells.append(tuple(f"{v:.2f}" if isinstance(v, float) else str(v) for v in (row.get(c, "") for c in columns)))
-    widths = [max(len(c[i]) for c in cells) for i in range(len(columns))]
-    for line in cells:
-        print("  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip())
+def table(rows):
+    """Returns the rows as Markdown."""
+    heads = ("operation", "case", "direction", "by", "us", "GB/s", "of a copy", "of plain JAX", "scratch MiB")
+    keys = ("op", "case", "direction", "who", "us", "GB_s", "of_copy", "of_plain", "scratch_MiB")
+    digits = {"us": ".0f", "GB_s": ".0f", "of_copy": ".2f", "of_plain": ".2f", "scratch_MiB": ".0f"}
+    cells = [[f"{row[k]:{digits.get(k, '')}}" if k in row else "" for k in keys] for row in rows if "failed" not in row]
+    said = [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells)]
+    failed = [f"{row['op']} {row['case']}, {row['who']}: {row['failed']}" for row in rows if "failed" in row]
+    return "\n".join([*said, *(f"\nNot timed: {line}." for line in failed)])
 
 
-def main(ops="", quick="", candidates="", divide="1", out=""):
-    start, rows, asked = time.perf_counter(), [], [n for n in ops.split(",") if n]
-    unknown = sorted({*asked} - {*BOUND_BY_MEMORY, "gated_mlp", "cross_entropy"})
-    if unknown:
-        raise ValueError(
-            f"argument 'ops' names {unknown}; there are {[*BOUND_BY_MEMORY, 'gated_mlp', 'cross_entropy']}"
-        )
+def main(argv):
+    o = read(OPTIONS, argv)
+    start, rows, asked = time.perf_counter(), [], [n for n in o["ops"].split(",") if n]
+    there = [*BOUND_BY_MEMORY, "gated_mlp", "cross_entropy"]
+    if unknown := sorted({*asked} - {*there}):
+        raise SystemExit(f"ops names {', '.join(unknown)}; there are {', '.join(there)}")
+    if o["divide"] < 1:
+        raise SystemExit(f"divide must be positive, got {o['divide']}")
+    quick, candidates = bool(o["quick"]), bool(o["candidates"])
     rounds = 5 if quick else ROUNDS
+    facts = {"device": jax.devices()[0].device_kind, "dtype": "bfloat16", "options": o, **provenance(o["commit"])}
 
     def take(found):
         for row in found:
@@ -276,30 +282,23 @@ def main(ops="", quick="", candidates="", divide="1", out=""):
             share = "".join(f", {row[n]:.2f} {n}" for n in ("of_copy", "of_plain") if n in row)
             said = row.get("failed") or f"{row['us']:.1f} us{share}"
             print(f"{row['op']} {row['case']} {row.get('direction', '')} {row['who']}: {said}", flush=True)
-            if out:
-                with open(out, "w") as f:
-                    json.dump({"device": jax.devices()[0].device_kind, "rows": rows}, f, indent=1)
+            if o["out"]:  # after each, so that what was measured is not lost with what comes after
+                with open(o["out"], "w") as file:
+                    json.dump({**facts, "rows": rows}, file, indent=1)
 
     for name, names in BOUND_BY_MEMORY.items():
         if asked and name not in asked:
             continue
         cases = {c.name: c for c in OPS[name].cases}
         for case in names[:1] if quick else names:
-            take(bound_by_memory(name, cases[case], int(divide), bool(candidates), rounds))
+            take(bound_by_memory(name, cases[case], o["divide"], candidates, rounds))
     longer = functools.partial(projection, named="llama_8b_32k")
     for name, make in (("gated_mlp", gated_mlp), ("cross_entropy", projection), ("cross_entropy", longer)):
         if not asked or name in asked:
-            take(programs(name, make(int(divide), bool(candidates)), rounds))
-    failed = [row for row in rows if "failed" in row]
-    print(
-        f"\n{jax.devices()[0].device_kind}, bfloat16, {time.perf_counter() - start:.0f} s; of_copy, of_plain: 1 is as "
-        "fast as a copy, as plain JAX"
-    )
-    for row in failed:
-        print(f"FAILED {row['op']} {row['case']} {row['who']}: {row['failed']}")
-    printed(rows)
-    return 1 if failed else 0
+            take(programs(name, make(o["divide"], candidates), rounds))
+    print(f"\n{facts['device']}, bfloat16, {time.perf_counter() - start:.0f} s\n\n{table(rows)}")
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(**dict(argument.split("=", 1) for argument in sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))
