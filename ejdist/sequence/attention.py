@@ -109,7 +109,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
     """Returns `mask.resolved` of the whole sequence, on a rank: what is counted from the start of a segment needs it all."""
-    if mask.chunk_size is None or mask.q_segment_ids is None or mask.q_positions is not None:
+    if mask.chunk_size is None or mask.q_segment_ids is None or not mask.chunks_in_segments:
         return mask
     names, own = ("q_segment_ids", "kv_segment_ids"), mask.q_segment_ids.shape[1]
     whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
