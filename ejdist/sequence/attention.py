@@ -6,10 +6,11 @@ the local backward with the *global* lse and delta, so it computes no attention 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,6 +232,19 @@ class _OnShard:
             return on_shard(arguments, mask, **how, lse=self.lse)
 
 
+@contextlib.contextmanager
+def _in_its_name() -> Iterator[None]:
+    """Refusals of the operation that a ring is made of speak in the name of what was called."""
+    try:
+        yield
+    except (ValueError, Unsupported) as error:
+        if not str(error).startswith(flash.name):
+            raise
+        kind = Unsupported if isinstance(error, Unsupported) else ValueError
+        raise kind(f"ring_attention: {str(error).removeprefix(f'{flash.name}: ')}") from error
+
+
+@_in_its_name()
 def ring_attention(
     query: jax.Array,
     key: jax.Array,
