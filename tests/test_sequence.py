@@ -469,6 +469,15 @@ def test_a_wrong_call_names_the_argument(call, words):
     assert all(w in str(error.value) for w in words), str(error.value)
 
 
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_keys_of_other_ranks_do_not_hide_what_is_no_number(scheme):
+    spoiled = KEY.at[0, 40].set(jnp.nan)
+    where = {"mesh": make_mesh(sp=2), "scheme": scheme}
+    _, lse = ring_attention(QUERY, spoiled, VALUE, causal=True, return_lse=True, **where)
+    wanted = (np.arange(B) == 0)[:, None] & (np.arange(T) >= 40)
+    np.testing.assert_array_equal(np.isnan(lse), np.broadcast_to(wanted[..., None], lse.shape))
+
+
 @pytest.mark.parametrize(("name", "kind"), [("bias", float), ("attention_mask", bool)])
 def test_what_is_not_split_is_refused_by_name(name, kind):
     with pytest.raises(Unsupported, match=name):

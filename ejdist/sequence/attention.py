@@ -75,7 +75,7 @@ def _backward(static: Static, saved: Arrays, arrays: Arrays, mask: MaskInfo) -> 
     total, sinks = static.scheme.backward(_local(static, arrays, mask), saved), arrays.get("softmax_aux")
     if sinks is not None:
         # A sink has weight exp(sink - lse) and no value: ds = -weight * delta. With no key and sinks of -inf it has none.
-        some, lse = (saved["lse"] > -jnp.inf)[..., None], saved["lse"][..., None]
+        some, lse = (saved["lse"] != -jnp.inf)[..., None], saved["lse"][..., None]
         weight = jnp.exp(sinks.astype(jnp.float32)[None, None] - jnp.where(some, lse, 0))
         total["softmax_aux"] = -jnp.sum(jnp.where(some, weight * saved["delta"][..., None], 0), axis=(0, 1))
     return total
