@@ -119,6 +119,10 @@ def place_of(
     strange = [a for a in named if a not in whole.axis_names]
     if strange:
         raise _refuse("axis", f"= {axis!r} names {strange[0]!r}, which the mesh {dict(whole.shape)} does not have")
+    if 0 in x.shape[:2]:  # the compiler of a mesh ends the process over the gradient of nothing
+        raise _refuse(
+            "x", f"of shape {x.shape} has no token; on a mesh leave the call out where there is nothing to do"
+        )
     axes = _axes(x, gate, whole, named, in_specs, stored)
     split = {a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes.get(d, ())}
     loose = [a for a in axes["E"] if a not in split]
