@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP
 from kernels._core.dims import VOCABULARY
@@ -190,6 +190,13 @@ def axes_of_specs(
 def axes_in(spec: Iterable[Any]) -> list[str]:
     """Returns the mesh axes that a PartitionSpec names."""
     return [a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)]
+
+
+def explicit(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
+    """Returns the spec with the explicit axes of the mesh alone: what the type of an array may say."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    entries = [tuple(a for a in axes_in((entry,)) if kinds[a] == AxisType.Explicit) for entry in spec]
+    return PartitionSpec(*(e or None for e in entries))
 
 
 def check_mesh_of(what: str, x: Any, mesh: Any) -> None:

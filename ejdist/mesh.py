@@ -202,6 +202,19 @@ def is_explicit(mesh: Any) -> bool:
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
+def check_types(mesh: Any) -> None:
+    """Raises ValueError for a mesh on which the types of arrays say where these lie on some axes, and nothing says it of the
+    others: everything would be computed on each device along those, in silence."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    silent = [a for a, kind in kinds.items() if kind != jax.sharding.AxisType.Explicit and mesh.shape[a] > 1]
+    if is_explicit(mesh) and silent:
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} has axes of two types, and of {', '.join(map(repr, silent))}, which the types of "
+            "arrays say nothing of, it is not known which dims lie on them: give 'in_specs', or make all axes of one type "
+            "(axis_types of jax.make_mesh)"
+        )
+
+
 def axis_is_bound(axis_name: str) -> bool:
     """Returns whether this runs inside a `shard_map` over that axis."""
     try:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ejdist.layout import Axes, axes_of_specs, check_mesh_of, check_specs, current_layout, on_mesh, spec
-from ejdist.mesh import check_mesh, current_mesh, is_explicit
+from ejdist.mesh import check_mesh, check_types, current_mesh, is_explicit
 from kernels._core.binding import Call, is_array
 from kernels._core.contract import Op
 from kernels._core.dims import leading, named
@@ -36,7 +36,7 @@ def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
 
     Raises:
       ValueError: what was given is no mesh, or this is inside a `shard_map`, where arrays are a device's own; or specs were
-        given for a mesh that does not exist.
+        given for a mesh that does not exist, or none for one whose axes are of two types.
     """
     given = [n for n, x in (("mesh", mesh), ("in_specs", in_specs), ("out_specs", out_specs)) if x is not None]
     check_mesh(mesh)
@@ -51,6 +51,8 @@ def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
             "arguments 'in_specs' and 'out_specs' say where arrays lie on a mesh, and there is none: give 'mesh', or call "
             "under `with jax.set_mesh(mesh):`"
         )
+    if mesh is not None and in_specs is None:
+        check_types(mesh)
     # On explicit axes even one device is in the types of the arrays.
     return None if mesh is None or (mesh.size == 1 and not is_explicit(mesh)) else mesh
 

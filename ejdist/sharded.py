@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ejdist.layout import Axes, axes_in, check_out_specs, spec
+from ejdist.layout import Axes, axes_in, check_out_specs, explicit, spec
 from ejdist.mesh import is_explicit
 from ejdist.placement import apart, check_local, mesh_of, not_one, resolve_axes, spec_tree, stored_specs, summed_dims
 from kernels._core import select
@@ -50,7 +50,8 @@ def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> 
 
     def placed(*arguments: Any) -> Any:
         # On a mesh of explicit axes (`jax.make_mesh`) where an array lies is its type, and `shard_map` moves nothing.
-        return mapped(*jax.sharding.reshard(arguments, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs)))
+        where = jax.tree.map(lambda s: NamedSharding(mesh, explicit(s, mesh)), in_specs)
+        return mapped(*jax.sharding.reshard(arguments, where))
 
     return placed
 

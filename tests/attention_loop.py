@@ -33,7 +33,7 @@ def sees(mask, i, j, b, n, T, S):
         if right is not None and of > at + right:
             return False
     if mask.chunk_size is not None:
-        if segments and mask.q_positions is None:
+        if segments and (mask.q_positions is None or mask.packed):
             same = int(q_ids[i])
             of = sum(1 for x in k_ids[:j] if x == same)
             at = sum(1 for x in q_ids[:i] if x == same) + sum(k_ids == same) - sum(q_ids == same)

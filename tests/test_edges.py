@@ -309,6 +309,22 @@ def test_explicit_axes_of_one_device_and_of_the_wrong_function():
     said(["'x'", "another mesh", "'dp': 2"], lambda: ejdist.rms_norm(x, WEIGHT, mesh=make_mesh(dp=2)))
 
 
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_a_mesh_with_axes_of_two_types_needs_specs(kinds):
+    """Types say nothing of the automatic axes, and a layout nothing of the explicit ones: all was computed along the former."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds, devices=jax.devices()[:4])
+    wide = P(None, "model")
+    run, arrays, _ = call("gated_mlp", mesh=mesh)
+    with set_layout(**OWN):
+        said(["'model'" if kinds[1] == AxisType.Auto else "'data'", "in_specs"], lambda: run(*arrays))
+        close(run(*arrays, in_specs=(P("data"), wide, wide, P("model"))), plain("gated_mlp")[1])
+        ring = functools.partial(ejdist.ring_attention, axis_name="data", mesh=mesh, in_specs=(P(None, "data"),) * 3)
+        assert jax.eval_shape(ring, *QKV).shape == QKV[0].shape
+        experts = normal(D, 2), normal(2, D, F), normal(2, D, F), normal(2, F, D)
+        split = functools.partial(ejdist.moe, top_k=1, mesh=mesh, in_specs=(P("data"), P("data", None, "model")))
+        assert jax.eval_shape(split, X, *experts)[0].shape == X.shape
+
+
 OWN = {"B": "data", "N": "model", "K": "model", "F": "model", "V": "model"}
 
 

@@ -280,8 +280,9 @@ ILLEGAL = {
     "room, where all ranks have the same tokens": (lambda: {"mesh": on(ep=2), "rows": 1, "capacity": 1.0}, "capacity"),
     "rows that do not divide": (lambda: {"mesh": on(ep=4), "rows": 6}, "x"),
     "features that do not divide": (lambda: {"mesh": on(ep=2, tp=3)}, "F"),
-    "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "two_level"),
-    "no travel over ranks": (lambda: {"mesh": on(ep=2), "dispatch": "local"}, "local"),
+    "two levels of one axis": (lambda: {"mesh": on(ep=2), "dispatch": "two_level"}, "'dispatch' of"),
+    "no travel over ranks": (lambda: {"mesh": on(ep=2), "dispatch": "local"}, "'dispatch' of"),
+    "no tokens": (lambda: {"mesh": on(ep=2), "rows": 0}, "'x' of shape"),
     "specs of another mesh": (lambda: {"mesh": on(ep=2), "in_specs": (P("data"),)}, "data"),
     "specs that split D": (lambda: {"mesh": on(ep=2), "in_specs": (P(None, None, "ep"),)}, "D"),
     "specs and another axis": (

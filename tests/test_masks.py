@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kernels._core.masks import MaskInfo, active_blocks, map_data, window_of
+from kernels._core.pairs import visible_pairs
 from kernels._core.segments import searchsorted
+from kernels.ops.flash_attention import flash_attention
 
 T, S = 19, 26
 
@@ -205,6 +207,32 @@ def test_from_cu_seqlens():
             MaskInfo.from_cu_seqlens(wrong, 9)
     with pytest.raises(ValueError, match="'cum_seqlens_k'"):
         cut(jnp.asarray([0, 9]), 9)
+
+
+def test_chunks_of_cut_sequences_are_counted_inside_each_whoever_asks_for_them():
+    cuts, C = ([0, 3, 5, 9], [0, 4, 9, 10]), 3
+    wanted = np.zeros((10, 11), bool)
+    for q, q_end, k, k_end in zip(cuts[0], cuts[0][1:], cuts[1], cuts[1][1:]):
+        for i, j in np.ndindex(q_end - q, k_end - k):
+            at = i + (k_end - k) - (q_end - q)  # the last query is at the last key
+            wanted[q + i, k + j] = j <= at and at // C == j // C
+    cut, rule = functools.partial(MaskInfo.from_cu_seqlens, cuts[0], 10, cuts[1], 11), MaskInfo(chunk_size=C)
+    causal = cut(causal=True)
+    ways = {
+        "given there": cut(causal=True, chunk_size=C),
+        "combined": causal.combine(rule),
+        "combined with": rule.combine(causal),
+        "in two steps": causal.combine(MaskInfo(window=(99, 99))).combine(rule),
+        "as an argument": flash_attention.prepare(
+            *[jnp.ones((1, n, 1, 8)) for n in (10, 11, 11)], mask_info=causal, chunk_size=C
+        ).call.mask,
+    }
+    for how, mask in ways.items():
+        np.testing.assert_array_equal(mask.visible(10, 11)[0, 0], wanted, err_msg=how)
+        assert visible_pairs(mask, 1, 1, 10, 11) == wanted.sum(), how
+    own = MaskInfo(q_positions=jnp.arange(4)[None] + 1, kv_positions=jnp.arange(4)[None] + 1)
+    own = own.combine(MaskInfo.from_segments([[0, 1, 1, 1]])).combine(MaskInfo(chunk_size=2))  # a caller's own decide
+    np.testing.assert_array_equal(own.visible(4, 4)[0, 0], [[1, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
 
 
 def test_a_mask_is_a_pytree_whose_rules_are_static():

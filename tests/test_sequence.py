@@ -394,6 +394,8 @@ ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
         (lambda: Order("spiral", 4), ["sequence.order", "spiral", "zigzag"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, scheme="tree"), ["'scheme'", "tree", "all_gather"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, scheme=Ring), ["'scheme'", "Ring()"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, logits_soft_cap=0.0), ["ring_attention: ", "'logits_soft_cap'"]),
+        (lambda: ring_attention(QUERY, KEY, VALUE, mask_info=MaskInfo(causal=1)), ["ring_attention: ", "'causal'"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, order="spiral"), ["ring_attention", "'order'", "spiral", "zigzag"]),
         # Without a mesh there are no ranks: the tokens would be read as if they lay in their own order.
         (
@@ -423,7 +425,10 @@ ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
         ),
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name="x", mesh=make_mesh(sp=4)), ["'axis_name'", "'x'"]),
         (lambda: ring_attention(QUERY, KEY[:, :32], VALUE[:, :32], mesh=make_mesh(sp=4)), ["'key'", "32", "64"]),
-        (lambda: ring_attention(QUERY, KEY, VALUE, mesh=make_mesh(sp=2, tp=4)), ["'key'", "K = 2", "tp=4", "repeat"]),
+        (
+            lambda: ring_attention(QUERY, KEY, VALUE, mesh=make_mesh(sp=2, tp=4)),
+            ["ring_attention: ", "K = 2", "tp=4", "repeat"],
+        ),
         (lambda: ring_attention(QUERY, KEY, VALUE, axis_name="x", mesh=make_mesh()), ["'axis_name'", "'x'"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, in_specs=(P(None, "sp"),) * 3), ["'in_specs'", "'mesh'"]),
         (
@@ -462,6 +467,15 @@ def test_a_wrong_call_names_the_argument(call, words):
     with pytest.raises(ValueError) as error:
         call()
     assert all(w in str(error.value) for w in words), str(error.value)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_keys_of_other_ranks_do_not_hide_what_is_no_number(scheme):
+    spoiled = KEY.at[0, 40].set(jnp.nan)
+    where = {"mesh": make_mesh(sp=2), "scheme": scheme}
+    _, lse = ring_attention(QUERY, spoiled, VALUE, causal=True, return_lse=True, **where)
+    wanted = (np.arange(B) == 0)[:, None] & (np.arange(T) >= 40)
+    np.testing.assert_array_equal(np.isnan(lse), np.broadcast_to(wanted[..., None], lse.shape))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bias", float), ("attention_mask", bool)])

@@ -290,6 +290,14 @@ def test_threads_may_call_it_at_once(op):
         close(got, want, 1e-9)
 
 
+def test_a_backward_keeps_nothing_of_its_trace():
+    """As `jax.checking_leaks` sees it: a program's branches had the arrays in them that it was traced with."""
+    op, x, rows = OPS["rms_norm"], jnp.ones((3, 7)), jnp.ones(3)
+    with jax.checking_leaks():
+        gradients = jax.jit(lambda x: op.backward({"d_out": x, "rstd": rows, "d_rstd": rows}, x=x))(x)
+    assert gradients["x"].shape == x.shape
+
+
 def test_a_second_call_of_the_same_kind_is_not_traced_again(monkeypatch):
     x = jnp.ones((3, 8))
     kernels.rms_norm(x)

@@ -211,13 +211,13 @@ def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
     """Returns the scheme; on one rank, where nothing travels, it is `local`."""
     if isinstance(scheme, TwoLevel) and len(axis) < 2:
         raise ValueError(
-            f"exchange: argument 'scheme' = 'two_level' needs an 'axis' of two names, (hosts, devices of a host), got {axis}; "
-            "use 'all_to_all' for one"
+            "exchange: argument 'scheme' ('dispatch' of `moe`) = 'two_level' needs an 'axis' of two names, (hosts, devices of "
+            f"a host), got {axis}; use 'all_to_all' for one"
         )
     if isinstance(scheme, Local) and ranks > 1:
         raise ValueError(
-            f"exchange: argument 'scheme' = 'local' is for one rank, and 'axis' = {axis} has {ranks}; use one of "
-            f"{', '.join(n for n in SCHEMES if n != 'local')}"
+            f"exchange: argument 'scheme' ('dispatch' of `moe`) = 'local' is for one rank, and 'axis' = {axis} has {ranks}; "
+            f"use one of {', '.join(n for n in SCHEMES if n != 'local')}"
         )
     return Local() if ranks == 1 else scheme
 

@@ -16,7 +16,7 @@ from ejdist.experts.dispatch import check_buffer, exchange
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
 from ejdist.experts.schemes import SCHEMES
-from ejdist.layout import Axes, axes_in, axes_of_specs, check_specs, current_layout, on_mesh, spec
+from ejdist.layout import Axes, axes_in, axes_of_specs, check_specs, current_layout, explicit, on_mesh, spec
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
@@ -65,7 +65,8 @@ class Place:
         explicit axes too."""
         if self.mesh is None or not is_explicit(self.mesh):
             return route
-        rows, whole = (jax.sharding.NamedSharding(self.mesh, spec(dims, self.axes)) for dims in (("B", "T", "_"), ()))
+        lies = (explicit(spec(dims, self.axes), self.mesh) for dims in (("B", "T", "_"), ()))
+        rows, whole = (jax.sharding.NamedSharding(self.mesh, s) for s in lies)
 
         def routed(x: Any, router: Any, **options: Any) -> Any:
             arrays = {n: v for n, v in options.items() if is_array(v)}
@@ -118,6 +119,10 @@ def place_of(
     strange = [a for a in named if a not in whole.axis_names]
     if strange:
         raise _refuse("axis", f"= {axis!r} names {strange[0]!r}, which the mesh {dict(whole.shape)} does not have")
+    if 0 in x.shape[:2]:  # the compiler of a mesh ends the process over the gradient of nothing
+        raise _refuse(
+            "x", f"of shape {x.shape} has no token; on a mesh leave the call out where there is nothing to do"
+        )
     axes = _axes(x, gate, whole, named, in_specs, stored)
     split = {a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes.get(d, ())}
     loose = [a for a in axes["E"] if a not in split]

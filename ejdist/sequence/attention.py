@@ -6,10 +6,11 @@ the local backward with the *global* lse and delta, so it computes no attention 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ def _backward(static: Static, saved: Arrays, arrays: Arrays, mask: MaskInfo) -> 
     total, sinks = static.scheme.backward(_local(static, arrays, mask), saved), arrays.get("softmax_aux")
     if sinks is not None:
         # A sink has weight exp(sink - lse) and no value: ds = -weight * delta. With no key and sinks of -inf it has none.
-        some, lse = (saved["lse"] > -jnp.inf)[..., None], saved["lse"][..., None]
+        some, lse = (saved["lse"] != -jnp.inf)[..., None], saved["lse"][..., None]
         weight = jnp.exp(sinks.astype(jnp.float32)[None, None] - jnp.where(some, lse, 0))
         total["softmax_aux"] = -jnp.sum(jnp.where(some, weight * saved["delta"][..., None], 0), axis=(0, 1))
     return total
@@ -109,7 +110,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
     """Returns `mask.resolved` of the whole sequence, on a rank: what is counted from the start of a segment needs it all."""
-    if mask.chunk_size is None or mask.q_segment_ids is None or mask.q_positions is not None:
+    if mask.chunk_size is None or mask.q_segment_ids is None or not mask.chunks_in_segments:
         return mask
     names, own = ("q_segment_ids", "kv_segment_ids"), mask.q_segment_ids.shape[1]
     whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
@@ -231,6 +232,19 @@ class _OnShard:
             return on_shard(arguments, mask, **how, lse=self.lse)
 
 
+@contextlib.contextmanager
+def _in_its_name() -> Iterator[None]:
+    """Refusals of the operation that a ring is made of speak in the name of what was called."""
+    try:
+        yield
+    except (ValueError, Unsupported) as error:
+        if not str(error).startswith(flash.name):
+            raise
+        kind = Unsupported if isinstance(error, Unsupported) else ValueError
+        raise kind(f"ring_attention: {str(error).removeprefix(f'{flash.name}: ')}") from error
+
+
+@_in_its_name()
 def ring_attention(
     query: jax.Array,
     key: jax.Array,

@@ -75,16 +75,17 @@ def _run_forward(
 def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: dict, traced: dict) -> Any:
     """Returns name -> gradient, for the leaves that have one; the other leaves are None."""
     floats, _ = floats_apart(traced, op.no_gradient)
+    # A program keeps its branches: with the arrays in them, it would keep what it was traced with.
+    result = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), floats)
 
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}.backward"):
                 gradients = backend.run("backward", {**static, **arrays}, cfg, Saved(saved))
-            return _checked(op, backend, gradients, floats)
+            return _checked(op, backend, gradients, result)
 
         return branch
 
-    result = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), floats)
     return apply(f"{op.name}_backward", _branches(plan, make), result, saved, traced)
 
 

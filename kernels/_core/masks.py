@@ -84,6 +84,7 @@ class MaskInfo:
       window: (left, right), see `window_of`.
       chunk_size: keys in the same chunk of that many positions. Where segments are given and positions are not, chunks
         are counted from the start of each segment, see `resolved`.
+      packed: positions are those of a packed axis, and chunks are counted from the start of each segment none the less.
     """
 
     q_segment_ids: jax.Array | None = None
@@ -95,6 +96,7 @@ class MaskInfo:
     causal: bool = field(default=False, metadata={"static": True})
     window: Window | None = field(default=None, metadata={"static": True})
     chunk_size: int | None = field(default=None, metadata={"static": True})
+    packed: bool = field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         for name in _INDICES:
@@ -129,24 +131,17 @@ class MaskInfo:
 
     @classmethod
     def from_cu_seqlens(
-        cls,
-        cu_q: Any,
-        total_q: int,
-        cu_k: Any = None,
-        total_k: int | None = None,
-        *,
-        chunk_size: int | None = None,
-        **options: Any,
+        cls, cu_q: Any, total_q: int, cu_k: Any = None, total_k: int | None = None, **options: Any
     ) -> MaskInfo:
         """Returns the mask of a packed axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding.
 
-        With other cuts for the keys, the last query of a sequence is at that sequence's last key. Chunks are counted from
-        the start of each sequence.
+        With other cuts for the keys, the last query of a sequence is at that sequence's last key. Chunks, given here or by
+        what this is combined with, are counted from the start of each sequence.
         """
         q = segments.of_cuts(cu_q, total_q)
         segments.check_cuts("cum_seqlens_q", cu_q, total_q)
         if cu_k is None:
-            return cls.from_segments(q, chunk_size=chunk_size, **options)
+            return cls.from_segments(q, **options)
         cu_q, cu_k = jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_k, jnp.int32)
         if cu_q.shape != cu_k.shape:
             raise ValueError(
@@ -157,20 +152,17 @@ class MaskInfo:
         k = segments.of_cuts(cu_k, total_k)
         segments.check_cuts("cum_seqlens_k", cu_k, total_k)
         # Positions count keys of the whole axis, so that dropout differs from sequence to sequence.
-        q_positions = jnp.arange(total_q, dtype=jnp.int32)[None] + (cu_k - cu_q)[jnp.maximum(q, 0) + 1]
-        k_positions = jnp.arange(total_k, dtype=jnp.int32)[None]
-        if chunk_size is not None:
-            _check_chunk_size(chunk_size)
-            q_at, k_at = (at - cu_k[jnp.maximum(ids, 0)] for at, ids in ((q_positions, q), (k_positions, k)))
-            q, k = segments.joint(q, k, q_at // chunk_size, k_at // chunk_size)
-        return cls(q_segment_ids=q, kv_segment_ids=k, q_positions=q_positions, kv_positions=k_positions, **options)
+        q_at = jnp.arange(total_q, dtype=jnp.int32)[None] + (cu_k - cu_q)[jnp.maximum(q, 0) + 1]
+        k_at = jnp.arange(total_k, dtype=jnp.int32)[None]
+        return cls(q_segment_ids=q, kv_segment_ids=k, q_positions=q_at, kv_positions=k_at, packed=True, **options)
 
     def combine(self, other: MaskInfo) -> MaskInfo:
         """Returns the mask under which a pair attends iff both masks let it.
 
         Positions belong to the tokens: given by either, they are what every rule of the result compares. Likewise
         prefix_lengths of either soften the result's `causal`, whoever brought it: MaskInfo(prefix_lengths=p) combined
-        with causal=True is a prefix-LM. Chunks are counted from the starts of the result's segments.
+        with causal=True is a prefix-LM. Chunks are counted from the starts of the result's segments, but where a caller
+        brought positions of his own, along these.
 
         Raises:
           ValueError: both bring positions, or chunk sizes of which neither divides the other.
@@ -196,7 +188,8 @@ class MaskInfo:
         a, b = ((m.q_segment_ids, m.kv_segment_ids) for m in (self, other))
         both = a[0] is not None and b[0] is not None
         merged["q_segment_ids"], merged["kv_segment_ids"] = segments.joint(*a, *b) if both else b if a[0] is None else a
-        return MaskInfo(**merged, causal=self.causal or other.causal, window=_both(self.window, other.window))
+        merged |= {"causal": self.causal or other.causal, "packed": self.packed or other.packed}
+        return MaskInfo(**merged, window=_both(self.window, other.window))
 
     def permute(self, q_order: Any, kv_order: Any = None) -> MaskInfo:
         """Returns the mask of the same tokens laid out in another order: new token n is old token order[n].
@@ -206,7 +199,7 @@ class MaskInfo:
         orders = {"q": jnp.asarray(q_order), "kv": jnp.asarray(q_order if kv_order is None else kv_order)}
         mask = self.resolved()
         q, k = mask.positions(orders["q"].shape[0], orders["kv"].shape[0])
-        mask = mask.replace(q_positions=jnp.asarray(q), kv_positions=jnp.asarray(k))
+        mask = mask.replace(q_positions=jnp.asarray(q), kv_positions=jnp.asarray(k), packed=False)
 
         def move(name: str, x: jax.Array) -> jax.Array:
             if name == "prefix_lengths":
@@ -268,6 +261,11 @@ class MaskInfo:
                 f"{self.window!r}; the last W keys are (W - 1, 0)"
             )
 
+    @property
+    def chunks_in_segments(self) -> bool:
+        """Whether chunks are counted from the start of each segment, where there are both."""
+        return self.packed or self.q_positions is None
+
     def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
         """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""
         if self.q_positions is not None:
@@ -278,14 +276,14 @@ class MaskInfo:
     def resolved(self, order: Any = None) -> MaskInfo:
         """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
 
-        Chunks of packed sequences without positions are counted from the start of each segment: here they become segments
-        of their own. Backends call it; whoever shards a mask, or brings positions to it, must do so before.
+        Chunks of packed sequences, without positions of the caller's own, are counted from the start of each segment: here
+        they become segments of their own. Backends call it; whoever shards a mask, or brings positions to it, before.
 
         Args:
           order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
         """
         q, k = self.q_segment_ids, self.kv_segment_ids
-        if self.chunk_size is None or q is None or k is None or self.q_positions is not None:
+        if not self.chunks_in_segments or self.chunk_size is None or q is None or k is None:
             return self
         # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
         q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)

@@ -52,7 +52,7 @@ def _readable(mask: MaskInfo) -> MaskInfo:
         loose["causal"] = False
     if "q_positions" in unknown:
         loose |= {"window": None, "chunk_size": None, "prefix_lengths": None}
-    if "q_segment_ids" in unknown and mask.q_positions is None:
+    if "q_segment_ids" in unknown and mask.chunks_in_segments:
         loose["chunk_size"] = None  # counted from the starts of segments
     return mask.replace(**dict.fromkeys(unknown), **loose)
 

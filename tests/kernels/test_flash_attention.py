@@ -404,6 +404,28 @@ def test_a_window_of_w_is_exactly_w_keys(W):
     assert (weights[0, 0, 6] > 0).sum() == min(6, W) + 3
 
 
+@pytest.mark.parametrize("platform", ["contract", "xla", "triton", "pallas"])
+def test_a_row_that_is_no_number_has_an_lse_that_is_none(platform):
+    """-inf would say that it sees no key, and a merge with other keys would hide it. A cotangent of lse alone shows it too."""
+    q, k, v = qkv(1, 16)
+    k = k.at[0, 12, 0, 0].set(jnp.nan)
+
+    def run(q):
+        if platform == "contract":
+            return op.function(query=q, key=k, value=v, mask=MaskInfo(causal=True))
+        return flash_attention(q, k, v, causal=True, return_lse=True, platform=platform)
+
+    with interpret():
+        out, lse = run(q)
+        gradient = jax.grad(lambda q: run(q)[1][:, 12:, :2].sum())(q) if platform in ("contract", "xla") else None
+    heads = np.arange(4) < 2  # those that read the first key head
+    wanted = (np.arange(16) >= 12)[:, None] & heads
+    np.testing.assert_array_equal(np.isnan(lse)[0], wanted)
+    np.testing.assert_array_equal(np.isnan(out)[0].all(-1), wanted)
+    assert np.isfinite(np.asarray(lse)[0][~wanted]).all()
+    assert gradient is None or np.isnan(gradient[0, 12:, :2]).all()
+
+
 @pytest.mark.parametrize("keys", [None, "other"])
 def test_cum_seqlens_is_a_loop_over_sequences(keys):
     cu = np.array([0, 7, 7, 20, 26])

@@ -75,7 +75,7 @@ def blocksparse_attention(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.sum(jnp.exp(sinks - largest), axis=-1, keepdims=True)
-    some = total > 0
+    some = total != 0  # of a NaN too, so that lse is one
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
     weights = (weights / total).astype(value.dtype).reshape(B, K, N // K, T, S)

@@ -203,7 +203,7 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
             return jax.vmap(attend)(lane, q, order[:, n], n < count, *carry)
 
         largest, total, out = jax.lax.fori_loop(0, jnp.max(count), nth, (largest, total, out))
-        some = total > 0
+        some = total != 0  # of a NaN too, so that lse is one
         lse = jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
         out = (out / jnp.where(some, total, 1)[..., None]).astype(query.dtype)
         return None, (jnp.moveaxis(out, 4, 2), jnp.moveaxis(lse, 4, 2))
@@ -221,7 +221,7 @@ def backward(
     queries, keys, values = _query_table(query, plan), _key_table(key, plan), _key_table(value, plan)
     d_outs = _query_table(saved.d_out.astype(query.dtype), plan)
     # A row with no key gives nothing, whatever the cotangents of its infinite lse may be.
-    some = saved.lse > -jnp.inf
+    some = saved.lse != -jnp.inf
     lses = _query_table(jnp.where(some, saved.lse, jnp.inf), plan)
     deltas = _query_table(jnp.where(some, saved.delta, 0), plan)
 

@@ -106,7 +106,7 @@ def _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, l
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.sum(jnp.exp(sinks - largest), axis=-1, keepdims=True)
-    some = total > 0
+    some = total != 0  # of a NaN too, so that lse is one
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
     return weights / total, lse

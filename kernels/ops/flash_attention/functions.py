@@ -106,12 +106,7 @@ def flash_attention(
         raise ValueError(f"argument 'dropout_prob' must be in [0, 1), got {dropout_prob}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
         raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
-    packed = cum_seqlens_q is not None or cum_seqlens_k is not None
-    if cum_seqlens_k is not None and mask_info is not None and mask_info.q_positions is None:
-        # With cuts of the keys tokens get positions, of the whole axis: chunks are counted with the cuts at hand, whoever asks.
-        chunk_size = MaskInfo(chunk_size=chunk_size).combine(MaskInfo(chunk_size=mask_info.chunk_size)).chunk_size
-        mask_info = mask_info.replace(chunk_size=None)
-    mask = MaskInfo(causal=bool(causal), window=window_of(sliding_window), chunk_size=None if packed else chunk_size)
+    mask = MaskInfo(causal=bool(causal), window=window_of(sliding_window), chunk_size=chunk_size)
     parts = [] if mask_info is None else [mask_info]
     if q_segment_ids is not None or kv_segment_ids is not None:
         if q_segment_ids is None or (kv_segment_ids is None and T != S):
@@ -123,8 +118,8 @@ def flash_attention(
         q_at = segments.integers(q_positions, "q_positions")
         k_at = q_at if kv_positions is None else segments.integers(kv_positions, "kv_positions")
         parts.append(MaskInfo(q_positions=q_at, kv_positions=k_at))
-    if packed:
-        parts.append(_packed(query, key, cum_seqlens_q, cum_seqlens_k, chunk_size))
+    if cum_seqlens_q is not None or cum_seqlens_k is not None:
+        parts.append(_packed(query, key, cum_seqlens_q, cum_seqlens_k))
     if attention_mask is not None:
         parts.append(_of_attention_mask(attention_mask, B, T, S))
     for part in parts:
@@ -158,9 +153,7 @@ def flash_attention(
     return Prepared(op.bind(**arguments), returns=("out", "lse") if return_lse else "out")
 
 
-def _packed(
-    query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k: Any, chunk_size: int | None
-) -> MaskInfo:
+def _packed(query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k: Any) -> MaskInfo:
     if query.shape[0] != 1:
         raise ValueError(
             f"argument 'cum_seqlens_q' cuts one packed axis, so the batch must be 1, got {query.shape[0]}: reshape query, "
@@ -168,8 +161,7 @@ def _packed(
         )
     if cum_seqlens_q is None or (cum_seqlens_k is None and query.shape[1] != key.shape[1]):
         raise ValueError("arguments 'cum_seqlens_q' and 'cum_seqlens_k' must be given together")
-    lengths = (cum_seqlens_q, query.shape[1], cum_seqlens_k, key.shape[1])
-    return MaskInfo.from_cu_seqlens(*lengths, chunk_size=chunk_size)
+    return MaskInfo.from_cu_seqlens(cum_seqlens_q, query.shape[1], cum_seqlens_k, key.shape[1])
 
 
 def _of_attention_mask(attention_mask: Any, batch: int, q_length: int, kv_length: int) -> MaskInfo:

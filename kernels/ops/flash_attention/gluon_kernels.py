@@ -286,7 +286,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         acc = warpgroup_mma(p, v_tiles.index(stage), acc)
         mbarrier.arrive(v_free.index(stage))
         stage, phase = after(stage, phase, STAGES)
-    some = total > 0
+    some = total != 0  # of a NaN too, so that lse is one
     total = gl.where(some, total, 1.0)
     lse = gl.where(some, (largest * UNIT + gl.log2(total)) * LN2, float("-inf"))
     gl.store(lse_ptr + (b * O.T + at) * O.N + n, lse, mask=at < O.T)

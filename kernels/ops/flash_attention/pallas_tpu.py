@@ -407,7 +407,7 @@ def flash_attention_fwd_kernel(plan: _Plan, refs: dict[str, Any], at: Step) -> N
 
     @pl.when(at.has(ENDS))
     def _():
-        some = total[...] > 0
+        some = total[...] != 0  # of a NaN too, so that lse is one
         divisor = jnp.where(some, total[...], 1.0)
         out = turned[...] / divisor
         refs["out"][...] = (out.T if plan.value_width == 1 else out).astype(refs["out"].dtype)
@@ -632,7 +632,7 @@ def backward(
     call = _call(query, key, value, mask, options, cfg.bwd_params)
     bq, bk, G = call.plan.block_q, call.plan.block_k, call.G
     # A query with no key gives nothing, whatever the cotangents of its infinite lse may be: its weights are exp(-inf).
-    some = saved.lse > -jnp.inf
+    some = saved.lse != -jnp.inf
     per_query = ((None, None, 1, bq), lambda b, n, i, j: (b, n, 0, i))
     extra = (
         _Input("d_out", _heads_first(saved.d_out.astype(query.dtype), bq), *_of_queries(Hv, bq)),

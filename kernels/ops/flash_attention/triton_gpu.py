@@ -271,7 +271,7 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
     flat = jax.lax.optimization_barrier((saved.lse.reshape(-1), saved.delta.reshape(-1)))
     lse, delta = (x.reshape(B, T, N) for x in flat)
     # Weights of rows without a key, and of those past the end, are zero, whatever their cotangents are.
-    some = lse > -jnp.inf
+    some = lse != -jnp.inf
     unit = call.options["SCALE"] if call.options["CAP"] is None else math.log(2)
     lse = by_head(jnp.where(some, lse * (-1 / unit), -jnp.inf), -jnp.inf)
     delta = by_head(jnp.where(some, -delta, 0), 0)

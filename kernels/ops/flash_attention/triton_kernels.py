@@ -122,7 +122,7 @@ def forward_kernel(
     acc, largest, total = _forward_blocks(
         acc, largest, total, full_end, last, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
         dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
-    some = total > 0
+    some = total != 0  # of a NaN too, so that lse is one
     total = tl.where(some, total, 1.0)
     lse = tl.where(some, (largest + tl.log2(total)) * LN2, float("-inf"))
     tl.store(lse_ptr + (wide * O.T + at) * O.N + n, lse, mask=at < O.T)

@@ -233,7 +233,7 @@ def forward(
             return new, total, out * rescale[..., None] + pv
 
         largest, total, out = jax.lax.fori_loop(0, count, key_block, (largest, total, out))
-        some = total > 0
+        some = total != 0  # of a NaN too, so that lse is one
         lse = jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
         out = out / jnp.where(some, total, 1)[..., None]
         out = jnp.moveaxis(out, 3, 1).reshape(B, blocks.block_q, N, Hv).astype(query.dtype)
@@ -286,7 +286,7 @@ def backward(
         i, q, d_out, lse, delta, row, order, count = x
         q = q.reshape(B, blocks.block_q, K, G, H)
         d_out = d_out.reshape(B, blocks.block_q, K, G, Hv)
-        some = lse > -jnp.inf
+        some = lse != -jnp.inf
         anchor = jnp.where(some, lse, 0)[..., None]
         # A row with no key gives nothing, whatever the cotangents of its infinite lse may be.
         delta = jnp.where(some, delta, 0)[..., None]
@@ -352,7 +352,7 @@ def _add_pair(total: jax.Array, part: jax.Array, i: jax.Array, j: jax.Array, blo
 
 def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """Returns d softmax_aux [N, M]: a sink has weight exp(sink - lse) and value zero, so ds = -weight * delta."""
-    some = (lse > -jnp.inf)[..., None]  # no sink above -inf means no key either: weight 0
+    some = (lse != -jnp.inf)[..., None]  # no sink above -inf means no key either: weight 0
     weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - jnp.where(some, lse[..., None], 0))
     return -jnp.sum(jnp.where(some, weight * delta[..., None], 0), axis=(0, 1))
 
