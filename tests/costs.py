@@ -128,7 +128,7 @@ def _branches(text: str) -> int:
 def benchmark(s: Sources) -> Cost:
     # With the operation's cases and work declared there is nothing to write; peers to compare with are a choice.
     return whole(s, r"^benchmarks/rms_norm\.py$") + naming(
-        s, r"\brms_norm", r"^benchmarks/", r"benchmarks/(rms_norm|peers|comparisons)"
+        s, r"\brms_norm", r"^benchmarks/", r"benchmarks/(rms_norm|peers|comparisons|small_operations)"
     )
 
 
