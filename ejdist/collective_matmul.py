@@ -174,6 +174,12 @@ def _run(name: str, local: Callable, x: Any, w: Any, gathers: bool, axis_name: s
     mesh = mesh_of(**where)
     if mesh is None:
         return _dot("...td,df->...tf", x, w).astype(x.dtype)
+    for argument, a in (("x", x), ("w", w)):
+        if 0 in a.shape:  # the compiler of a mesh ends the process over the gradient of nothing
+            raise ValueError(
+                f"{name}: argument {argument!r} of shape {a.shape} is empty; on a mesh leave the call out where there is "
+                "nothing to do"
+            )
     in_specs, out_spec = _specs(name, x, w, gathers, axis_name, mesh, where["in_specs"])
     if where["out_specs"] is not None:
         check_out_specs(where["out_specs"], (out_spec,), mesh)

@@ -22,7 +22,7 @@ from ejdist.layout import Axes, axes_in, check_out_specs, explicit, spec
 from ejdist.mesh import is_explicit
 from ejdist.placement import apart, check_local, mesh_of, not_one, resolve_axes, spec_tree, stored_specs, summed_dims
 from kernels._core import select
-from kernels._core.binding import typed
+from kernels._core.binding import Call, is_array, typed
 from kernels._core.contract import Op
 from kernels._core.dims import named
 from kernels._core.dispatch import varying_axes
@@ -171,8 +171,21 @@ def run(
     )
     key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
     out = results if len(results) > 1 else results[0]
+    if any(is_array(v) and 0 in v.shape for v in data.values()):
+        return prepared.result(op, _of_nothing(op, call, mesh, out, platform, cfg))
     program = _Program(key, op, own, mesh, specs, out, gathered, sums, offsets, options)
     return prepared.result(op, _compiled(program)(data))
+
+
+def _of_nothing(op: Op, call: Call, mesh: Any, out_specs: Any, platform: str | None, cfg: Any) -> Any:
+    """Returns the outputs of a call that has an empty array, with no `shard_map`: XLA ends the process without a word over one
+    whose arrays are all empty, as those of a gradient are."""
+    if not is_explicit(mesh):
+        return op.run(call, platform=platform, cfg=cfg)
+    whole = jax.sharding.reshard(call.traced(), NamedSharding(mesh, PartitionSpec()))
+    outputs = op(**whole, **call.static(), platform=platform, cfg=cfg)
+    where = jax.tree.map(lambda s: NamedSharding(mesh, explicit(s, mesh)), out_specs)
+    return jax.sharding.reshard(outputs, where)
 
 
 class ShardedFunction:

@@ -206,6 +206,8 @@ def test_a_wrong_place_is_a_value_error():
         ),
         ("split dim D over", all_gather_matmul, {"in_specs": (P("tp", "dp"),)}),
         ("dim T = 7", all_gather_matmul, {"x": X[:7]}),
+        (r"'x' of shape \(0, 4\) is empty", all_gather_matmul, {"x": X[:0]}),
+        (r"'w' of shape \(4, 0\) is empty", reduce_scatter_matmul, {"w": W[:, :0]}),
         ("dim T = 7", reduce_scatter_matmul, {"x": X[:7]}),
         ("'axis_name' = 'model' is not an axis", all_gather_matmul, {"axis_name": "model"}),
     ):

@@ -497,6 +497,26 @@ def test_an_abstract_mesh_under_jit_numpy_arrays_lists_and_empty_arrays():
     close(jax.vmap(lambda x: ejdist.rms_norm(x, WEIGHT, mesh=mesh))(X), want)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("rms_norm", (0, T)), ("gated_mlp", (B, 0)), ("losses", (0, T)), ("mean", (B, 0))]
+)
+def test_the_gradients_of_an_empty_batch_on_a_mesh_are_zeros(name, shape, kind):
+    """XLA ended the process over their `shard_map`, whose arrays are all empty."""
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    run, arrays, count = call(name)
+    lies = NamedSharding(mesh, P("data", "seq"))
+    arrays = [
+        jax.device_put(jnp.zeros((*shape, *x.shape[2:]), x.dtype), lies) if x.shape[:2] == (B, T) else x for x in arrays
+    ]
+    with set_layout(B="data", T="seq"), jax.set_mesh(mesh):
+        run = with_gradients(run, count)
+        assert "shard_map" not in str(jax.make_jaxpr(run)(*arrays)), "the process would end"
+        gradients, out = run(*arrays)
+    close(gradients, tuple(jnp.zeros_like(x) for x in arrays[:count]))
+    close(out, call(name, kernels)[0](*(np.asarray(x) for x in arrays)))
+
+
 # -- every function ----------------------------------------------------------------------------------------------------
 
 

@@ -94,8 +94,11 @@ def of_option(name: str, annotation: Any, value: Any, nullable: bool) -> Iterato
         values["a number"] = 1.5
     if float in kinds or int in kinds:
         values |= {"NaN": float("nan"), "a bool": True}
-        if options.DOMAINS.get(name, ("", None))[0] == "finite":
-            values["infinite"] = float("inf")
+        words = options.DOMAINS.get(name, ("", None))[0]
+        if "finite" in words or "positive" in words:
+            values |= {"infinite": float("inf"), "infinite in float32": 1e39}
+        if "positive" in words:
+            values["0 in float32"] = 1e-50
         if name not in MAY_BE_NEGATIVE:
             values["negative"] = -2 if int in kinds else -1.5
     if int in kinds and float not in kinds:

@@ -20,10 +20,12 @@ from jax.export import is_symbolic_dim
 
 # An option has one name and one meaning in every operation, as a dim has: name -> (what its values are, in words, whether a
 # number is one). None, where it may be given, and tuples are for the operation.
-_POSITIVE = ("positive", lambda x: 0 < x < math.inf)
+# What is computed with is of float32, where 1e-50 is 0, and divides, and 1e39 is infinite.
+_LEAST, _MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+_POSITIVE = ("positive, and a number that float32 holds", lambda x: _LEAST <= x <= _MOST)
 _COUNT = ("at least 1", lambda x: x >= 1)
 _NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
-_FINITE = ("finite", math.isfinite)
+_FINITE = ("finite in float32", lambda x: abs(x) <= _MOST)
 DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eps": _NOT_NEGATIVE,
     "norm_eps": _NOT_NEGATIVE,

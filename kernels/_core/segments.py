@@ -62,8 +62,10 @@ def searchsorted(ordered: jax.Array, values: jax.Array, side: str = "left") -> j
         return jnp.where(after, middle + 1, first), jnp.where(after, last, middle)
 
     first = jnp.zeros(values.shape, jnp.int32)
+    bounds = vary_alike((first, first + size), ordered, values)
     steps = size.bit_length() if isinstance(size, int) else 31
-    return jax.lax.fori_loop(0, steps, halved, vary_alike((first, first + size), ordered, values))[0]
+    # A loop of no steps is traced too, and would take an entry of none.
+    return jax.lax.fori_loop(0, steps, halved, bounds)[0] if steps else bounds[0]
 
 
 def of_cuts(cuts: Any, total: int) -> jax.Array:

@@ -130,6 +130,7 @@ def test_ids_in_any_order():
     d_want = np.stack([weights[g] @ d[row] if 0 <= g < 4 else np.zeros(6) for row, g in enumerate(ids)])
     assert error(pull(d)[0], d_want) < 2e-6
     moved = grouped_matmul(inputs_, weights, group_ids=ids + 2, group_offset=2)
+    assert grouped_matmul(inputs_[:0], weights, group_ids=ids[:0]).shape == (0, weights.shape[-1])
     np.testing.assert_array_equal(moved, out)
 
 

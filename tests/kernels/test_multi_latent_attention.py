@@ -341,6 +341,7 @@ def mla(**changes):
         (r"'kv_lens' has 17 keys, .*4 pages of 4. has room for 16", lambda: pages(kv_lens=[17, 2])),
         (r"'kv_lens' must be at least 0, got -1", lambda: pages(kv_lens=[-1, 2])),
         (r"'block_tables' has page -7 for request 1", lambda: pages(block_tables=CALL[4].at[1].set(-7))),
+        (r"'block_tables' has page 42949\d+ for request 0", lambda: pages(block_tables=np.asarray(CALL[4], int) + 2**32)),
         (r"'block_tables' of shape \(2, 0\) is empty", lambda: pages(block_tables=CALL[4][:, :0])),
         (r"'query_start_loc' must rise from 0", lambda: pages(query_start_loc=[0, 2, 1])),
         (r"'query_start_loc' ends at row 3, and there are 2", lambda: pages(query_start_loc=[0, 1, 3])),

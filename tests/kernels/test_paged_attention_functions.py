@@ -52,8 +52,10 @@ def test_functions_that_write_are_one_engine():
     new = normal(2, 7, 2, 16)
     out, *caches = kernels.ragged_page_attention_v3(QUERY, *PAGES, *new, **REQUESTS)
     again = kernels.append_to_cache(*new, *PAGES, **REQUESTS)
-    for a, b in zip(caches, again, strict=True):
+    traced = jax.jit(kernels.append_to_cache)(*new, *PAGES, **REQUESTS)  # nothing is known of where rows go
+    for a, b, c in zip(caches, again, traced, strict=True):
         np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
     close(out, loop(QUERY, caches[0], CUTS, LENS, TABLES, caches[1]))
     said = says(kernels.chunked_prefill_paged_decode, QUERY, *new, *PAGES, **REQUESTS)
     same(says(kernels.ragged_page_attention_v3, QUERY, *PAGES, *new, **REQUESTS), said)

@@ -313,7 +313,7 @@ def multi_latent_ragged_page_attention(
     indices = (_integers(name, n, x) for n, x in named.items())
     call = paged_op.bind(absorbed_query, query_rope, kv_cache, *indices, **options)
     check_cuts(name, "query_start_loc", query_start_loc, query.shape[0])
-    check_tables(name, ("kv_lens", kv_lens), ("block_tables", call.block_tables), *kv_cache.shape[:2])
+    check_tables(name, ("kv_lens", kv_lens), ("block_tables", block_tables), *kv_cache.shape[:2])
     if w_vc is None:
         return Prepared(call)
     return Prepared(call, finish=lambda out: values_of(out, w_vc), dims=("M", "N", "Hv"))

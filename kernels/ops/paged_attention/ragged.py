@@ -128,9 +128,8 @@ def _named(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> list[given.
     return [given.Named(*x) for x in arguments.items()]
 
 
-def _check_once(f: str, name: str, slots: Any) -> None:
-    """Raises ValueError, naming the argument that says where new rows go, if that is known and two have the same slot."""
-    values = known(slots)
+def _check_once(f: str, name: str, values: np.ndarray | None) -> None:
+    """Raises ValueError, naming the argument that says where new rows go, if slots are known and two rows have the same."""
     found, times = np.unique([] if values is None else values[values >= 0], return_counts=True)
     if np.any(times > 1):
         raise given.wrong(f, name, f"has slot {found[times > 1][0]} twice, and which row would stay is not said")
@@ -149,7 +148,7 @@ def _ragged(
     where = {name: more[name] for name in ("query_start_loc", "kv_lens", "block_tables")}
     if all(known(x) is not None for x in where.values()):  # else nothing could be read of what would be computed
         slots = slots_of_new(**where, block_size=key_cache.shape[1], num_rows=query.shape[0])
-        _check_once(f, requests[2].name, slots)
+        _check_once(f, requests[2].name, known(slots))
     call = append_and_attend_op.bind(query, key, value, key_cache, value_cache, **more)
     return Prepared(call, returns=append_and_attend_op.outputs, op=append_and_attend_op)
 
