@@ -221,7 +221,7 @@ def test_rows_that_are_no_metrics_are_left_out(tmp_path):
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"a": 1}\n{"step": 3, "loss": 1.0}\n')
     assert [row["step"] for row in read_rows(path)] == [1, 3], "what stands after a damaged line stays"
     odd = ["[" * 100000, "1" * 5000, "null", "[1]", '{"step": "2"}', '{"step": true}', '{"step": 2, "step_time": "fast"}',
-           '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
+           '{"step": 2, "step_time": 0.0}', '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
     path.write_text("\n".join(['{"step": 1, "loss": null}', *odd, '{"step": 3, "loss": 1.0}']))
     assert [row["step"] for row in read_rows(path)] == [1, 3]
     large = {"step": 2, "loss": 1.0, "flops_causal": 7.1e18, "flops_full": 1.4e19}
