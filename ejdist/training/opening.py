@@ -133,20 +133,20 @@ def open_run(
 
 
 def _check_moved(directory: Path, section: CheckpointSection) -> None:
-    """Raises ValueError where the run in a folder has its checkpoints elsewhere than in `checkpoint.dir`, which has none: it
-    would begin anew, and its metrics would go."""
+    """Raises ValueError where the run in a folder has its checkpoints in another folder than `checkpoint.dir`, which has none:
+    it would begin anew, and its metrics would go. Called by one host, so by no manager of Orbax, which waits for all."""
     try:
         before = json.loads((directory / "recipe.json").read_text())["checkpoint.dir"]
-        there = Checkpoints(directory, replace(section, dir=before))
-        last = None if before == section.dir else there.latest()
-    except (OSError, ValueError, LookupError, TypeError, CheckpointError):
-        return  # nothing is known of another place, or nothing is there any more
+        if before == section.dir or (before is not None and is_url(before)):
+            return
+        there = directory / "checkpoints" if before is None else Path(before).expanduser()
+        last = max((int(path.name) for path in there.iterdir() if path.name.isdigit()), default=None)
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError):
+        return  # nothing is known of another folder, or it is there no more
     if last is not None:
-        there.close()
         raise ValueError(
             f"checkpoint.dir = {section.dir!r} has no checkpoint, and the run in {directory} has one of step {last} in "
-            f"{there.directory}, where checkpoint.dir was {before!r}: restore checkpoint.dir, move the folder there, or "
-            f"{ELSEWHERE}"
+            f"{there}, where checkpoint.dir was {before!r}: restore checkpoint.dir, move the folder there, or {ELSEWHERE}"
         )
 
 
