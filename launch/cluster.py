@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
 # What JAX is given more than the user's limit: at the limit a message of ours ends the process, and JAX has none.
@@ -41,6 +43,8 @@ def join(cluster: Any) -> None:
                 f"cluster.process_id = {cluster.process_id} must be from 0 to cluster.num_processes - 1, of "
                 f"cluster.num_processes = {cluster.num_processes}"
             )
+        if cluster.process_id == 0 and cluster.coordinator is not None:
+            _check_port(cluster.coordinator)
         with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
             # Else JAX would ask a cluster around it which of the GPUs are this process's.
             jax.distributed.initialize(*facts, cluster_detection_method="deactivate", **limits)
@@ -62,6 +66,26 @@ def join(cluster: Any) -> None:
             )
     else:
         raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
+
+
+def _check_port(coordinator: str) -> None:
+    """Raises ValueError where process 0 cannot listen for the others: JAX does not always live to say so. Two of its
+    coordinators could both listen, and each would wait for its own share of the processes."""
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # another port, which leads to this one
+        return
+    port, both = int(coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as tried:
+        # Connections of an earlier start that are not forgotten yet are no obstacle.
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if both:
+            tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            tried.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({error.strerror}); end the "
+                "process that has it, of an earlier start or with the same cluster.process_id, or give all of them another port"
+            ) from error
 
 
 def check_address(key: str, coordinator: str) -> None:

@@ -1,6 +1,7 @@
 """The `cluster` section: what JAX is told of it."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -65,6 +66,18 @@ def test_called_wrongly(joined, arguments, message):
     with pytest.raises(ValueError) as error:
         joined(*arguments)
     assert message in str(error.value)
+
+
+def test_a_port_that_is_taken_is_named_before_jax_takes_it(joined):
+    with socket.create_server(("localhost", 0), reuse_port=True) as other:  # as the coordinator of another run has it
+        address = f"localhost:{other.getsockname()[1]}"
+        given = ["cluster=manual", f"cluster.coordinator={address}", "cluster.num_processes=2"]
+        with pytest.raises(
+            ValueError, match=f"cluster.coordinator = '{address}': process 0 cannot listen on port .* in use"
+        ):
+            joined(*given, "cluster.process_id=0")
+        assert joined(*given, "cluster.process_id=1"), "which does not listen"
+    assert joined(*given, "cluster.process_id=0")
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_rows_that_are_no_metrics_are_left_out(tmp_path):
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"a": 1}\n{"step": 3, "loss": 1.0}\n')
     assert [row["step"] for row in read_rows(path)] == [1, 3], "what stands after a damaged line stays"
     odd = ["[" * 100000, "1" * 5000, "null", "[1]", '{"step": "2"}', '{"step": true}', '{"step": 2, "step_time": "fast"}',
-           '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
+           '{"step": 2, "step_time": 0.0}', '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
     path.write_text("\n".join(['{"step": 1, "loss": null}', *odd, '{"step": 3, "loss": 1.0}']))
     assert [row["step"] for row in read_rows(path)] == [1, 3]
     large = {"step": 2, "loss": 1.0, "flops_causal": 7.1e18, "flops_full": 1.4e19}
@@ -317,6 +317,21 @@ def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp
         assert main(other) == WRONG
         assert f"checkpoint.dir = '{first}': another process trains in it" in capsys.readouterr().err
     assert main(other) == DONE, "the first one has ended"
+
+
+def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, tmp_path, capsys):
+    run, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "2"
+    last.mkdir(parents=True)
+    write_whole(run / "recipe.json", '{"checkpoint.dir": null}')
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n')
+    given = [*TINY, *corpus, f"run.dir={run}", f"checkpoint.dir={tmp_path / 'other'}", "run.stop_after=1"]
+    assert main(given) == WRONG
+    said = capsys.readouterr().err
+    assert f"has one of step 2 in {last.parent}, where checkpoint.dir was None: restore checkpoint.dir" in said
+    assert losses(run) == [5.0, 4.0] and not (tmp_path / "other").exists()
+    last.rmdir()
+    assert main(given) == DONE and len(losses(run)) == 1
+    assert "beginning at step 1, in place of the 2 rows of metrics.jsonl" in capsys.readouterr().out
 
 
 def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):

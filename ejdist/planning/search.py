@@ -327,10 +327,11 @@ def _explain(sections: Any, target: Target, given: Collection[str], predictor: P
         raise ValueError(
             f"mesh.dp = {sizes.dp} must be a multiple of {n}: it alone goes over the network between {n} TPU slices"
         )
-    if BATCH in given and not any(True for _ in candidates(sections, target.count, given)):
+    others = candidates(sections, target.count, {*given} - {BATCH})
+    if BATCH in given and any(predictor(candidate, 0.0) is not None for candidate in others):
         raise ValueError(
-            f"{BATCH} = {rows} cannot be split over any mesh of {target.count} devices with "
-            f"the keys that are given; give a multiple, or leave {BATCH} open"
+            f"{BATCH} = {rows} cannot be split over any mesh of {target.count} devices that fits the model, the sequence and "
+            f"the keys that are given; give a multiple of {target.count}, or leave {BATCH} open"
         )
     for candidate in candidates(sections, target.count, given):
         predictor.checked(candidate)

@@ -79,6 +79,9 @@ def train(
         if opened.found and given is not None:
             say(f"model.init_from = {given!r} is not read: the run goes on from its own checkpoint")
         begun = begin(opened, opened.found, source, say)
+        if begun.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
+            where = opened.checkpoints.directory
+            say(f"there is no checkpoint in {where}: beginning at step 1, in place of the {rows} rows of metrics.jsonl")
         opened.saves.begin(begun.step, say)
     run, start = begun.run, begun.step
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)

@@ -44,6 +44,7 @@ def is_number(value: Any, kind: Any = (int, float), most: float = 2.0**63) -> bo
 def _is_row(row: dict[str, Any]) -> bool:
     # Steps may have more than 2^63 FLOPs: of 8B parameters, 6 rows of 2^20 tokens.
     summed = all(is_number(row[name], most=2.0**200) for name in _SUMMED if name in row)
+    summed = summed and row.get("step_time", 1) > 0
     return is_number(row.get("step"), int) and summed and (row.get("loss") is None or is_number(row["loss"]))
 
 

@@ -4,6 +4,7 @@ checkpoints; and the state that it starts or goes on from.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import jax
 from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts, check_limit
 from ejdist.mesh import make_mesh
-from ejdist.training.checkpoint import Checkpoints
+from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
@@ -126,7 +127,27 @@ def open_run(
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
     found = saves.find(program.state, say)
+    if not found and hosts.index == 0:
+        _check_moved(directory, s.checkpoint)
     return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, locks)
+
+
+def _check_moved(directory: Path, section: CheckpointSection) -> None:
+    """Raises ValueError where the run in a folder has its checkpoints in another folder than `checkpoint.dir`, which has none:
+    it would begin anew, and its metrics would go. Called by one host, so by no manager of Orbax, which waits for all."""
+    try:
+        before = json.loads((directory / "recipe.json").read_text())["checkpoint.dir"]
+        if before == section.dir or (before is not None and is_url(before)):
+            return
+        there = directory / "checkpoints" if before is None else Path(before).expanduser()
+        last = max((int(path.name) for path in there.iterdir() if path.name.isdigit()), default=None)
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError):
+        return  # nothing is known of another folder, or it is there no more
+    if last is not None:
+        raise ValueError(
+            f"checkpoint.dir = {section.dir!r} has no checkpoint, and the run in {directory} has one of step {last} in "
+            f"{there}, where checkpoint.dir was {before!r}: restore checkpoint.dir, move the folder there, or {ELSEWHERE}"
+        )
 
 
 def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
