@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ejdist.layout import Layout, current_layout, gather, on_mesh, spec
 from ejdist.sharded import map_shards
+from kernels._core.segments import indices
 
 
 def embedding(table: jax.Array, tokens: jax.Array, *, mesh: Any = None) -> jax.Array:
@@ -30,6 +31,7 @@ def embedding(table: jax.Array, tokens: jax.Array, *, mesh: Any = None) -> jax.A
     Raises:
       ValueError: a dim does not divide over the mesh.
     """
+    table, tokens = jnp.asarray(table), indices(tokens)
     layout = current_layout()
     batch, width = (
         set(on_mesh(t, mesh).get(d, ())) if mesh else set()

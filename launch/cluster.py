@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from typing import Any
@@ -82,6 +83,8 @@ def _check_port(coordinator: str) -> None:
         try:
             tried.bind(("", port))
         except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                return  # of how this was tried; JAX has its own way
             raise ValueError(
                 f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({error.strerror}); end the "
                 "process that has it, of an earlier start or with the same cluster.process_id, or give all of them another port"

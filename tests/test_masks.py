@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejdist
+import kernels
+from kernels._core import segments
 from kernels._core.masks import MaskInfo, active_blocks, map_data, window_of
 from kernels._core.pairs import visible_pairs
-from kernels._core.segments import searchsorted
 from kernels.ops.flash_attention import flash_attention
 
 T, S = 19, 26
@@ -318,8 +320,30 @@ def test_segments_past_an_int32_are_no_padding(dtype):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_search_finds_what_that_of_numpy_does(side):
-    rng, search = np.random.default_rng(0), jax.jit(searchsorted, static_argnames="side")
+    rng, search = np.random.default_rng(0), jax.jit(segments.searchsorted, static_argnames="side")
     for size in (1, 2, 7, 8, 33):
         for _ in range(4):
             ordered, values = np.sort(rng.integers(0, size, size)), rng.integers(-1, size + 2, 40)
             np.testing.assert_array_equal(search(ordered, values, side=side), np.searchsorted(ordered, values, side))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("traced", [False, True], ids=["numpy", "traced"])
+def test_indices_that_are_no_int32_are_none(dtype, traced):
+    info = np.iinfo(dtype)
+    at = [x for x in (3, -1, -100, 2**31 - 1, 2**31 + 5, 2**32 - 1, 2**32 + 5, -(2**32)) if info.min <= x <= info.max]
+    with jax.enable_x64(traced):  # else JAX has no wide integers
+        got = jax.jit(segments.indices)(np.array(at, dtype)) if traced else segments.indices(np.array(at, dtype), -7)
+    outside = 2**31 - 1 if traced else -7
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, [x if abs(x) < 2**31 else outside for x in at])
+
+
+def test_rows_of_tokens_that_are_no_int32():
+    hidden, table, far = np.ones((2, 3), np.float32), np.eye(3, dtype=np.float32), np.array([1, 2**32 + 1])
+    losses = kernels.fused_cross_entropy(hidden, table, far, reduction="none")
+    np.testing.assert_array_equal(np.isnan(losses), [False, True])
+    np.testing.assert_array_equal(
+        kernels.grouped_matmul(hidden, np.ones((2, 3, 1), np.float32), group_ids=far)[:, 0], [3, 0]
+    )
+    np.testing.assert_array_equal(np.isnan(ejdist.embedding.embedding(table, far[None]))[0, :, 0], [False, True])

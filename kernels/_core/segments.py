@@ -38,6 +38,20 @@ def narrowed(array: Any, name: str, owner: str = "") -> Any:
     return xp.where(array < 0, xp.maximum(array, np.iinfo(np.int32).min), array & _MOST).astype(np.int32)
 
 
+def indices(values: Any, outside: int = _MOST) -> jax.Array:
+    """Returns integers of any dtype as int32, those that are no int32 as `outside`: cast alone, 2**32 is the index 0. What
+    holds no integers is as it was."""
+    array = values if isinstance(values, jax.Array) else np.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        return jnp.asarray(array)
+    cast = array.astype(np.int32)
+    if not np.can_cast(array.dtype, np.int32):
+        xp: Any = jnp if isinstance(array, jax.Array) else np
+        low = -_MOST if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
+        cast = xp.where((array < low) | (array > _MOST), np.int32(outside), cast)
+    return jnp.asarray(cast)
+
+
 def integers(value: Any, name: str) -> jax.Array:
     """Returns the ids as int32 [B, L]. Raises ValueError naming the argument where they are not such."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)

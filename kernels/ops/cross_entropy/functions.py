@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kernels._core.binding import is_array
 from kernels._core.dims import leading
 from kernels._core.public import Prepared, public
+from kernels._core.segments import indices
 from kernels._core.vocabulary import no_features
 from kernels.ops.cross_entropy.contract import (
     TokenLosses,
@@ -52,13 +53,6 @@ def _check_shape(name: str, x: jax.Array, lead: tuple[int, ...]) -> None:
         raise ValueError(f"fused_cross_entropy: argument {name!r} must have shape {lead}{of}, got {x.shape}")
 
 
-def _as_targets(targets: Any) -> jax.Array:
-    """Returns targets in 32 bits at least: in 8 or 16 an ignored index, or the size of the vocabulary, may be another token."""
-    targets = jnp.asarray(targets)
-    narrow = jnp.issubdtype(targets.dtype, jnp.integer) and targets.dtype.itemsize < 4
-    return targets.astype(jnp.int32) if narrow else targets
-
-
 def _as_weights(weights: Any) -> jax.Array:
     """Returns weights as floats: counts and flags have no gradient."""
     weights = jnp.asarray(weights)
@@ -89,7 +83,7 @@ def fused_token_losses(
     """
     _check_arrays(hidden, lm_head, targets, logits)
     check_options("fused_cross_entropy", label_smoothing, z_loss, logits_soft_cap)
-    targets = _as_targets(targets)
+    targets = indices(targets)  # what is no int32 is no token; in 8 or 16 bits an ignored index may be another
     given: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
     _check_shape("targets", targets, next(iter(given.values())).shape[:-1])
     cap = {} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)}
@@ -140,7 +134,7 @@ def fused_loss_sums(
     """
     _check_arrays(hidden, lm_head, targets, None)
     check_options("fused_cross_entropy", label_smoothing, z_loss, logits_soft_cap)
-    targets = _as_targets(targets)
+    targets = indices(targets)
     _check_shape("targets", targets, hidden.shape[:-1])
     if weights is not None:
         weights = _as_weights(weights)

@@ -11,7 +11,7 @@ import numpy as np
 from kernels._core.binding import is_array, is_float_array
 from kernels._core.public import Prepared, public
 from kernels._core.requests import known
-from kernels._core.segments import searchsorted
+from kernels._core.segments import indices, searchsorted
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, op, quantized_op
 
 __all__ = ["ACTIVATIONS", "grouped_matmul", "op", "quantized_op"]
@@ -185,10 +185,10 @@ def grouped_matmul(
 
 def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (rows in the order of their groups, sizes of the groups of the matrices, where each row was)."""
-    ids = jnp.asarray(group_ids)
+    ids = indices(group_ids, -1)
     if ids.shape != (lhs.shape[0],) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise _refuse("group_ids", f"must be integers [M] = [{lhs.shape[0]}], the group of each row, got {_shape(ids)}")
-    own = ids.astype(jnp.int32) - (0 if offset is None else offset)
+    own = ids - (0 if offset is None else offset)
     own = jnp.where((own >= 0) & (own < experts), own, experts)
     order = jnp.argsort(own, stable=True)
     edges = searchsorted(own[order], jnp.arange(experts + 1, dtype=jnp.int32))

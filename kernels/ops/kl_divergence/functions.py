@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kernels._core.binding import is_array
 from kernels._core.dims import leading
 from kernels._core.public import Prepared, public
+from kernels._core.segments import indices
 from kernels._core.vocabulary import no_features
 from kernels.ops.kl_divergence.contract import logits_op, op
 
@@ -87,7 +88,8 @@ def fused_kl_divergence(
     )
     lead = call.arguments["hidden" if own is op else "logits"].shape[:-1]
     given = {"targets": targets, "weights": weights}
-    given = {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+    # In 8 or 16 bits a mark may be another token, and so may what is past an int32.
+    given = {n: None if x is None else indices(x) if n == "targets" else jnp.asarray(x) for n, x in given.items()}
     for name, x in given.items():
         if x is not None and x.shape != lead:
             raise ValueError(f"{NAME}: argument {name!r} must have shape {lead}, got {x.shape}")
@@ -97,8 +99,6 @@ def fused_kl_divergence(
             raise ValueError(
                 f"{NAME}: argument 'targets' must be integers, got {marks.dtype}; it says which tokens count"
             )
-        if marks.dtype.itemsize < 4:  # in 8 or 16 bits a mark may be another token
-            marks = marks.astype(jnp.int32)
         counts = ((marks != ignore_index) & (marks != ALSO_IGNORED)).astype(jnp.float32)
 
     def finish(student_lse: jax.Array, teacher_lse: jax.Array, gap: jax.Array) -> jax.Array:
