@@ -531,6 +531,23 @@ def test_every_benchmark_names_what_it_does_not_know(name):
         importlib.import_module(f"benchmarks.{name}").main(["nonsense=1"])
 
 
+def test_the_page_shows_operations_beside_attention(tmp_path):
+    timed = {
+        "op": "rms_norm",
+        "case": "model_4k",
+        "direction": "backward",
+        "who": "triton_gpu",
+        "us": 119.6,
+        "of_copy": 0.872,
+    }
+    failed = {"op": "rms_norm", "case": "model_8k", "who": "xla", "failed": "WRONG: {'out': 1.0}"}
+    found = {"device": "NVIDIA X", "date": "2026-11-23", "commit": "0123456789ab", "rows": [timed, failed]}
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    shown = report.small_operations(tmp_path)
+    assert "| rms_norm | model_4k | backward | triton_gpu | 120 |  | 0.87 |  |  |" in shown
+    assert "Not timed: rms_norm model_8k, xla: WRONG" in shown and "2026-11-23 `012345678`" in shown
+
+
 def test_an_option_that_is_given_twice():
     assert options.split({"rounds": 1}, ["rounds=2", "recipe=moe"]) == ({"rounds": 2}, ["recipe=moe"])
     with pytest.raises(SystemExit, match="rounds is given twice"):

@@ -17,7 +17,7 @@ from benchmarks.measure import provenance
 from benchmarks.options import read
 from benchmarks.small_operations import FLOOR, distance, race
 from kernels import flash_attention
-from kernels._core.config import BwdParams, FwdParams, KernelConfig
+from kernels.ops.flash_attention.triton_gpu import _plain
 
 OPTIONS = {"cases": "causal_8k,full_8k", "tokens": 0, "rounds": 9, "out": "", "commit": ""}
 # name -> rows of the batch, tokens, heads, entries of a head, causal
@@ -26,12 +26,10 @@ CASES = {
     "causal_8k": (2, 8192, 16, 128, True),
     "full_8k": (2, 8192, 16, 128, False),
 }
-# What triton_gpu takes for heads up to 128 where there are no Hopper kernels.
-PLAIN = KernelConfig(FwdParams(64, 64, 4, 3), BwdParams(64, 64, 4, 2))
 CHECKED = 1024
 
 
-def contestants(causal):
+def contestants(width, causal):
     """Returns name -> attention of query, key and value."""
 
     def ours(**how):
@@ -40,7 +38,7 @@ def contestants(causal):
     def cudnn(*arrays):
         return jax.nn.dot_product_attention(*arrays, is_causal=causal, implementation="cudnn")
 
-    return {"cudnn": cudnn, "plain": ours(platform="triton", cfg=PLAIN), "hopper": ours(platform="triton")}
+    return {"cudnn": cudnn, "plain": ours(platform="triton", cfg=_plain(width, 2)), "hopper": ours(platform="triton")}
 
 
 def directions(attention):
@@ -62,7 +60,7 @@ def rows_of(name, tokens, rounds):
 
     made, small = {}, arrays(min(T, CHECKED))
     wanted = directions(lambda *x: flash_attention(*x, causal=causal, platform="xla"))["both"](*small)
-    for who, attention in contestants(causal).items():
+    for who, attention in contestants(H, causal).items():
         programs = directions(attention)
         off = max(float(distance(x, y)) for x, y in zip(programs["both"](*small), wanted, strict=True))
         if off < FLOOR:

@@ -208,17 +208,11 @@ class DecoderShape:
         self._validate_layers()
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
-        for name in ("sliding_window", "attention_soft_cap", "logits_soft_cap", "attention_scale"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"model.{name} must be positive, or null for none, got {value}")
-        for name in ("rope_base", "norm_eps", "init_std"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
-        for name in ("rope_base", "norm_eps", "init_std", "attention_soft_cap", "logits_soft_cap", "attention_scale"):
-            value = getattr(self, name)
+        optional = ("sliding_window", "attention_soft_cap", "logits_soft_cap", "attention_scale")
+        for name in ("rope_base", "norm_eps", "init_std", *optional):
+            value, none = getattr(self, name), ", or null for none" if name in optional else ""
             if value is not None and not _LEAST <= value <= _MOST:
-                raise ValueError(f"model.{name} = {value} must be from {_LEAST:.2g} to {_MOST:.2g}: float32 holds it")
+                raise ValueError(f"model.{name} must be positive, and a number that float32 holds{none}, got {value}")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
