@@ -3,6 +3,7 @@
     export_cuda(*call_of(op, case), compute_capability=90)    compiles its Triton kernels to PTX
     compile_tpu(*call_of(op, case), topology="v5p:2x2x1")     compiles it with the real TPU compiler
     with interpret(): op(..., platform="triton")              runs its kernels on the CPU
+    with interpret(90): op(..., platform="triton")            runs those for Hopper, where the call has some
 
 Each takes any function and arguments (arrays, or only their shapes and dtypes), so a whole train step may be checked too.
 Importing this imports no toolchain; a function whose toolchain is not installed says what to install.

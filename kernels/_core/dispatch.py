@@ -30,14 +30,14 @@ class Branches:
       by_platform: for each of PLATFORMS a function of the operands, or the reason why there is none.
       result: pytree of shapes and dtypes that every branch returns.
       batched: the same call on operands with one leading dim more, see `apply`; None to map over the rows one by one.
-      interpreted: whether kernels are interpreted.
+      interpreted: of which GPU kernels are interpreted; None: they are not.
     """
 
     name: str
     by_platform: Mapping[str, Callable | str]
     result: Any
     batched: Callable | None
-    interpreted: bool
+    interpreted: int | None
 
     def __repr__(self) -> str:
         return self.name

@@ -16,9 +16,10 @@ from jax_triton import triton_lib
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from kernels._core import gluon_interpreter, triton_interpreter
 from kernels._core.interpret import interpreting
+from kernels._core.interpreted import run_interpreted
 from kernels._core.target import asked_compute_capability
-from kernels._core.triton_interpreter import run_interpreted
 from kernels._core.work import Work
 
 __all__ = ["compute_capability", "tensor_descriptor", "triton_launch"]
@@ -57,11 +58,11 @@ def triton_launch(
     if not isinstance(kernel, GluonJITFunction):
         _check_powers(kernel.fn.__name__, num_warps, named)
     if interpreting():
-        if isinstance(kernel, GluonJITFunction):
-            raise NotImplementedError(
-                f"{kernel.fn.__name__} is of Gluon, which has no interpreter: launch another kernel"
-            )
-        return run_interpreted(kernel, args, named, out_shape, grid, dict(input_output_aliases or {}))
+        of_hopper = isinstance(kernel, GluonJITFunction)
+        if of_hopper and compute_capability() != 90:
+            raise ValueError(f"{kernel.fn.__name__} is for Hopper: launch it inside interpret(90), or another kernel")
+        by = gluon_interpreter if of_hopper else triton_interpreter
+        return run_interpreted(kernel, args, named, out_shape, grid, dict(input_output_aliases or {}), by.run_grid)
     _complete_jax_triton()
     cost: triton_lib.CostEstimate = {}
     if work is not None:
@@ -105,12 +106,13 @@ def _check_powers(kernel: str, num_warps: int, named: Mapping[str, Any]) -> None
 
 
 def compute_capability() -> int:
-    """Returns what is compiled for: the GPU of the surrounding `compile_for`, or else that of this machine.
+    """Returns what is compiled for, or interpreted: the GPU of the surrounding `interpret` or `compile_for`, or else that of
+    this machine.
 
     Raises:
       RuntimeError: there is neither.
     """
-    asked = asked_compute_capability()
+    asked = interpreting() or asked_compute_capability()
     if asked is not None:
         return asked
     try:
@@ -124,7 +126,7 @@ def compute_capability() -> int:
 
 def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[int, ...], layout: Any = None) -> Any:
     """Returns what a kernel's tensor descriptor is made from: an array, seen in a shape of as many entries, that TMA copies in
-    blocks. None where there is no TMA, and where kernels are interpreted: the kernel makes its own then.
+    blocks. None where there is no TMA, and where Triton kernels are interpreted: the kernel makes its own then.
 
     On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that
     allocates can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
@@ -132,7 +134,7 @@ def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[i
     Args:
       layout: of a Gluon kernel, the `NVMMASharedLayout` of a block in shared memory. Triton chooses it for its own kernels.
     """
-    if interpreting() or compute_capability() < 90:
+    if compute_capability() < 90 or (interpreting() and layout is None):
         return None
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return triton_lib.TensorDescriptor(x, shape, strides, block_shape, layout)

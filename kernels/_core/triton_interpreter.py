@@ -1,10 +1,8 @@
-"""Runs Triton kernels on the CPU: Python over NumPy, every program of the grid in turn, inside a `jax.pure_callback`.
+"""Runs Triton kernels on the CPU: Python over NumPy, every program of the grid in turn.
 
-It drives the interpreter that Triton brings, with three differences. No torch: a buffer is an address and a type. Buffers
-lie between guards, and outputs start as NaN, so what a kernel forgets to write, or writes or reads where it must not,
-shows. And bfloat16 is arithmetic on bfloat16, rounded to nearest; Triton's own keeps it as uint16, truncates, and
-multiplies the bits as integers. The language is patched only while a kernel runs, so that compiling goes on in the same
-process. Gluon kernels cannot be interpreted.
+It drives the interpreter that Triton brings, with two differences. No torch: a buffer is an address and a type. And bfloat16 is
+arithmetic on bfloat16, rounded to nearest; Triton's own keeps it as uint16, truncates, and multiplies the bits as integers. The
+language is patched only while a kernel runs, so that compiling goes on in the same process.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from triton import language as tl
@@ -26,7 +23,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime import jit as triton_jit
 
-__all__ = ["language_lock", "run_interpreted"]
+__all__ = ["language_lock", "run_grid"]
 
 _POINTER_TYPES = {
     "float64": "fp64",
@@ -57,33 +54,6 @@ class _Pointer:
 
     def data_ptr(self) -> int:
         return self._array.ctypes.data
-
-
-class _Buffer:
-    """An array between two guards. All of it is NaN (the largest integer but one) until something is written.
-
-    The guards of what a kernel may write have other bits, -NaN, so that copying one guard to another shows too. They are
-    as wide as the array, or a large tile: a wrong mask is to be a failed test, not a crashed process.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any, value: Any = None, writable: bool = True):
-        dtype, size = np.dtype(dtype), int(np.prod(shape))
-        n = self._width = max(65536, size)
-        if dtype.kind in "iub":
-            poison = np.array(1 if dtype.kind == "b" else np.iinfo(dtype).max - 1, dtype)
-        else:
-            poison = np.array(np.nan).astype(dtype)
-        self._storage = np.full(size + 2 * n, poison, dtype)
-        if writable:
-            self._storage[:n].view(np.uint8)[...] = self._storage[-n:].view(np.uint8)[...] = 0xFF
-        self._guard = self._storage[:1].view(np.uint8).copy()
-        self.array = self._storage[n : n + size].reshape(shape)
-        if value is not None:
-            self.array[...] = value
-
-    def intact(self) -> bool:
-        sides = self._storage[: self._width], self._storage[-self._width :]
-        return all((side.view(np.uint8).reshape(-1, self._guard.size) == self._guard).all() for side in sides)
 
 
 @functools.cache
@@ -157,7 +127,9 @@ def _interpreted_language() -> Iterator[None]:
             patches.restore()
 
 
-def _run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+def run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+    """Runs every program of a kernel; arrays among its arguments are changed in place."""
+    arguments = {name: _Pointer(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     function, builder = _interpretable(kernel.fn), interpreter.interpreter_builder
     constexprs = {p.name for p in kernel.params if p.is_constexpr}
     sizes = (*grid, *(1,) * (3 - len(grid)))
@@ -167,48 +139,3 @@ def _run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> 
         for index in itertools.product(*map(range, sizes)):
             builder.set_grid_idx(*index)
             function(**values)
-
-
-def run_interpreted(
-    kernel: Any, args: tuple, named: dict[str, Any], out_shape: Any, grid: tuple[int, ...], aliases: dict[int, int]
-) -> Any:
-    """Returns the outputs of a kernel run by the interpreter; arguments as `kernels._core.triton.triton_launch`.
-
-    Raises (when it runs):
-      RuntimeError: the kernel wrote outside its buffers, or to an input that is not aliased to an output.
-    """
-    outputs, tree = jax.tree.flatten(out_shape)
-    bound = kernel.signature.bind_partial(*args, **named).arguments
-    operands = [p.name for p in kernel.params if not p.is_constexpr]
-    inputs = [name for name in operands if name in bound]
-    arrays = {name: bound[name] for name in inputs if hasattr(bound[name], "shape")}
-    aliased = {output: inputs[i] for i, output in aliases.items()}
-    fresh = [i for i in range(len(outputs)) if i not in aliased]
-    missing = [name for name in operands if name not in bound]
-    if len(missing) != len(fresh):
-        raise ValueError(
-            f"{kernel.fn.__name__}: argument 'out_shape' has {len(fresh)} outputs that are not aliased, but the kernel "
-            f"has {len(missing)} parameters left for them: {', '.join(missing)}"
-        )
-
-    def run(*values: Any) -> list[np.ndarray]:
-        buffers = {
-            name: _Buffer(v.shape, v.dtype, v, writable=name in aliased.values())
-            for name, v in zip(arrays, map(np.asarray, values), strict=True)
-        }
-        inputs_before = {name: b.array.copy() for name, b in buffers.items() if name not in aliased.values()}
-        for name, i in zip(missing, fresh, strict=True):
-            buffers[name] = _Buffer(outputs[i].shape, outputs[i].dtype)
-        _run_grid(kernel, {**bound, **{name: _Pointer(b.array) for name, b in buffers.items()}}, grid)
-        for name, buffer in buffers.items():
-            if not buffer.intact():
-                raise RuntimeError(f"{kernel.fn.__name__} wrote outside the buffer {name!r}")
-        for name, before in inputs_before.items():
-            if before.tobytes() != buffers[name].array.tobytes():
-                raise RuntimeError(f"{kernel.fn.__name__} wrote to its input {name!r}")
-        where = {**dict(zip(fresh, missing, strict=True)), **aliased}
-        return [buffers[where[i]].array for i in range(len(outputs))]
-
-    result = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in outputs]
-    flat = jax.pure_callback(run, result, *arrays.values(), vmap_method="sequential")
-    return jax.tree.unflatten(tree, flat)

@@ -14,7 +14,6 @@ from kernels._core.blocks import spans
 from kernels._core.config import BwdParams, FwdParams
 from kernels._core.config import KernelConfig as FlashAttentionConfig
 from kernels._core.execute import Saved
-from kernels._core.interpret import interpreting
 from kernels._core.masks import MaskInfo
 from kernels._core.platforms import Unsupported
 from kernels._core.target import MULTIPROCESSORS
@@ -91,7 +90,7 @@ class _Call(NamedTuple):
                 + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {made}")
                 + ": use 4 or 8 warps"
             )
-        if interpreting() or compute_capability() != 90:
+        if compute_capability() != 90:
             return getattr(_plain(_width(max(H, HV)), itemsize), direction)
         return given
 

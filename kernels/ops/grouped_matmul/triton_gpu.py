@@ -16,7 +16,6 @@ import triton
 from jax import lax
 
 from kernels._core.gluon import SWIZZLED
-from kernels._core.interpret import interpreting
 from kernels._core.target import MULTIPROCESSORS
 from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
 from kernels._core.work import Work, nbytes
@@ -202,7 +201,7 @@ def _specialises(tile: Any, a: jax.Array, b: jax.Array, widths: Sequence[int]) -
     """Returns whether a product is made by warps that load, multiply and write: those of 16-bit arrays that TMA reads, where
     there are instructions for it, which are Hopper's alone."""
     sixteen = a.dtype == b.dtype and a.dtype.itemsize == 2 and all(_whole(a, width) for width in widths)
-    return tile.specialised in SPECIALISED and sixteen and not interpreting() and compute_capability() == 90
+    return tile.specialised in SPECIALISED and sixteen and compute_capability() == 90
 
 
 class _Specialised(NamedTuple):

@@ -1,0 +1,387 @@
+"""A program on a multiprocessor of Hopper, as Python over NumPy: its partitions, shared memory, barriers, copies and products.
+
+What Hopper may do at any time happens here as late as it can, as a rule, so that what does not wait for it has wrong numbers:
+
+- the partitions of a program take turns, in an order drawn anew wherever one waits or arrives at a barrier;
+- a copy by TMA makes its tile NaN when it is begun, and fills it when nobody can go on otherwise, or for some time at once;
+- a product is NaN until it is waited for and the others cannot go on; a sum that TMA adds to memory is added then.
+
+And what Hopper does not forgive is an error: partitions that wait for one another for ever, a tile that changes while a product
+or a sum may still read it, one that the matrix units or TMA read before a fence after it was written, more arrivals than a
+barrier counts, copies of another shape than their tile, reads and writes past the end of an array, and an end before all of a
+program's copies and products are done.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax_triton import triton_lib
+from triton.experimental.gluon import language as gl
+
+here = threading.local()  # the program and the partition of this thread
+KERNEL = "__interpreted__"  # a name that the globals of a kernel's functions have
+TURN = 1 / 16  # how often copies that were late come at once from there on, or the other way around
+BARRIERS = object()  # the layout of barriers
+
+
+class _Stopped(Exception):
+    """Another partition of the program has failed."""
+
+
+# -- registers and memory ----------------------------------------------------------------------------------------------
+
+
+class Tensor(np.ndarray):
+    """Entries in registers, or one number: an array that is never changed, divides integers as C does, and casts by `to`."""
+
+    def __floordiv__(self, other: Any) -> Any:
+        return np.floor_divide(self - np.fmod(self, other), other)
+
+    def __mod__(self, other: Any) -> Any:
+        return np.fmod(self, other)
+
+    __iadd__, __isub__, __imul__, __ixor__ = (
+        np.ndarray.__add__,
+        np.ndarray.__sub__,
+        np.ndarray.__mul__,
+        np.ndarray.__xor__,
+    )
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None, shape=self.shape)
+
+    def to(self, dtype: Any) -> Any:
+        return self.astype(dtype)
+
+    def permute(self, *dims: Any) -> Any:
+        return self.transpose(*dims)
+
+    def split(self) -> tuple[Any, Any]:
+        return self[..., 0], self[..., 1]
+
+
+def tensor(value: Any, dtype: Any = None) -> Any:
+    """Returns a tensor; of an integer or a float of Python one of 32 bits."""
+    if dtype is None and not isinstance(value, np.ndarray | np.generic):
+        dtype = {bool: np.bool_, int: np.int32, float: np.float32}[type(value)]
+    return np.asarray(value, dtype).view(Tensor)
+
+
+class Pointer:
+    """The address of an entry of an array, or of many entries."""
+
+    __array_ufunc__ = None  # so that what is added to a tensor is a pointer
+
+    def __init__(self, name: str, array: np.ndarray, at: Any = 0):
+        self._name, self._array, self._at = name, array, at
+        self.dtype = types.SimpleNamespace(element_ty=array.dtype)
+
+    def __add__(self, entries: Any) -> Any:
+        return Pointer(self._name, self._array, np.asarray(entries, np.int64) + self._at)
+
+    __radd__ = __add__
+
+    def entries(self, mask: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (the flat array, where the entries lie in it, which of them are meant)."""
+        shape = np.broadcast_shapes(np.shape(self._at), np.shape(mask))
+        at, meant = np.broadcast_to(self._at, shape), np.broadcast_to(mask, shape)
+        outside = meant & ((at < 0) | (at >= self._array.size))
+        if outside.any():
+            raise IndexError(f"{self._name}: entry {at[outside][0]} is outside of its {self._array.size}")
+        return self._array.reshape(-1), np.where(meant, at, 0), meant
+
+
+def poison(dtype: np.dtype) -> Any:
+    return np.iinfo(dtype).max - 1 if dtype.kind in "iu" else np.nan
+
+
+def _offsets(shape: Sequence[int], layout: Any) -> np.ndarray:
+    """Returns where the entries of a tile lie in its memory. What TMA swizzles lies in panels of 128 bytes of columns, one
+    behind the other; dims before those of the layout are tiles one behind the other. (The order inside of 128 bytes is left
+    out: it is the same for all who read a panel.)"""
+    if not isinstance(layout, gl.NVMMASharedLayout) or not layout.swizzle_byte_width:
+        return np.arange(math.prod(shape)).reshape(shape)
+    outer, inner = math.prod(shape[: len(shape) - layout.rank]), shape[len(shape) - layout.rank :]
+    rows, columns = math.prod(inner[:-1]), inner[-1]
+    wide = min(columns, 8 * layout.swizzle_byte_width // layout.element_bitwidth)
+    panels = np.arange(math.prod(shape)).reshape(outer, columns // wide, rows, wide)
+    return panels.swapaxes(1, 2).reshape(shape)
+
+
+class Shared:
+    """A tile in shared memory, or barriers; what is made of it (an index, a slice) is the same memory.
+
+    Args:
+      memory: the entries of an allocation.
+      unfenced: True where one was written by instructions, and no fence has told the matrix units and TMA of it yet.
+      at: which of them are the tile's.
+    """
+
+    def __init__(self, memory: np.ndarray, unfenced: np.ndarray, at: np.ndarray):
+        self._memory, self._unfenced, self._at = memory, unfenced, at
+        self.shape, self.dtype = list(at.shape), memory.dtype
+
+    @classmethod
+    def allocate(cls, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
+        size = math.prod(shape)
+        if layout is BARRIERS:
+            memory = np.array([Barrier() for _ in range(size)], object)
+        else:
+            memory = np.full(size, poison(np.dtype(dtype)), dtype)
+        return cls(memory, np.zeros(size, bool), _offsets(shape, layout))
+
+    def _some(self, at: np.ndarray) -> Shared:
+        return Shared(self._memory, self._unfenced, at)
+
+    def index(self, i: Any) -> Shared:
+        if not 0 <= i < self.shape[0]:
+            raise IndexError(f"tile {i} of {self.shape[0]}")
+        return self._some(self._at[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        if not 0 <= start <= start + length <= self.shape[dim]:
+            raise IndexError(f"entries {start} to {start + length} of {self.shape[dim]}")
+        return self._some(self._at[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def permute(self, dims: Sequence[int]) -> Shared:
+        return self._some(self._at.transpose(dims))
+
+    def reinterpret(self, dtype: Any = None, shape: Sequence[int] | None = None, layout: Any = None) -> Shared:
+        memory, at = self._memory if dtype is None else self._memory.view(dtype), self._at
+        if shape is not None:
+            first = int(at.min())
+            if math.prod(shape) != at.size or int(at.max()) - first != at.size - 1:
+                raise TypeError(f"a tile {self.dtype}{self.shape} is taken for {list(shape)}")
+            at = first + _offsets(shape, layout)
+        return Shared(memory, self._unfenced, at)
+
+    def load(self, layout: Any = None) -> Any:
+        return self._memory[self._at].view(Tensor)
+
+    def store(self, value: Any) -> None:
+        if list(value.shape) != self.shape or value.dtype != self.dtype:
+            raise TypeError(f"{value.dtype}{list(value.shape)} is stored to a tile {self.dtype}{self.shape}")
+        self._memory[self._at] = value
+        self._unfenced[self._at] = True
+        here.partition.written.append((self._unfenced, self._at))
+
+    def begin_reading(self, who: str) -> Callable[[], np.ndarray]:
+        """Returns what the matrix units or TMA read of the tile, as a function to be called when they must have."""
+        self._check_fence(f"{who} to read")
+        before = self._memory[self._at]
+
+        def read() -> np.ndarray:
+            if self._memory[self._at].tobytes() != before.tobytes():
+                raise RuntimeError(f"a tile {self.dtype}{self.shape} is changed while {who} reading it")
+            return before
+
+        return read
+
+    def begin_writing(self) -> Callable[[np.ndarray], None]:
+        """Makes the tile NaN, and returns what fills it when TMA does."""
+
+        def write(value: Any) -> None:
+            self._check_fence("TMA is to write")
+            self._memory[self._at] = value
+
+        write(poison(self.dtype))
+        return write
+
+    def _check_fence(self, what: str) -> None:
+        if self._unfenced[self._at].any():
+            raise RuntimeError(f"{what} a tile before fence_async_shared() after it was written")
+
+    def barrier(self) -> Barrier:
+        if self.dtype != object or self._at.size != 1:
+            raise TypeError(f"{self.dtype}{self.shape} is not one barrier")
+        return self._memory[int(self._at.item())]
+
+
+class Barrier:
+    """Completes a phase when all that it counts have arrived, and all bytes that they expect."""
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        self.phase = self.missing = self.bytes = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+
+    def arrive(self, count: int = 1) -> None:
+        if self.count is None or count > self.missing:
+            raise RuntimeError(f"{count} more arrive at a barrier of {self.count} than it counts")
+        self.missing -= count
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        if not self.missing and not self.bytes:
+            self.phase, self.missing = self.phase ^ 1, self.count or 0
+
+
+class Descriptor:
+    """An array in blocks, as TMA copies them: zeros where a block reaches past its ends."""
+
+    def __init__(self, given: triton_lib.TensorDescriptor):
+        self._array = np.asarray(given.base).reshape(given.shape, copy=False)
+        self.block_type = types.SimpleNamespace(shape=list(given.block_shape))
+        self.dtype, self.layout = self._array.dtype, given.layout
+        self.nbytes_per_cta = math.prod(given.block_shape) * self.dtype.itemsize
+
+    def _places(self, at: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns where (in the array, in the block) the entries of a block lie that there are."""
+        if int(at[-1]) * self.dtype.itemsize % 16:
+            raise RuntimeError(f"TMA copies from a multiple of 16 bytes on, not from entry {at[-1]} of a row")
+        array, block = [], []
+        for first, size, length in zip(map(int, at), self.block_type.shape, self._array.shape, strict=True):
+            low, high = min(max(first, 0), length), min(max(first + size, 0), length)
+            array.append(slice(low, high))
+            block.append(slice(low - first, high - first) if low < high else slice(0, 0))
+        return tuple(array), tuple(block)
+
+    def read(self, at: Sequence[Any]) -> np.ndarray:
+        array, block = self._places(at)
+        found = np.zeros(self.block_type.shape, self.dtype)
+        found[block] = self._array[array]
+        return found
+
+    def check(self, tile: Shared) -> None:
+        if tile.shape != self.block_type.shape or tile.dtype != self.dtype:
+            raise TypeError(
+                f"TMA copies blocks {self.dtype}{self.block_type.shape}, and the tile is {tile.dtype}{tile.shape}"
+            )
+
+    def add(self, at: Sequence[Any], x: np.ndarray) -> None:
+        array, block = self._places(at)
+        self._array[array] += x[block]
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+class _Partition:
+    """The warps of a program that run one function."""
+
+    def __init__(self, name: str):
+        self.name, self.go, self.ended = name, threading.Semaphore(0), False
+        self.waits: Callable[[], bool] = lambda: True
+        self.where, self.late = "its beginning", False
+        self.products: list[Callable[[], None]] = []  # begun, and not waited for
+        self.sums: list[Callable[[], None]] = []  # likewise
+        self.written: list[tuple[np.ndarray, np.ndarray]] = []  # what it wrote since its last fence: see `Shared`
+
+    def finish(self, begun: list[Callable[[], None]], left: Any) -> None:
+        if len(begun) > left:
+            here.program.let_others()
+        while len(begun) > left:
+            begun.pop(0)()
+
+    def check_end(self) -> None:
+        if self.products or self.sums:
+            raise RuntimeError(f"{self.name} ended before its products, or sums that TMA adds, were waited for")
+
+
+class Program:
+    """One program of the grid: one of its partitions runs at a time."""
+
+    def __init__(self, index: int, count: int):
+        self.index, self.count = index, count
+        self.copies: list[Callable[[], None]] = []  # begun, and not done
+        self._draw, self._early = random.Random(index), False
+        self._partitions: list[_Partition] = []
+        self._failure: BaseException | None = None
+
+    def run(self, functions: Sequence[tuple[Callable, Sequence[Any]]]) -> None:
+        """Runs functions beside one another, until all have ended."""
+        outer, self._partitions = self._partitions, []
+        threads = []
+        for i, (function, arguments) in enumerate(functions):
+            partition = _Partition(f"{getattr(function, '__name__', 'kernel')} (partition {i})")
+            self._partitions.append(partition)
+            threads.append(threading.Thread(target=self._run, args=(partition, function, arguments), daemon=True))
+        for thread in threads:
+            thread.start()
+        self._next().go.release()
+        for thread in threads:
+            thread.join()
+        self._partitions = outer
+        if self._failure is not None:
+            raise self._failure
+        if self.copies:
+            raise RuntimeError(f"program {self.index} ended before {len(self.copies)} copies were waited for")
+
+    def _run(self, partition: _Partition, function: Callable, arguments: Sequence[Any]) -> None:
+        here.program, here.partition = self, partition
+        partition.go.acquire()
+        try:
+            if self._failure is None:
+                with np.errstate(all="ignore"):
+                    function(*arguments)
+                partition.check_end()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._failure = self._failure or error
+        partition.ended = True
+        try:
+            if any(not p.ended for p in self._partitions):
+                self._next().go.release()
+        except RuntimeError as error:  # the others wait for ever
+            self._failure = self._failure or error
+        if self._failure is not None:
+            for p in self._partitions:
+                p.go.release()
+
+    def let_others(self) -> None:
+        """Lets the other partitions go on as far as they can."""
+        self.wait(lambda: True, late=True)
+
+    def perhaps_let_others(self) -> None:
+        if self._draw.random() < 0.5:
+            self.let_others()
+
+    def wait(self, condition: Callable[[], bool], late: bool = False) -> None:
+        """Lets the partitions go on in any order until the condition holds, and this one is drawn; late, when no other can."""
+        partition = here.partition
+        partition.waits, partition.late, partition.where = condition, late, _line_of_kernel()
+        following = self._next()
+        if following is not partition:
+            following.go.release()
+            partition.go.acquire()
+            if self._failure is not None:
+                raise _Stopped
+
+    def _next(self) -> _Partition:
+        running = [p for p in self._partitions if not p.ended]
+        if self._draw.random() < TURN:
+            self._early = not self._early
+        while self.copies and self._early:
+            self._copy()
+        while True:
+            ready = [p for p in running if p.waits()]
+            if soon := [p for p in ready if not p.late]:
+                return self._draw.choice(soon)
+            if not ready and not self.copies:
+                waiting = "; ".join(f"{p.name} at {p.where}" for p in running)
+                raise RuntimeError(f"program {self.index} waits for ever: {waiting}")
+            if self._draw.randrange(len(ready) + len(self.copies)) < len(ready):
+                return self._draw.choice(ready)
+            self._copy()
+
+    def _copy(self) -> None:
+        self.copies.pop(self._draw.randrange(len(self.copies)))()
+
+
+def _line_of_kernel() -> str:
+    frame: Any = sys._getframe(1)
+    while KERNEL not in frame.f_globals:
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}, line {frame.f_lineno} of {frame.f_code.co_filename.rsplit('/', 1)[-1]}"
