@@ -1,21 +1,23 @@
-"""flash_attention's kernels for Hopper on a CUDA device, which no interpreter runs. Run with the command in CONTRIBUTING.md.
+"""flash_attention's kernels for Hopper on a CUDA device. Run with the command in CONTRIBUTING.md.
 
-Every mask and option that they take, beside the plain kernels and the contract in float32. What lies past the ends of a row of
-the batch is another row, full of NaN: a kernel that reads a token too many shows it.
+Every mask and option that they take, beside the plain kernels and the contract in float32. On a CPU they are interpreted, in
+tests/kernels/test_flash_attention_hopper_numbers.py: here it is the code that the compiler made of them.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from grid import FLOOR, error
+from hopper_attention import THREE, at, calls, hold, ours, outcome
+from hopper_attention import arrays as made_arrays
 
 from kernels import MaskInfo
-from kernels._core.config import BwdParams, FwdParams, KernelConfig
-from kernels.ops.flash_attention.contract import flash_attention, op
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS, _plain
+from kernels.ops.flash_attention.contract import op
+from kernels.ops.flash_attention.triton_gpu import SPECIALISED, _plain
 
 
 def is_hopper():
@@ -32,39 +34,7 @@ pytestmark = [
 
 B, T, S, N, K = 2, 650, 650, 4, 2
 RNG = np.random.default_rng(0)
-DOCUMENTS = np.sort(RNG.integers(0, 6, (B, T)), axis=1)
-PADDED = np.where(np.arange(T) < 500, DOCUMENTS, -1)
-SHUFFLED = np.stack([RNG.permutation(T) for _ in range(B)])
-ZIGZAG = np.concatenate([np.arange(T // 2), 3 * T + np.arange(T - T // 2)])[None]
-
-
-def segments(ids, **rest):
-    ids = jnp.asarray(ids, jnp.int32)
-    return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, **rest)
-
-
-def at(positions, **rest):
-    positions = jnp.asarray(positions, jnp.int32)
-    return MaskInfo(q_positions=positions, kv_positions=positions, **rest)
-
-
-SINKS = {"softmax_aux": RNG.standard_normal((N, 2))}
-CALLS = {
-    "full": (MaskInfo(), {}),
-    "causal": (MaskInfo(causal=True), {}),
-    "window": (MaskInfo(causal=True, window=(200, 0)), {}),
-    "both_sides": (MaskInfo(window=(70, 90)), {}),
-    "chunks": (MaskInfo(causal=True, chunk_size=150), {}),
-    "prefix": (MaskInfo(causal=True, prefix_lengths=jnp.asarray([100, 333])), {}),
-    "packed": (segments(DOCUMENTS, causal=True), {}),
-    "padded": (segments(PADDED, causal=True), {}),
-    "shuffled": (at(SHUFFLED, causal=True), {}),
-    "zigzag": (at(ZIGZAG, causal=True), {}),
-    "soft_cap": (MaskInfo(causal=True), {"logits_soft_cap": 3.0}),
-    "sinks": (MaskInfo(causal=True), SINKS),
-    "scale": (MaskInfo(causal=True), {"softmax_scale": 0.3}),
-    "together": (segments(PADDED, causal=True, window=(100, 0)), {"logits_soft_cap": 3.0, **SINKS}),
-}
+CALLS = calls(B, T, N)
 # Of the longest ones there are more tiles than programs, which take the next one when they are done, some without any key.
 LENGTHS = {
     "tails": (T, S),
@@ -78,51 +48,14 @@ LONGEST = ["more_tiles_than_programs", "more_tiles_and_few_keys"]
 
 
 def arrays(t, s, width, value_width, dtype, key_heads=K):
-    shapes = {"query": (N, width), "key": (key_heads, width), "value": (key_heads, value_width)}
-    made = {name: RNG.standard_normal((B, t if name == "query" else s, *shape)) for name, shape in shapes.items()}
-    return {name: jnp.asarray(x, dtype) for name, x in made.items()}
-
-
-def outcome(function, floats, d_out, d_lse):
-    """Returns outputs and gradients by name, for cotangents of both outputs."""
-    (out, lse), pull = jax.vjp(lambda x: function(**x), floats)
-    found = pull((d_out.astype(out.dtype), jnp.where(jnp.isfinite(lse), d_lse, 0)))[0]
-    return {"out": out, "lse": lse, **found}
+    return made_arrays(B, (t, s), (N, key_heads), (width, value_width), dtype)
 
 
 def compare(floats, mask, options, *, cfg=None):
     """Holds a call against the contract in float32, and as close to it as the plain kernels are."""
     width = max(floats["query"].shape[3], floats["value"].shape[3])
-    options = dict(options)
-    wide = {name: x.astype(jnp.float32) for name, x in floats.items()}
-    for name in ("softmax_aux",):
-        if name in options:
-            wide[name] = jnp.asarray(options.pop(name), jnp.float32)
-            floats = {**floats, name: wide[name]}
-    shape = (*floats["query"].shape[:3], floats["value"].shape[3])
-    d_out = jnp.asarray(RNG.standard_normal(shape), floats["query"].dtype)
-    d_lse = jnp.asarray(RNG.standard_normal(shape[:3]), jnp.float32)
-
-    def ours(cfg):
-        return lambda **x: op(**x, mask=mask, platform="triton", cfg=cfg, **options)
-
-    def contract(**x):
-        return flash_attention(**x, mask=mask, **options)
-
-    exact = jax.jit(lambda x: outcome(contract, x, d_out.astype(jnp.float32), d_lse))(wide)
-    plain = jax.jit(lambda x: outcome(ours(_plain(width, 2)), x, d_out, d_lse))(floats)
-    heuristic = op.backends["triton_gpu"].heuristic(op.bind(**floats, mask=mask, **options), "cuda")
-    params = (cfg or heuristic).fwd_params, (cfg or heuristic).bwd_params
-    assert [p.num_warps for p in params] == [SPECIALISED, SPECIALISED]
-    made = jax.jit(lambda x: outcome(ours(cfg), x, d_out, d_lse))
-    for _ in range(2):
-        poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in exact.values()]
-        jax.block_until_ready(poison)
-        del poison
-        got = made(floats)
-        for name, want in exact.items():
-            allowed = 2 * error(plain[name], want) + FLOOR[str(floats["query"].dtype)]
-            assert error(got[name], want) <= allowed, name
+    plain = functools.partial(ours, cfg=_plain(width, 2))
+    hold(floats, mask, options, cfg=cfg, peer=plain, again=1)
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -130,9 +63,6 @@ def compare(floats, mask, options, *, cfg=None):
 def test_numbers_of_specialised_warps(call, width):
     mask, options = CALLS[call]
     compare(arrays(T, S, width, width, "bfloat16"), mask, options)
-
-
-THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
 
 
 @pytest.mark.parametrize("call", CALLS)

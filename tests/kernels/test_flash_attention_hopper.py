@@ -1,5 +1,5 @@
 """flash_attention's kernels for Hopper, without one: who is chosen, what is refused, and the code. Their numbers are held in
-tests/gpu/test_flash_attention_gpu.py."""
+test_flash_attention_hopper_numbers.py, and in tests/gpu/test_flash_attention_gpu.py."""
 
 import contextlib
 import os

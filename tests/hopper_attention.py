@@ -1,0 +1,107 @@
+"""Calls of flash_attention's kernels for Hopper, and how their numbers are held: on a GPU, and interpreted on a CPU.
+
+Every mask and option that they take, beside the contract in float32. What lies past the ends of a row of the batch is another
+row: a kernel that reads a token too many shows it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from grid import FLOOR, error
+
+from kernels import MaskInfo
+from kernels._core.config import BwdParams, FwdParams, KernelConfig
+from kernels.ops.flash_attention.contract import flash_attention, op
+from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS
+
+THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
+
+
+def at(positions, **rest):
+    positions = jnp.asarray(positions, jnp.int32)
+    return MaskInfo(q_positions=positions, kv_positions=positions, **rest)
+
+
+def calls(batch, length, heads):
+    """Returns name -> (mask, options) of rows of so many tokens."""
+    rng = np.random.default_rng(0)
+    documents = np.sort(rng.integers(0, 6, (batch, length)), axis=1)
+    padded = np.where(np.arange(length) < length * 3 // 4, documents, -1)
+    shuffled = np.stack([rng.permutation(length) for _ in range(batch)])
+    zigzag = np.concatenate([np.arange(length // 2), 3 * length + np.arange(length - length // 2)])[None]
+    sinks = {"softmax_aux": rng.standard_normal((heads, 2))}
+
+    def segments(ids, **rest):
+        ids = jnp.asarray(ids, jnp.int32)
+        return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, **rest)
+
+    prefix = jnp.asarray([length // 6, length // 2])
+    return {
+        "full": (MaskInfo(), {}),
+        "causal": (MaskInfo(causal=True), {}),
+        "window": (MaskInfo(causal=True, window=(200, 0)), {}),
+        "both_sides": (MaskInfo(window=(70, 90)), {}),
+        "chunks": (MaskInfo(causal=True, chunk_size=150), {}),
+        "prefix": (MaskInfo(causal=True, prefix_lengths=prefix), {}),
+        "packed": (segments(documents, causal=True), {}),
+        "padded": (segments(padded, causal=True), {}),
+        "shuffled": (at(shuffled, causal=True), {}),
+        "zigzag": (at(zigzag, causal=True), {}),
+        "soft_cap": (MaskInfo(causal=True), {"logits_soft_cap": 3.0}),
+        "sinks": (MaskInfo(causal=True), sinks),
+        "scale": (MaskInfo(causal=True), {"softmax_scale": 0.3}),
+        "together": (segments(padded, causal=True, window=(100, 0)), {"logits_soft_cap": 3.0, **sinks}),
+    }
+
+
+def arrays(batch, lengths, heads, widths, dtype, seed=0):
+    """Returns query, key and value of (tokens of the query, of the keys), (query heads, key heads) and (width, of values)."""
+    rng, (t, s), (n, k), (h, hv) = np.random.default_rng(seed), lengths, heads, widths
+    shapes = {"query": (batch, t, n, h), "key": (batch, s, k, h), "value": (batch, s, k, hv)}
+    return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+
+
+def outcome(function, floats, d_out, d_lse):
+    """Returns outputs and gradients by name, for cotangents of both outputs."""
+    (out, lse), pull = jax.vjp(lambda x: function(**x), floats)
+    found = pull((d_out.astype(out.dtype), jnp.where(jnp.isfinite(lse), d_lse, 0)))[0]
+    return {"out": out, "lse": lse, **found}
+
+
+def contract(mask, options, **x):
+    return flash_attention(**x, mask=mask, **options)
+
+
+def ours(mask, options, cfg=None, **x):
+    return op(**x, mask=mask, platform="triton", cfg=cfg, **options)
+
+
+def hold(floats, mask, options, *, cfg=None, peer=contract, again=0):
+    """Holds a call of kernels for Hopper against the contract in float32: it may be twice as far from it as `peer`, called
+    likewise, is in the type of the arrays; each of `again` and one more times, over memory that is full of NaN."""
+    rng, options, dtype = np.random.default_rng(1), dict(options), str(floats["query"].dtype)
+    if "softmax_aux" in options:
+        floats = {**floats, "softmax_aux": jnp.asarray(options.pop("softmax_aux"), jnp.float32)}
+    found = cfg or op.backends["triton_gpu"].heuristic(op.bind(**floats, mask=mask, **options), "cuda")
+    assert {found.fwd_params.num_warps, found.bwd_params.num_warps} == {SPECIALISED}
+    shape = (*floats["query"].shape[:3], floats["value"].shape[3])
+    d_out = jnp.asarray(rng.standard_normal(shape), dtype)
+    d_lse = jnp.asarray(rng.standard_normal(shape[:3]), jnp.float32)
+
+    @jax.jit
+    def wanted(floats):
+        wide = {name: x.astype(jnp.float32) for name, x in floats.items()}
+        exact = outcome(functools.partial(contract, mask, options), wide, d_out.astype(jnp.float32), d_lse)
+        return exact, outcome(functools.partial(peer, mask, options), floats, d_out, d_lse)
+
+    exact, near = wanted(floats)
+    made = jax.jit(lambda x: outcome(functools.partial(ours, mask, options, cfg), x, d_out, d_lse))
+    for _ in range(1 + again):
+        poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in exact.values()]
+        jax.block_until_ready(poison)
+        del poison
+        got = made(floats)
+        for name, want in exact.items():
+            assert error(got[name], want) <= 2 * error(near[name], want) + FLOOR[dtype], name

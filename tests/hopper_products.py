@@ -1,0 +1,82 @@
+"""Products of grouped_matmul's kernels for Hopper, and how their numbers are held: on a GPU, and interpreted on a CPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from grid import FLOOR, error
+
+from kernels.ops.grouped_matmul import op
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
+
+# Whole steps and tiles, parts of them, one row, none, and rows past the last group.
+SIZES = {
+    "ragged": (300, 0, 37, 1, 192, 64, 0, 129, 15),
+    "whole": (256, 512, 128, 64),
+    "empty": (0, 0, 700),
+    "one": (1,),
+}
+REST = 45
+
+
+def arguments(sizes, D, F, dtype, transposed, offset, gated=False, bias=False):
+    rng = np.random.default_rng(0)
+    E, used = len(sizes) - 2 * (offset is not None), sum(sizes)
+    rows, columns = used + REST, (2, F) if gated else (F,)
+    rhs = rng.standard_normal((E, D, *columns)) / np.sqrt(D)
+    floats = {"lhs": rng.standard_normal((rows, D)), "rhs": np.moveaxis(rhs, 1, -1) if transposed else rhs}
+    floats |= {"rhs_bias": rng.standard_normal((E, *columns))} if bias else {}
+    d = rng.standard_normal((rows, F))
+    begin = sum(sizes[:offset]) if offset else 0
+    end = sum(sizes[: offset + E]) if offset else used
+    mine = (np.arange(rows) >= begin) & (np.arange(rows) < end)
+    return {n: jnp.asarray(x, dtype) for n, x in floats.items()}, jnp.asarray(d, dtype), jnp.asarray(mine)[:, None]
+
+
+def run(platform, cfg, sizes, offset, transposed, activation, floats, d):
+    def forward(floats):
+        weights = (None, floats["rhs"]) if transposed else (floats["rhs"], None)
+        first = None if offset is None else jnp.int32(offset)
+        options = {"activation": activation, "platform": platform, "cfg": cfg}
+        return op(floats["lhs"], *weights, jnp.int32(sizes), first, floats.get("rhs_bias"), **options)
+
+    out, pull = jax.vjp(forward, floats)
+    return {"out": out, **pull(d)[0]}
+
+
+def check(specialised, D, F, dtype, transposed, offset, sizes, activation=None, *, again=0, **how):
+    """Holds a result and its gradients, once and `again` times more, over memory that is full of NaN.
+
+    Rows of no group hold NaN, in the rows and in the cotangent: nobody's business, and least of all the last step's.
+    """
+    cfg = GroupedMatmulConfig(*[Tile(specialised=specialised)] * 3)
+    floats, d, mine = arguments(sizes, D, F, dtype, transposed, offset, **how)
+    wide = {n: x.astype(jnp.float32) for n, x in floats.items()}
+    exact = jax.jit(functools.partial(run, "xla", None, sizes, offset, transposed, activation))
+    want = exact(wide, jnp.where(mine, d, 0).astype(jnp.float32))
+    floats["lhs"], d = jnp.where(mine, floats["lhs"], jnp.nan), jnp.where(mine, d, jnp.nan)
+    ours = jax.jit(functools.partial(run, "triton", cfg, sizes, offset, transposed, activation))
+    for time in range(1 + again):
+        poison = [jnp.full(x.shape, jnp.nan, dtype) for x in want.values()]
+        jax.block_until_ready(poison)
+        del poison
+        got = ours(floats, d)
+        for key in want:
+            far = np.abs(np.asarray(got[key], np.float32) - np.asarray(want[key])).max()
+            scale = np.sqrt(np.mean(np.square(np.asarray(want[key])))) + 1e-30
+            assert error(got[key], want[key]) < FLOOR[dtype], (key, time)
+            assert far < 64 * FLOOR[dtype] * scale, (key, time)  # one wrong row of many
+
+
+# (activation, gated, bias, transposed, dtype); of a matrix whose last tile is half, or part, of one, or of whole ones.
+ACTIVATED = [
+    ("silu", True, False, False, "bfloat16"),
+    ("silu", True, True, True, "float16"),
+    ("gelu", True, True, False, "bfloat16"),
+    ("gelu_tanh", True, False, True, "bfloat16"),
+    ("relu", True, True, False, "float16"),
+    ("gelu", False, True, True, "bfloat16"),
+    ("relu", False, False, False, "bfloat16"),
+    (None, False, True, False, "bfloat16"),
+]

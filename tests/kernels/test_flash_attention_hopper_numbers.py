@@ -1,0 +1,134 @@
+"""flash_attention's kernels for Hopper, interpreted: their numbers, over every mask and option that they take.
+
+The same calls run on a GPU in tests/gpu/test_flash_attention_gpu.py, at twice the length. Here what Hopper may do late is done
+as late as it can be (`kernels/_core/gluon_interpreter.py`), and programs are three, so that tiles come from the queue.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import FLOOR, error
+from hopper_attention import THREE, arrays, at, calls, hold, ours
+
+from kernels import MaskInfo
+from kernels._core import gluon_interpreter
+from kernels._core.config import BwdParams, FwdParams, KernelConfig
+from kernels._core.interpret import interpret
+from kernels.ops.flash_attention import op, triton_gpu
+
+B, T, N, K = 2, 330, 2, 1
+CALLS = calls(B, T, N)
+# Widths of keys and values, and a configuration: two warpgroups and three, one tile of columns and three, both backwards.
+KINDS = {
+    "128": ((128, 128), None),
+    "64": ((64, 64), None),
+    "three_warpgroups": ((64, 64), THREE),
+    "192": ((192, 128), None),
+    "256": ((256, 256), None),
+}
+# Each call on one of the kinds in turn; the rest of the grid is slow.
+QUICK = set(zip(CALLS, itertools.cycle(KINDS)))
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(triton_gpu, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(op, "_programs", {})
+    ran, run_grid = [], gluon_interpreter.run_grid
+    monkeypatch.setattr(gluon_interpreter, "run_grid", lambda *args: ran.append(args) or run_grid(*args))
+    with interpret(90):
+        yield
+    assert ran
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [pytest.param(*how, marks=() if how in QUICK else pytest.mark.slow) for how in itertools.product(CALLS, KINDS)],
+)
+def test_numbers(call, kind):
+    (mask, options), (widths, cfg) = CALLS[call], KINDS[kind]
+    hold(arrays(B, (T, T), (N, K), widths, "bfloat16"), mask, options, cfg=cfg)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kind"),
+    [
+        ((130, 40), (2, 2), "64"),
+        ((200, 500), (4, 2), "three_warpgroups"),
+        ((500, 200), (4, 1), "192"),  # rows without a key
+        ((300, 130), (2, 1), "256"),
+        ((1, 700), (3, 1), "128"),
+    ],
+    ids=str,
+)
+def test_lengths_and_groups_of_heads(lengths, heads, kind):
+    widths, cfg = KINDS[kind]
+    if lengths[0] == 1:  # of few queries the plain kernels are chosen
+        cfg = triton_gpu._specialised(*widths, 2, 0.1, None)
+    hold(arrays(B, lengths, heads, widths, "float16"), MaskInfo(causal=True), {}, cfg=cfg)
+
+
+@pytest.mark.parametrize("queries", [128, triton_gpu.THREE_WARPGROUPS])
+def test_three_stages(queries):
+    """More room than is needed: who loads is farther ahead of those who attend."""
+    cfg = KernelConfig(
+        FwdParams(queries, 128, triton_gpu.SPECIALISED, 3), BwdParams(64, 128, triton_gpu.SPECIALISED, 4)
+    )
+    mask, options = CALLS["packed"]
+    hold(arrays(B, (T, T), (N, K), (64, 64), "bfloat16"), mask, options, cfg=cfg)
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [(96, 96), *(pytest.param(w, marks=pytest.mark.slow) for w in [(128, 64), (136, 136), (160, 96), (256, 64)])],
+)
+def test_other_widths(widths):
+    mask, options = CALLS["together"]
+    hold(arrays(B, (T, T), (N, K), widths, "bfloat16"), mask, options)
+
+
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128)], ids=str)
+def test_other_rows_of_the_batch_are_not_read(widths):
+    floats = arrays(B, (T, T), (N, K), widths, "bfloat16")
+    other = {name: x.at[1].set(jnp.nan) for name, x in floats.items()}
+
+    def run(x):
+        out, lse = ours(MaskInfo(causal=True), {}, **x)
+        return out[0].astype("float32").sum() + lse[0].sum()
+
+    for name, x in jax.grad(run)(other).items():
+        np.testing.assert_array_equal(x[0], jax.grad(run)(floats)[name][0], err_msg=name)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_a_backward_with_lse_and_delta_of_more_keys(width):
+    """What a ring needs: two halves of the keys, each with the whole's lse and delta, add up to the whole's gradients."""
+    floats, whole, half = (
+        arrays(B, (T, T), (N, K), (width, width), "bfloat16"),
+        at(np.arange(T)[None], causal=True),
+        T // 2,
+    )
+    d_out = jnp.cos(jnp.arange(floats["query"].size)).reshape(floats["query"].shape).astype("bfloat16")
+    out, lse = ours(whole, {}, **floats)
+    saved = {"d_out": d_out, "lse": lse, "delta": jnp.sum(d_out.astype("float32") * out.astype("float32"), -1)}
+    want, parts = op.backward(saved, **floats, mask=whole, platform="triton"), []
+    for keys in (slice(0, half), slice(half, None)):
+        x = {name: v if name == "query" else v[:, keys] for name, v in floats.items()}
+        mask = whole.replace(kv_positions=whole.kv_positions[:, keys])
+        parts.append(op.backward(saved, **x, mask=mask, platform="triton"))
+    joined = {name: jnp.concatenate([p[name] for p in parts], 1) for name in ("key", "value")}
+    joined["query"] = sum(p["query"].astype("float32") for p in parts)
+    for name, x in joined.items():
+        assert error(x, want[name].astype("float32")) <= 2 * FLOOR["bfloat16"], name
+
+
+def test_a_row_of_nan_is_nan():
+    """And its lse too; those beside it are as they were."""
+    floats = arrays(B, (T, T), (N, K), (128, 128), "bfloat16")
+    floats["query"] = floats["query"].at[0, 7].set(jnp.nan)
+    for x in ours(MaskInfo(causal=True), {}, **floats):
+        bad = np.isnan(np.asarray(x, "float32").reshape(B, T, -1)).all(-1)
+        assert bad[0, 7] and bad.sum() == 1

@@ -1,0 +1,57 @@
+"""grouped_matmul's kernels for Hopper, interpreted: their numbers. On a GPU: tests/gpu/test_grouped_matmul_gpu.py.
+
+What Hopper may do late is done as late as it can be (`kernels/_core/gluon_interpreter.py`), and programs are three, so that
+tiles come from the queue.
+"""
+
+import itertools
+
+import pytest
+from hopper_products import ACTIVATED, SIZES, check
+
+from kernels._core import gluon_interpreter
+from kernels._core.interpret import interpret
+from kernels.ops.grouped_matmul import op, triton_gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(triton_gpu, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(op, "_programs", {})
+    ran, run_grid = [], gluon_interpreter.run_grid
+    monkeypatch.setattr(gluon_interpreter, "run_grid", lambda *args: ran.append(args) or run_grid(*args))
+    with interpret(90):
+        yield
+    assert ran
+
+
+QUICK = {("tall", True, "ragged"), ("wide", False, "ragged"), ("tall", False, "whole"), ("wide", True, "empty")}
+
+
+@pytest.mark.parametrize(
+    ("specialised", "transposed", "sizes"),
+    [
+        pytest.param(*how, marks=() if how in QUICK else pytest.mark.slow)
+        for how in itertools.product(("tall", "wide"), (False, True), SIZES)
+    ],
+)
+def test_numbers(specialised, transposed, sizes):
+    check(specialised, 128, 320, "bfloat16", transposed, 1 if len(SIZES[sizes]) > 3 else None, SIZES[sizes])
+
+
+@pytest.mark.parametrize(
+    ("specialised", "activation", "gated", "bias", "transposed", "dtype"),
+    [
+        pytest.param(specialised, *how, marks=() if (i % 2 == 0) == (specialised == "tall") else pytest.mark.slow)
+        for i, how in enumerate(ACTIVATED)
+        for specialised in ("tall", "wide")
+    ],
+)
+def test_numbers_of_activations(specialised, activation, gated, bias, transposed, dtype):
+    sizes = (100, 0, 40)
+    check(specialised, 64, 192, dtype, transposed, None, sizes, activation, gated=gated, bias=bias)
+
+
+@pytest.mark.parametrize("specialised", ["tall", "wide"])
+def test_one_row_of_columns_that_end_in_a_tile(specialised):
+    check(specialised, 64, 72, "bfloat16", False, None, SIZES["one"], "silu", gated=True)
