@@ -421,3 +421,22 @@ def test_a_dense_mask_is_refused_by_quantized_attention():
     dense = kernels.MaskInfo(attention_mask=jnp.ones((1, 1, T, T), bool))
     with pytest.raises(Unsupported, match="its mask is dense; describe it by segments"):
         quantized_attention(Q, KEY, VALUE, mask_info=dense)
+
+
+VARIANTS = [
+    op for op in kernels.operations().values() if op.package.endswith(("attention_variants", "multi_latent_attention"))
+]
+
+
+@pytest.mark.parametrize("op", VARIANTS, ids=lambda op: op.name)
+def test_what_is_nan_in_the_contract_is_nan(op):
+    """An array with a NaN in its first token: no backend makes a number, or an lse of no key, of it."""
+    case = next(c for c in op.cases if "bench" not in c.tags)
+    arguments = op.case_inputs(case, dtype="float32")
+    for name, x in arguments.items():
+        if hasattr(x, "ndim") and x.ndim > 2 and jnp.issubdtype(x.dtype, jnp.floating):
+            given = {**arguments, name: x.at[0, 0].set(jnp.nan)}
+            wanted = jax.tree.leaves(op.function(**given))
+            assert any(np.isnan(x).any() for x in wanted) or name != "query"
+            for want, got in zip(wanted, jax.tree.leaves(op(**given, platform="xla"))):
+                np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=name)

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 def quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """Returns (int8 of x's shape, the scale of each token, float32 [B, T, N]): x is about int8 * scale.
 
-    Tokens of a block and head share the scale max |x| / 127; a block of zeros has the scale 1.
+    Tokens of a block and head share the scale max |x| / 127; a block of zeros has the scale 1, and one with a NaN is NaN.
     """
     B, T, N, H = x.shape
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    whole = jnp.pad(jnp.max(jnp.abs(wide), axis=-1), ((0, 0), (0, -T % block), (0, 0)))
+    # On CPUs XLA's largest of a row may be -inf where the row is NaN.
+    most = jnp.where(jnp.any(jnp.isnan(wide), axis=-1), jnp.nan, jnp.max(jnp.abs(wide), axis=-1))
+    whole = jnp.pad(most, ((0, 0), (0, -T % block), (0, 0)))
     largest = jnp.max(whole.reshape(B, -1, block, N), axis=2)
-    scale = jnp.repeat(jnp.where(largest > 0, largest / 127, 1), block, axis=1)[:, :T]
+    scale = jnp.repeat(jnp.where(largest == 0, 1, largest / 127), block, axis=1)[:, :T]
     return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale
 
 

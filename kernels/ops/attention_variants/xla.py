@@ -143,7 +143,7 @@ def _read(q, state):
 
 
 def _divided(sums, total):
-    return jnp.where((total > 0)[..., None], sums / jnp.where(total > 0, total, 1)[..., None], 0)
+    return jnp.where((total != 0)[..., None], sums / jnp.where(total != 0, total, 1)[..., None], 0)
 
 
 def _own(q, k, v):

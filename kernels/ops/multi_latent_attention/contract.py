@@ -179,7 +179,7 @@ def _softmax(logits: jax.Array, visible: jax.Array, sinks: jax.Array | None) -> 
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if extra is not None:
         total = total + jnp.sum(jnp.exp(extra - largest), axis=-1, keepdims=True)
-    some = total > 0
+    some = total != 0  # of a NaN too, so that lse is one
     total = jnp.where(some, total, 1)
     return weights / total, jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0]
 

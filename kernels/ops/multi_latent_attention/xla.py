@@ -126,7 +126,7 @@ def paged_forward(
         start = jnp.full((token.shape[0], block_q, N), -jnp.inf, jnp.float32)
         start = start, jnp.zeros_like(start), jnp.zeros((*start.shape, R), jnp.float32)
         _, total, sums = jax.lax.fori_loop(0, jnp.max(tile["blocks"]), block, start)
-        values = (sums / jnp.where(total > 0, total, 1)[..., None]).astype(query.dtype)
+        values = (sums / jnp.where(total != 0, total, 1)[..., None]).astype(query.dtype)
         return out.at[jnp.where(real, token, M)].set(values, mode="drop"), None
 
     return jax.lax.scan(group, jnp.zeros_like(query), tiles)[0]
