@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels._core.binding import is_float_array
+from kernels._core.magnitude import largest_magnitude
 
 # Largest magnitude that a block is scaled to, by the dtype that is kept.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -42,7 +43,7 @@ def compress(x: jax.Array, dtype: str = "int8", block: int = 128) -> Compressed:
     last = x.shape[-1]
     wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -last % block)])
     wide = wide.reshape(*x.shape[:-1], wide.shape[-1] // block, block)
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    largest = largest_magnitude(wide)
     # A smaller scale is 0 where such numbers are flushed, and 0 times the infinity that a number over it becomes is NaN.
     scale = jnp.maximum(largest / LARGEST[dtype], jnp.finfo(jnp.float32).tiny)
     scaled = wide / scale

@@ -86,6 +86,14 @@ def test_magnitudes_near_the_ends_of_float32(dtype, magnitude):
     assert np.abs(back - magnitude).max() <= magnitude / 8 + np.finfo(np.float32).tiny
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", [(4, 300), (2, 8, 300), (2, 5, 4, 128)], ids=str)
+def test_what_is_no_number_stays_none(dtype, bad, shape):
+    x = jnp.ones(shape).at[(0,) * len(shape)].set(bad)
+    assert not np.isfinite(decompress(compress(x, dtype))[(0,) * len(shape)])
+
+
 def test_arrays_without_an_element():
     for shape in ((0, 8), (2, 0, 8), (3, 0)):
         gradient = jax.grad(lambda x: compressed_checkpoint(jnp.sin)(x).sum())(jnp.zeros(shape))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels._core.magnitude import largest_magnitude
+
 
 def quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """Returns (int8 of x's shape, the scale of each token, float32 [B, T, N]): x is about int8 * scale.
@@ -13,9 +15,7 @@ def quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """
     B, T, N, H = x.shape
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # On CPUs XLA's largest of a row may be -inf where the row is NaN.
-    most = jnp.where(jnp.any(jnp.isnan(wide), axis=-1), jnp.nan, jnp.max(jnp.abs(wide), axis=-1))
-    whole = jnp.pad(most, ((0, 0), (0, -T % block), (0, 0)))
+    whole = jnp.pad(largest_magnitude(wide)[..., 0], ((0, 0), (0, -T % block), (0, 0)))
     largest = jnp.max(whole.reshape(B, -1, block, N), axis=2)
     scale = jnp.repeat(jnp.where(largest == 0, 1, largest / 127), block, axis=1)[:, :T]
     return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale
