@@ -212,6 +212,16 @@ def test_requests_of_narrow_and_unsigned_integers():
         assert error(multi_latent_ragged_page_attention(query, rope, cache, *requests, *weights), want) == 0
 
 
+def test_past_the_last_page_of_a_table_there_is_nothing():
+    """Where no value is read before the call, as under jit: the last page was read again, as what follows it."""
+    query, rope, cache = normal(2, 1, 4), normal(2, 1, 2), normal(3, 4, 6)
+    requests = [jnp.array(x, jnp.int32) for x in ([11, 2], [[0, 1], [2, 0]], [0, 1, 2])]
+    call = functools.partial(multi_latent_ragged_page_attention, softmax_scale=0.3)
+    contract = functools.partial(paged_op.function, softmax_scale=0.3)
+    got, want = (jax.jit(f)(query, rope, cache, *requests) for f in (call, contract))
+    assert error(got, want) < 2e-6
+
+
 def test_a_cost_that_follows_kv_lens():
     """The trip counts are data: one program, and what it reads is the blocks that its requests have."""
     call, _ = paged((9, 3), (1, 1))

@@ -226,6 +226,20 @@ def test_slots_that_are_not_written_stay_bit_for_bit(dtype):
         np.testing.assert_array_equal(flat[[4, 16, 0]].astype(np.float32), want.astype(np.float32))
 
 
+@pytest.mark.parametrize(("page", "slot"), [(2**28, 2**32), (2**32, 2**32 + 1), (-(2**32), -(2**32))])
+def test_pages_and_slots_past_an_int32_are_none(page, slot):
+    """Where no value is read before the call, as under jit: slot 2**32 was the first one, of another request."""
+    pages, new = jnp.zeros((3, 16, 1, 4)), jnp.ones((1, 1, 4))
+    with jax.enable_x64(True):
+        table, slots = jnp.array([[page]]), jnp.array([slot])
+        write = jax.jit(lambda slots: kernels.append_to_cache(new, new, pages, pages, slots))
+        requests = {"kv_lens": [1], "query_start_loc": [0, 1]}
+        attend = jax.jit(
+            lambda t: kernels.chunked_prefill_paged_decode(new, new, new, pages, pages, block_tables=t, **requests)
+        )
+        assert not any(x.any() for x in (*write(slots), *attend(table)[1:]))
+
+
 def test_donated_pages_are_written_in_place():
     shape, pages = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((2048, 16, 2, 16), jnp.float32)
     rows = [shape((8, n, 16), jnp.float32) for n in (4, 2, 2)]

@@ -106,6 +106,15 @@ def test_ties_go_to_even_and_zeros_stay():
     np.testing.assert_array_equal(dequantize(*quantize(constant, bits=1), bits=1), constant)
 
 
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8"])
+def test_a_group_with_what_has_no_number_has_none(mode):
+    """e2m1 has neither NaN nor infinity: they were 0 and 0.75."""
+    w = np.full((64, 3), 0.5, np.float32)
+    w[3], w[40, 0] = (np.nan, np.inf, -np.inf), 0
+    got = dequantize(*quantize(w, mode), mode=mode)
+    assert np.isnan(got[:32]).all() and (np.asarray(got[32:]) == w[32:]).all()
+
+
 def test_quantize_takes_any_leading_dims_and_keeps_the_dtype():
     many = jnp.asarray(W.reshape(2, 64, 6), jnp.bfloat16)
     words, scales, biases = quantize(many, bits=3)

@@ -32,10 +32,10 @@ def _integers(name: str, what: str, x: Any) -> jax.Array:
     ValueError where there is none, or nothing in it."""
     if x is None:
         raise ValueError(f"{name}: argument {what!r} is missing")
-    x = jnp.asarray(x)
+    x = x if is_array(x) else jnp.asarray(x)
     if any(isinstance(n, int) and n == 0 for n in x.shape):
         raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
-    return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+    return segments.indices(x)
 
 
 def _options(name: str, softmax_scale: Any, logits_soft_cap: Any) -> dict[str, float]:

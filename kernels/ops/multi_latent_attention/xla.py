@@ -89,7 +89,7 @@ def paged_forward(
     block_q = min(16, max(1, M // requests))
     pages_of_block = max(1, min(table_width, ENTRIES // C))
     block_k = pages_of_block * C
-    tiles = _tiles(kv_lens, query_start_loc, M, block_q, block_k, sliding_window)
+    tiles = _tiles(kv_lens, query_start_loc, M, block_q, block_k, table_width * C, sliding_window)
     joined = jnp.concatenate([query, query_rope], -1)
     lane, page = jnp.arange(block_q), jnp.arange(pages_of_block)
 
@@ -98,7 +98,7 @@ def paged_forward(
         position = tile["position"][:, None] + lane
         real = lane < tile["tokens"][:, None]
         rows = joined[jnp.where(real, token, 0)].reshape(-1, block_q * N, width)
-        length = kv_lens[tile["request"]][:, None]
+        length = tile["length"][:, None]
         tables = block_tables[tile["request"]]
 
         def block(n, carry):
@@ -136,8 +136,12 @@ def paged_forward(
 ENTRIES, TILES = 128, 8
 
 
-def _tiles(kv_lens, query_start_loc, M, block_q, block_k, sliding_window):
-    """Returns what each tile is, in groups [groups, TILES], the tiles with the most blocks first."""
+def _tiles(kv_lens, query_start_loc, M, block_q, block_k, room, sliding_window):
+    """Returns what each tile is, in groups [groups, TILES], the tiles with the most blocks first.
+
+    Args:
+      room: entries that a table has pages for; a length may say more.
+    """
     counts = jnp.diff(query_start_loc)
     needed = -(-counts // block_q)
     ends = jnp.cumsum(needed)
@@ -150,11 +154,13 @@ def _tiles(kv_lens, query_start_loc, M, block_q, block_k, sliding_window):
     first = jnp.zeros_like(tile)
     if sliding_window is not None:
         first = jnp.maximum(position - sliding_window + 1, 0) // block_k
-    last = jnp.minimum(position + tokens, kv_lens[request])
+    length = jnp.minimum(kv_lens[request], room)
+    last = jnp.minimum(position + tokens, length)
     blocks = jnp.where(tokens > 0, jnp.maximum(-(-last // block_k) - first, 0), 0)
     found = {"request": request, "token": query_start_loc[request] + before, "tokens": tokens, "position": position}
     order = jnp.argsort(-blocks, stable=True)
-    return {n: x[order].reshape(-1, TILES) for n, x in {**found, "first": first, "blocks": blocks}.items()}
+    found |= {"length": length, "first": first, "blocks": blocks}
+    return {n: x[order].reshape(-1, TILES) for n, x in found.items()}
 
 
 op.register(forward, backward, symbolic={"B"}, **EVERYWHERE)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kernels._core.binding import is_array
 from kernels._core.requests import check_cuts, check_tables, known
+from kernels._core.segments import indices
 from kernels.ops.paged_attention.cache import is_quantised
 
 PAGES = "[num_blocks, block_size, kv_heads, head_dim]"
@@ -39,10 +40,10 @@ def integers(function: str, name: str, x: Any, *ndims: int, form: str) -> jax.Ar
     """Returns int32 of an array or list of integers."""
     if x is None:
         raise ValueError(f"{function}: argument {name!r} is missing")
-    x = jnp.asarray(x)
+    x = x if is_array(x) else jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise wrong(function, name, f"must hold integers, got {x.dtype}")
-    return array(function, name, x, *ndims, form=form).astype(jnp.int32)
+    return indices(array(function, name, x, *ndims, form=form))
 
 
 def either(function: str, *, needed: bool = True, **arguments: Any) -> Named:

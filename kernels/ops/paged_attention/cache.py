@@ -70,7 +70,9 @@ def slots_of_new(
     position = kv_lens.astype(jnp.int32)[r] - (cuts[r + 1] - cuts[r]) + place
     page, last = position // block_size, block_tables.shape[1] - 1
     number = block_tables.astype(jnp.int32)[r, jnp.clip(page, 0, last)]
-    there = (request >= 0) & (position >= 0) & (page <= last) & (number >= 0)
+    # The slots of what is no page may be past an int32, and come out as those of one.
+    known = (number >= 0) & (number < 2**31 // block_size)
+    there = (request >= 0) & (position >= 0) & (page <= last) & known
     return jnp.where(there, number * block_size + position % block_size, -1)
 
 

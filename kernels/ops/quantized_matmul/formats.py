@@ -125,7 +125,9 @@ def quantized(w: jax.Array, *, mode: str, bits: int, group_size: int) -> tuple[j
         # The power of two below the largest, less that of the largest element of the format.
         largest = jnp.max(jnp.abs(groups), -2, keepdims=True)
         power = jnp.frexp(largest)[1] - 1 - (2 if mode == "mxfp4" else 8)
-        scales = jnp.where(largest > 0, jnp.clip(power + 127, 1, 254), 127).astype(jnp.uint8)
+        scales = jnp.where(largest > 0, jnp.clip(power + 127, 1, 254), 127)
+        # What has no number is none: e2m1 would make a number of it, and so would the cut to the largest element.
+        scales = jnp.where(jnp.isfinite(largest), scales, 255).astype(jnp.uint8)
         values = groups / exponents(scales)
         if mode == "mxfp4":
             ties = tuple(code % 2 == 1 for code in range(7))  # to the even code
