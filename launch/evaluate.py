@@ -97,6 +97,8 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
     Raises:
       ValueError: a value is wrong, a key is given twice, or no weights are named.
     """
+    from ejdist.training.places import check_place
+
     given: dict[str, str] = {}
     where: dict[str, str] = {}
     recipe = []
@@ -119,6 +121,8 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         of[name] = value
     if len(where) != 1:
         raise ValueError("give run.dir=DIR, or model.init_from=DIR: one of the two; --help has examples")
+    ((key, folder),) = where.items()
+    check_place(key, folder)
     v: dict[str, Any] = _DEFAULTS | given
     tasks = v["tasks"].strip("[]").split(",")
     if set(tasks) - {"loss", "needle", "recall"} or len(set(tasks)) < len(tasks):
@@ -138,7 +142,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         _number("value_tokens", v["value_tokens"]),
         to,
     )
-    return own, next(iter(where.values())), [*recipe, NO_STAGES]
+    return own, folder, [*recipe, NO_STAGES]
 
 
 def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
