@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, run_command
-from launch.options import file_of
+from launch.options import check_spelling, file_of
 from launch.train import command, start_jax
 from recipes.arguments import key_of
 
@@ -112,6 +112,8 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
                 raise ValueError(
                     f"{argument}: an evaluation has no stages; leave it out, and give lengths=, mesh= and data="
                 )
+            if equals:  # a word without is a flag, or its folder
+                check_spelling(name, list(_DEFAULTS))
             recipe.append(argument)
             continue
         if not equals or not value:
