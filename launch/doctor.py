@@ -146,6 +146,7 @@ class Doctor:
     def bandwidth(self, mesh: Any, file: Path) -> None:
         """Measures, and keeps it. Raises OSError."""
         from ejdist.cluster.bandwidth import measure
+        from ejdist.training.metrics import write_whole
 
         found = measure(mesh) | {
             "made_by": "python -m launch.doctor",
@@ -161,7 +162,7 @@ class Doctor:
             self._say(f"ok      {axis} ({facts['size']}, {over}): GB/s a device, of {largest / 2**20:g} MiB: {each}")
         if self._hosts.index == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found, indent=1) + "\n")
+            write_whole(file, json.dumps(found, indent=1) + "\n")
             self._say(f"ok      bandwidth is kept in {file}")
 
 
@@ -205,9 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     from ejdist.cluster.health import why_unreachable
     from ejdist.training.curriculum import stages_of
+    from ejdist.training.places import check_folder
     from recipes.schema import compose
 
     own, rest = read(Options, arguments)
+    check_folder("bandwidth", own.bandwidth)
     recipe = compose(rest)
     check_recipe(recipe)
     stages_of(recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -92,6 +93,7 @@ def run_command(
             setattr(sys, name, open(os.devnull, "w"))
     asked = any(a in ("-h", "--help") for a in arguments)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which has waited for this
         if asked or (needs_arguments and not arguments):
             print(usage(arguments), flush=True)
             return DONE if asked else WRONG

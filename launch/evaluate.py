@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, run_command
-from launch.options import file_of
+from launch.options import check_spelling, file_of
 from launch.train import command, start_jax
 from recipes.arguments import key_of
 
@@ -97,6 +97,8 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
     Raises:
       ValueError: a value is wrong, a key is given twice, or no weights are named.
     """
+    from ejdist.training.places import check_place
+
     given: dict[str, str] = {}
     where: dict[str, str] = {}
     recipe = []
@@ -110,6 +112,8 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
                 raise ValueError(
                     f"{argument}: an evaluation has no stages; leave it out, and give lengths=, mesh= and data="
                 )
+            if equals:  # a word without is a flag, or its folder
+                check_spelling(name, list(_DEFAULTS))
             recipe.append(argument)
             continue
         if not equals or not value:
@@ -119,6 +123,8 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         of[name] = value
     if len(where) != 1:
         raise ValueError("give run.dir=DIR, or model.init_from=DIR: one of the two; --help has examples")
+    ((key, folder),) = where.items()
+    check_place(key, folder)
     v: dict[str, Any] = _DEFAULTS | given
     tasks = v["tasks"].strip("[]").split(",")
     if set(tasks) - {"loss", "needle", "recall"} or len(set(tasks)) < len(tasks):
@@ -138,7 +144,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         _number("value_tokens", v["value_tokens"]),
         to,
     )
-    return own, next(iter(where.values())), [*recipe, NO_STAGES]
+    return own, folder, [*recipe, NO_STAGES]
 
 
 def _recipe_of(weights: Any, given: Sequence[str]) -> Any:

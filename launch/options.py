@@ -150,11 +150,11 @@ def file_of(key: str, given: str, suffix: str = "") -> Path:
     """Returns the path of a file that a command is to write, before it computes what is written there.
 
     Raises:
-      ValueError: it has another suffix, is a folder, or its folder is not there or cannot be written.
+      ValueError: it is a URL, has another suffix, is a folder, or its folder is not there or cannot be written.
     """
-    from ejdist.training.places import check_home
+    from ejdist.training.places import check_folder
 
-    check_home(key, given)
+    check_folder(key, given)
     path = Path(given).expanduser()
     folder = path.absolute().parent
     if path.suffix != (suffix or path.suffix) or path.is_dir() or not folder.is_dir():

@@ -23,7 +23,7 @@ from ejdist.training import goodput
 from ejdist.training.metrics import read_rows
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, INTERRUPTED, WRONG, run_command
-from launch.options import check_recipe, refuse_cluster
+from launch.options import check_recipe, check_spelling, refuse_cluster
 from launch.processes import Job
 from launch.series import IN_SERIES, Round, rehearse_series
 
@@ -92,6 +92,7 @@ def options_of(argv: Sequence[str]) -> Options:
             raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
         own[name] = int(own[name])
     for key in given:
+        check_spelling(key, list(_OWN))
         if key.lstrip("+~") in ("run.stop_after", "run.extend"):
             raise ValueError(f"{key} cannot be given to a rehearsal: it starts and stops the run itself")
     faults = tuple(DRILLS) if own["fault"] == "all" else tuple(own["fault"].split(","))

@@ -45,16 +45,17 @@ def folders_of(given: str) -> list[str]:
     """Returns the folders that run.dir names: one, several with commas between them, or those that a pattern fits.
 
     Raises:
-      ValueError: a pattern fits none, or there are more than can be told apart.
+      ValueError: one is a URL or in the home of nobody, a pattern fits none, or there are more than can be told apart.
     """
-    from ejdist.training.places import check_home
+    from ejdist.training.places import check_folder
     from launch.reporting.sections import MOST_RUNS
 
-    check_home("run.dir", given)
+    check_folder("run.dir", given)
     if Path(given).expanduser().is_dir():  # also one with a comma in its name, as runs of a sweep have
         return [given]
     found = []
     for part in given.split(","):
+        check_folder("run.dir", part)
         if any(c in part for c in "*?["):
             fits = sorted(p for p in glob.glob(os.path.expanduser(part)) if (Path(p) / "metrics.jsonl").exists())
             if not fits:

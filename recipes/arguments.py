@@ -91,7 +91,10 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
 
 
 def _folder(given: str) -> Path:
-    folder = Path(given).expanduser().absolute()
+    try:
+        folder = Path(given).expanduser().absolute()
+    except RuntimeError as error:
+        raise RecipeError(f"--config-dir {given}: there is no such user here; give the whole path") from error
     if not given or not folder.is_dir():
         raise RecipeError(
             f"--config-dir {given}: {'is a file' if folder.is_file() else 'there is no such folder'}; name one with files such "

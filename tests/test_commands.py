@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -437,6 +438,11 @@ def test_who_reads_no_further_stops_the_processes_of_a_run(monkeypatch):
     [
         ("lambda: 4", 4),
         ("lambda: t.run_command(['x'], lambda words: signal.raise_signal(2), str, stopped=('', 75))", 75),
+        # Ctrl-C while what a command needs is imported.
+        (
+            "lambda: t.run_command(['x'], lambda words: 0, str, stopped=('', 75)), before=lambda: signal.raise_signal(2)",
+            75,
+        ),
     ],
 )
 def test_a_command_that_fails_ends_at_once(body, code):
@@ -446,6 +452,13 @@ def test_a_command_that_fails_ends_at_once(body, code):
     )
     made = subprocess.run([sys.executable, "-c", f"{text}t.command(body={body})"], cwd=ROOT, timeout=30, check=False)
     assert made.returncode == code
+
+
+def test_ctrl_c_that_a_callback_of_the_collector_has_swallowed_comes_again():
+    swallowed = SimpleNamespace(exc_value=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        train._unraisable(swallowed)
+        time.sleep(10)
 
 
 def test_a_closed_output_is_one_that_nobody_reads(monkeypatch):

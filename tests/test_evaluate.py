@@ -339,6 +339,7 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         (["run.dir=a", "step=1", "step=2"], "step is given twice"),
         (["run.dir=a", "to=/nowhere/at/all.json"], "a folder that is there"),
         (["run.dir=a", "to=found.txt"], "must be a file .json"),
+        (["run.dir=a", "lenghts=64"], "unknown key 'lenghts'; did you mean 'lengths'"),
     ],
 )
 def test_a_wrong_key_is_named(arguments, words):

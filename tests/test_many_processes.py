@@ -128,6 +128,7 @@ def test_local_called_wrongly(arguments, message, capsys):
         (["hosts=2", "hosts=4"], "hosts is given twice"),
         (["checkpoint.dir=/tmp/all"], "checkpoint.dir = '/tmp/all' cannot be given to a rehearsal"),
         (["hosts=many"], "hosts must be a number from 1 on, got 'many'"),
+        (["device_per_host=4"], "unknown key 'device_per_host'; did you mean 'devices_per_host'?"),
         (["times=0"], "times must be a number from 1 on"),
         (["series=3", "fault=nan"], "fault=nan is none of a series; there are kill, kill_in_save, sigterm"),
         (["seed=-1"], "seed must be a number from 0 on"),

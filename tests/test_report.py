@@ -207,6 +207,7 @@ def test_what_is_hostile_is_text(tmp_path):
         ({"metrics__jsonl": None, "rehearsal__json": "[]"}, "this is a rehearsal, whose runs are in calm/run"),
         ({"metrics__jsonl": f'{{"step": {HUGE}}}\n{{"step": 1, "loss": {HUGE}}}\n{{"step": {HUGE * 20}}}'},
          "metrics.jsonl: loss is no number at step 1"),
+        ({"metrics__jsonl": '{"step": 1, "loss": 1e308}\n{"step": 2, "loss": 2.0}\n'}, "step_time is missing at step 1"),
         ({"plan__json": "x"}, "plan.json cannot be read: Expecting value"),
         ({"loss__png": PNG[:-6]}, "loss.png is no whole picture and is left out"),
     ],
@@ -316,6 +317,7 @@ def test_several_runs_beside_each_other(tmp_path, monkeypatch, capsys):
         (["run.dir=a", "run.dir=b"], "run.dir is given twice; give it once, with commas"),
         (["dir=a"], "cannot read 'dir=a': write run.dir=DIR or to=FILE"),
         (["to=a"], "run.dir=DIR is missing"),
+        (["run.dir=gs://b/a"], "run.dir = 'gs://b/a' is a URL, and this key takes a path of this machine"),
     ],
 )
 def test_called_wrongly(arguments, message, capsys, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from ejdist.training.metrics import read_rows, summarise, write_whole
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from ejdist.weights.writer import save
 from kernels import Unsupported
-from launch import export, plan, report
+from launch import doctor, evaluate, export, plan, report
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import _virtual_cpus, main
 from recipes import schema
@@ -49,6 +49,37 @@ def test_a_home_of_nobody_is_named(capsys):
     assert report.main([f"run.dir={away}"]) == export.main(["run.dir=a", f"to={away}"]) == WRONG
     said = capsys.readouterr().err
     assert f"run.dir = '{away}'" in said and f"to = '{away}'" in said
+    tuned = ["devices=8", "device=h200", *TINY]
+    for command, words, key in (
+        (report, [f"run.dir=.,{away}"], "run.dir"),
+        (evaluate, [f"model.init_from={away}"], "model.init_from"),
+        (doctor, [*TINY, f"bandwidth={away}"], "bandwidth"),
+        (plan, [*tuned, f"bandwidth={away}"], "bandwidth"),
+    ):
+        assert command.main(words) == WRONG
+        assert f"error: {key} = '{away}': there is no such user" in capsys.readouterr().err
+    assert main([*TINY, f"--config-dir={away}"]) == WRONG
+    assert f"--config-dir {away}: there is no such user" in capsys.readouterr().err
+
+
+def test_a_url_is_no_folder_of_that_name(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gs:" / "b").mkdir(parents=True)  # as whoever took one for a folder has left it
+    (tmp_path / "gs:" / "metrics.jsonl").touch()
+    away = "gs://b/x"
+    for command, words, key in (
+        (report, [f"run.dir={away}"], "run.dir"),
+        (report, ["run.dir=gs:", f"to={away}"], "to"),
+        (evaluate, ["run.dir=a", f"to={away}.json"], "to"),
+        (doctor, [*TINY, f"bandwidth={away}"], "bandwidth"),
+        (plan, ["devices=8", "device=h200", *TINY, f"bandwidth={away}"], "bandwidth"),
+    ):
+        assert command.main(words) == WRONG
+        assert f"error: {key} = '{away}" in (said := capsys.readouterr().err) and "is a URL" in said
+    for folder, words in ((away, "is a URL"), ("''", "run.dir is empty")):
+        assert main(["-m", *TINY, "run.seed=1,2", f"run.dir={folder}"]) == WRONG
+        assert "error: run run.seed=1: run.dir" in (said := capsys.readouterr().err) and words in said
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["b", "gs:", "metrics.jsonl"]
 
 
 def test_more_virtual_devices_than_a_machine_has_room_for(capsys):

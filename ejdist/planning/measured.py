@@ -11,6 +11,7 @@ from typing import Any
 
 from ejdist.mesh import AXES
 from ejdist.planning.chips import Chip, chip_of_kind
+from ejdist.training.places import check_folder
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 CROSSES = ("devices", "hosts", "slices")
@@ -62,6 +63,7 @@ def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
     Raises:
       ValueError: it cannot be read, is damaged, of devices of another kind, or of hosts of another size.
     """
+    check_folder("bandwidth", str(file))
     path = Path(file).expanduser()
     try:
         found = json.loads(path.read_text())

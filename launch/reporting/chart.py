@@ -17,7 +17,7 @@ from launch.reporting.html import Markup, tag
 
 MOST = 400
 _HOVERS = 80  # columns that tell their numbers
-_MOST_NUMBER = 1e300
+_MOST_NUMBER = 1e300  # what is larger has no scale, and is none of a run
 _SIDE = 1000.0  # of the drawing, whatever its size on the page
 _SMOOTHED = 25  # a running mean is over the 25th part of a curve
 _WIDE_RANGE = 30.0  # ratio of largest to smallest beyond which a scale is logarithmic
@@ -39,7 +39,7 @@ class Series:
         """Returns the curve of numbers, or of lists of numbers; what is none is a gap."""
         try:
             whole = np.array(values, float).reshape(len(values), -1)  # None is nan
-            whole[~np.isfinite(whole).all(axis=1)] = math.nan
+            whole[~(np.abs(whole) < _MOST_NUMBER).all(axis=1)] = math.nan
             low, middle, high = whole.min(axis=1), whole.mean(axis=1), whole.max(axis=1)
             return cls(label, np.asarray(x, float), middle, low, high, color)
         except (ValueError, TypeError, OverflowError):  # a word, a list among numbers, or lists of several lengths
