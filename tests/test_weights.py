@@ -305,6 +305,19 @@ REFUSED = [
     ("deepseek", {"topk_method": "greedy"}, ["topk_method = 'greedy'", "noaux_tc"]),
     ("deepseek", {"scoring_func": "softmax"}, ["scoring_func"]),
     ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise"]),
+    # Values that no such key has.
+    ("llama", {"num_attention_heads": 0}, ["num_attention_heads = 0", "is not a positive integer"]),
+    ("llama", {"vocab_size": "x"}, ["vocab_size = 'x'", "is not a positive integer"]),
+    ("llama", {"vocab_size": 1.5}, ["vocab_size = 1.5", "is not a positive integer"]),
+    ("llama", {"intermediate_size": True}, ["intermediate_size = True", "is not a positive integer"]),
+    ("llama", {"hidden_act": []}, ["hidden_act = []", "is not a string"]),
+    ("llama", {"architectures": 1.5}, ["architectures = 1.5", "is not a list of strings"]),
+    ("llama", {"rope_scaling": "x"}, ["rope_scaling = 'x'", "is not an object"]),
+    ("llama", {"rope_theta": "x"}, ["rope_theta = 'x'", "is not a positive number"]),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ["factor = '2'", "is not a positive number"]),
+    ("llama", {"attention_bias": "no"}, ["attention_bias = 'no'", "is not true or false"]),
+    ("qwen2", {"layer_types": "full_attention"}, ["layer_types = 'full_attention'", "is not a list of strings"]),
+    ("deepseek", {"n_shared_experts": -1}, ["n_shared_experts = -1", "is not an integer of at least 0"]),
 ]  # fmt: skip
 
 

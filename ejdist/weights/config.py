@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,47 @@ _SILENT = frozenset(
 )
 
 
+# What the value of a key is, beside the keys that may have one of a few values only.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    name: (kind, test)
+    for kind, test, names in (
+        (
+            "a positive integer",
+            lambda x: type(x) is int and x > 0,
+            "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
+            "sliding_window num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size "
+            "decoder_sparse_step kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group",
+        ),
+        (
+            "an integer of at least 0",
+            lambda x: type(x) is int and x >= 0,
+            "q_lora_rank n_shared_experts first_k_dense_replace max_window_layers num_nextn_predict_layers num_mtp_layers",
+        ),
+        (
+            "a positive number",
+            lambda x: type(x) in (int, float) and 0 < x < math.inf,
+            "rms_norm_eps rope_theta factor attention_factor low_freq_factor high_freq_factor beta_slow beta_fast "
+            "routed_scaling_factor original_max_position_embeddings",
+        ),
+        ("a number", lambda x: type(x) in (int, float) and abs(x) < math.inf, "mscale mscale_all_dim"),
+        (
+            "true or false",
+            lambda x: type(x) is bool,
+            "attention_bias use_sliding_window norm_topk_prob tie_word_embeddings truncate",
+        ),
+        ("a string", lambda x: type(x) is str, "hidden_act rope_type"),
+        ("an object", lambda x: type(x) is dict, "rope_scaling rope_parameters"),
+        (
+            "a list of strings",
+            lambda x: type(x) is list and all(type(y) is str for y in x),
+            "layer_types architectures",
+        ),
+        ("a list of integers", lambda x: type(x) is list and all(type(y) is int for y in x), "mlp_only_layers"),
+    )
+    for name in names.split()
+}
+
+
 class Keys:
     """The keys of a config.json. Each that is asked for is known; one that nobody asked for may change the model."""
 
@@ -28,9 +69,19 @@ class Keys:
         self._known: set[str] = set(_SILENT)
 
     def get(self, name: str, default: Any = None, *others: str) -> Any:
-        """Returns the value of a key, or of the first of its other names that is there; a null is as no key."""
+        """Returns the value of a key, or of the first of its other names that is there; a null is as no key.
+
+        Raises:
+          WeightsError: the value is not of the kind that such a key has.
+        """
         self._known |= {name, *others}
-        return next((self._content[n] for n in (name, *others) if self._content.get(n) is not None), default)
+        there = next((n for n in (name, *others) if self._content.get(n) is not None), None)
+        if there is None:
+            return default
+        found, (kind, test) = self._content[there], _KINDS.get(name, ("", lambda x: True))
+        if not test(found):
+            raise WeightsError(f"{self.path} has {there} = {found!r}, which is not {kind}; copy the file again")
+        return found
 
     def __contains__(self, name: str) -> bool:
         return name in self._content

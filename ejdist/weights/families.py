@@ -318,7 +318,8 @@ def read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     """
     path = folder / "config.json"
     content = read_json(path)
-    names = content.get("architectures") or []
+    keys = Keys(path, content)
+    names = keys.get("architectures", [])
     by_type = {family.model_type: family for family in FAMILIES.values()}
     found = next(
         (FAMILIES[n] for n in names if n in FAMILIES), None if names else by_type.get(str(content.get("model_type")))
@@ -326,7 +327,7 @@ def read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     if found is None:
         named = ", ".join(map(str, names)) or content.get("model_type")
         raise WeightsError(f"{path} is of {named}, which is not known here; there are {', '.join(FAMILIES)}")
-    return found, found.section(Keys(path, content))
+    return found, found.section(keys)
 
 
 def family_of(c: DecoderShape) -> tuple[str, Family]:
