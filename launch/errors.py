@@ -48,6 +48,7 @@ def exit_code_of(error: Exception) -> int | None:
         ValueError: WRONG,
         Unsupported: WRONG,
         OSError: WRONG,
+        MemoryError: WRONG,
     }
     if isinstance(error, HostLost) and error.code is not None:
         return error.code
@@ -65,6 +66,9 @@ def tell(error: Exception) -> int:
     if isinstance(error, OSError):
         where = f" {error.filename}:" if error.filename else ""
         print(f"error:{where} {error.strerror or error}", file=sys.stderr)
+    elif isinstance(error, MemoryError):
+        what = f" ({error})" if str(error) else ""
+        print(f"error: this host has not the memory{what}: use a smaller batch, or shorter rows", file=sys.stderr)
     else:
         print(f"error: {error}", file=sys.stderr)
     return code
