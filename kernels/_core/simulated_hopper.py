@@ -334,7 +334,7 @@ class Program:
         try:
             if any(not p.ended for p in self._partitions):
                 self._next().go.release()
-        except RuntimeError as error:  # the others wait for ever
+        except BaseException as error:  # the others wait for ever, or what a copy does is not forgiven
             self._failure = self._failure or error
         if self._failure is not None:
             for p in self._partitions:
