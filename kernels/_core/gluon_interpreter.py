@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -99,12 +99,6 @@ def _tanh_approx(x: Any) -> Any:
 
 _INSTRUCTIONS = {"tanh.approx.f32 $0, $1;": _tanh_approx}
 _erf = np.vectorize(math.erf, otypes=[np.float32])
-
-
-def _warp_specialize(functions: Sequence[tuple[Callable, Sequence[Any]]], warps: Any, registers: Any) -> None:
-    program, outer = here.program, here.partition
-    program.run(functions)
-    here.partition = outer
 
 
 def _fence() -> None:
@@ -213,7 +207,7 @@ _LANGUAGE = _Words(
     atomic_add=_atomic_add,
     inline_asm_elementwise=_inline_asm,
     allocate_shared_memory=Shared.allocate,
-    warp_specialize=_warp_specialize,
+    warp_specialize=lambda functions, warps, registers: here.program.run(functions),
 )
 _MEANINGS: dict[int, Any] = {
     id(gl): _LANGUAGE,

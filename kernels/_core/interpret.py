@@ -25,7 +25,7 @@ def interpret(compute_capability: int | None = 80) -> Iterator[None]:
     Raises:
       ValueError: this is another GPU.
     """
-    if compute_capability is True or compute_capability not in (80, 90, None):
+    if compute_capability not in (80, 90, None):
         raise ValueError(
             f"interpret: argument 'compute_capability' = {compute_capability!r} must be 80 for the plain kernels, 90 for "
             "those of Hopper, or None"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grid import FLOOR, error
+from hopper import on_a_gpu
 from hopper_attention import THREE, at, calls, hold, ours, outcome
 from hopper_attention import arrays as made_arrays
 
@@ -19,18 +20,7 @@ from kernels import MaskInfo
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.triton_gpu import SPECIALISED, _plain
 
-
-def is_hopper():
-    try:
-        return jax.devices("cuda")[0].compute_capability == "9.0"
-    except RuntimeError:
-        return False
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_hopper(), reason="JAX sees no GPU of compute capability 9.0 here"),
-]
+pytestmark = on_a_gpu()
 
 B, T, S, N, K = 2, 650, 650, 4, 2
 RNG = np.random.default_rng(0)

@@ -4,22 +4,11 @@ On a CPU they are interpreted, in tests/kernels/test_grouped_matmul_hopper.py: h
 them.
 """
 
-import jax
 import pytest
+from hopper import on_a_gpu
 from hopper_products import ACTIVATED, SIZES, check
 
-
-def is_hopper():
-    try:
-        return jax.devices("cuda")[0].compute_capability == "9.0"
-    except RuntimeError:
-        return False
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_hopper(), reason="JAX sees no GPU of compute capability 9.0 here"),
-]
+pytestmark = on_a_gpu()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grid import FLOOR, error
+from hopper import interpreted
 from hopper_attention import THREE, arrays, at, calls, hold, ours
 
 from kernels import MaskInfo
-from kernels._core import gluon_interpreter
 from kernels._core.config import BwdParams, FwdParams, KernelConfig
-from kernels._core.interpret import interpret
 from kernels.ops.flash_attention import op, triton_gpu
 
 B, T, N, K = 2, 330, 2, 1
@@ -35,13 +34,8 @@ QUICK = set(zip(CALLS, itertools.cycle(KINDS)))
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(triton_gpu, "MULTIPROCESSORS", 3)
-    monkeypatch.setattr(op, "_programs", {})
-    ran, run_grid = [], gluon_interpreter.run_grid
-    monkeypatch.setattr(gluon_interpreter, "run_grid", lambda *args: ran.append(args) or run_grid(*args))
-    with interpret(90):
+    with interpreted(monkeypatch, op, triton_gpu):
         yield
-    assert ran
 
 
 @pytest.mark.parametrize(

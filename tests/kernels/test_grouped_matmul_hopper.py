@@ -7,22 +7,16 @@ tiles come from the queue.
 import itertools
 
 import pytest
+from hopper import interpreted
 from hopper_products import ACTIVATED, SIZES, check
 
-from kernels._core import gluon_interpreter
-from kernels._core.interpret import interpret
 from kernels.ops.grouped_matmul import op, triton_gpu
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(triton_gpu, "MULTIPROCESSORS", 3)
-    monkeypatch.setattr(op, "_programs", {})
-    ran, run_grid = [], gluon_interpreter.run_grid
-    monkeypatch.setattr(gluon_interpreter, "run_grid", lambda *args: ran.append(args) or run_grid(*args))
-    with interpret(90):
+    with interpreted(monkeypatch, op, triton_gpu):
         yield
-    assert ran
 
 
 QUICK = {("tall", True, "ragged"), ("wide", False, "ragged"), ("tall", False, "whole"), ("wide", True, "empty")}
