@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from small_run import TINY
 
@@ -18,6 +19,7 @@ from benchmarks import measure, options, peers, race, ranking, report, resumed, 
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
 from ejdist import make_mesh
+from kernels._core.masks import MaskInfo
 
 OPERATIONS = kernels.operations()
 RMS, FLASH = OPERATIONS["rms_norm"], OPERATIONS["flash_attention"]
@@ -225,6 +227,24 @@ def test_unknown_names_are_refused(argv, said, capsys):
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith(said) and error.count("\n") == 1
+
+
+def test_packed_documents_as_cudnn_is_told_of_them():
+    """Runs of ids, row by row; and what it cannot be told of is said, so that nothing else is timed."""
+    from benchmarks.peers.cudnn_packed import express, lie
+
+    lengths, starts = lie(np.array([[0, 0, 0, 2, 2, 5], [1, 1, 1, 1, 1, 1]]))
+    assert lengths.tolist() == [[3, 2, 1], [6, -1, -1]] and starts.tolist() == [[0, 3, 5, -1], [0, -1, -1, -1]]
+    x = jnp.zeros((1, 6, 2, 16), jnp.bfloat16)
+    for ids, window, said in (
+        ([0, 0, 1, 1, 2, 2], (3, 0), None),
+        ([0, 0, 1, 1, 2, 2], (3, 1), "its window looks back only"),
+        ([0, 0, 1, 1, 0, 0], None, "one after another"),
+        ([0, 0, 1, 1, 1, -1], None, "no padding"),
+    ):
+        mask = MaskInfo.from_segments(jnp.array([ids]), causal=True, window=window)
+        found = express("flash_attention", {"query": x, "key": x, "value": x, "mask": mask})
+        assert callable(found) if said is None else said in found
 
 
 def test_without_arguments_it_lists_what_there_is(capsys):
