@@ -19,7 +19,7 @@ from ejdist.mesh import make_mesh
 from ejdist.models.model import Metric
 from ejdist.training import pace, steps
 from ejdist.training.goodput import NAME, Ledger, account, read
-from ejdist.training.guards import LAG, PASSED, GuardsSection, Passed, Rewind, Watch
+from ejdist.training.guards import LAG, PASSED, Finite, GuardsSection, Passed, Rewind, Watch
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
@@ -167,7 +167,7 @@ def numbers(loss, norm=1.0):
 def watched(values, tmp_path, saves=(), first=0, kept=None, **section):
     """Returns the watch that has seen values, of steps after `first`, and the limits that each step had."""
     section = {"spike": "skip", "spike_window": 8, "most_skips": 50} | section
-    watch, limits = Watch(GuardsSection(**section), tmp_path, kept), {}
+    watch, limits = Watch(GuardsSection(**section), tmp_path, None, kept), {}
     for step, value in enumerate(values, first + 1):
         limits[step] = watch.limits(step).tolist()
         watch.add(step, numbers(*value), all_of_them=step in saves)
@@ -227,6 +227,44 @@ def test_too_many_skips_in_a_row_stop_the_run_also_over_a_restart(tmp_path):
     with pytest.raises(Diverged, match=r"updates of 5 steps in a row were left out \(guards.most_skips\)") as found:
         again.add(5, numbers(math.nan), all_of_them=True)
     assert exit_code_of(found.value) == DIVERGED
+
+
+@pytest.mark.parametrize("action", ["stop", "skip", "rewind"])
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, action):
+    mesh = make_mesh(dp=2, fsdp=2, sp=1)
+    params = {name: state_on(mesh) for name in ("first", "second")}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    watch = Watch(GuardsSection(nonfinite=action), tmp_path, Finite(like, mesh))
+    watch.before_save(3, params)
+    for name, value in (("split", math.nan), ("own", -math.inf)):  # of the last of several devices
+        params["second"][name] = params["second"][name].at[3, 1].set(value)
+    with pytest.raises(Rewind if action == "rewind" else Diverged) as found:
+        watch.before_save(4, params)
+    assert str(found.value).startswith("after step 4 second.own and 1 more parameters are not finite")
+    if action != "rewind":
+        assert exit_code_of(found.value) == DIVERGED and "guards.nonfinite=rewind to go past the data" in str(
+            found.value
+        )
+
+
+def test_a_run_does_not_end_well_with_parameters_that_are_none(corpus, tmp_path, capsys):
+    """The loss and the gradient of its one step are finite, and the update is not."""
+    bad = [
+        *ONE,
+        *corpus,
+        f"run.dir={tmp_path}",
+        "run.steps=1",
+        "optimizer.learning_rate=3.3e38",
+        "optimizer.weight_decay=2",
+    ]
+    assert main(bad) == DIVERGED
+    assert "error: after step 1 " in (said := capsys.readouterr().err) and "not finite, and was not saved" in said
+    assert not list(tmp_path.glob("checkpoints/*")) and math.isfinite(losses(tmp_path)[0])
+    assert main([*bad, "guards.nonfinite=rewind", "guards.most_rewinds=2"]) == DIVERGED
+    said = capsys.readouterr()
+    assert (
+        said.out.count("not finite: going back to step 0 and past batches") == 2 and "guards.most_rewinds" in said.err
+    )
 
 
 # -- going back -------------------------------------------------------------------------------------------------------

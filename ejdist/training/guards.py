@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ejdist.layout import replicated
+from ejdist.training.leaves import name_of
 from ejdist.training.metrics import write_whole
 from ejdist.training.stop import Diverged
 
@@ -73,16 +76,40 @@ class Rewind(Exception):
         self.step = step
 
 
+class Finite:
+    """Which parameters are finite numbers, by one program for all.
+
+    Args:
+      like: the parameters, as `jax.ShapeDtypeStruct` with shardings.
+    """
+
+    def __init__(self, like: Any, mesh: jax.sharding.Mesh) -> None:
+        self._names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
+
+        def every(params: Any) -> jax.Array:
+            return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)])
+
+        # Compiled now, and not while a host that is about to be taken away waits for its last save.
+        self._every = jax.jit(every, out_shardings=replicated(mesh)).lower(like).compile()
+
+    def others(self, params: Any) -> list[str]:
+        """Returns the names of those that are not. Waits for the step that made them."""
+        return [name for name, finite in zip(self._names, np.asarray(self._every(params)), strict=True) if not finite]
+
+
 class Watch:
     """Looks at the numbers of each step, and does what the section says before a checkpoint of a bad one is written.
 
     Args:
       directory: of the run, for messages.
+      finite: looks at the parameters before a save.
       kept: what `keep` returned when the checkpoint was written that the run goes on from; nothing for a new run.
     """
 
-    def __init__(self, section: GuardsSection, directory: Path, kept: dict[str, Any] | None = None) -> None:
-        self._section, self._directory = section, directory
+    def __init__(
+        self, section: GuardsSection, directory: Path, finite: Finite, kept: dict[str, Any] | None = None
+    ) -> None:
+        self._section, self._directory, self._finite = section, directory, finite
         self._steps: collections.deque = collections.deque()
         kept = kept or {}
         self._good: collections.deque = collections.deque(kept.get("good", ()), maxlen=section.spike_window + LAG)
@@ -136,17 +163,35 @@ class Watch:
             many = f"the updates of {self._skips} steps in a row were left out (guards.most_skips)"
             raise Diverged(stopped(f"{what}, and {many}; none of them was saved", self._directory))
 
+    def before_save(self, step: int, params: Any) -> None:
+        """Looks at the parameters that are to be saved. An update can break them though its loss and gradient are finite, and
+        a device can; no step leaves that out again, and no start goes on from it.
+
+        Raises:
+          Diverged: the run is to stop. Rewind: it is to go back.
+        """
+        if not (names := self._finite.others(params)):
+            return
+        more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        what = f"after step {step} {names[0]}{more} {'are' if more else 'is'} not finite"
+        if self._section.nonfinite == "rewind":
+            raise Rewind(step, what)
+        past = "guards.nonfinite=rewind to go past the data since"
+        raise Diverged(stopped(f"{what}, and was not saved", self._directory, past))
+
     def keep(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps: JSON, in which every number is itself again."""
         return {"good": list(self._good), "skips": self._skips}
 
 
-def stopped(what: str, directory: Path) -> str:
-    """Returns the words for a run that goes no further by itself."""
+_SKIPPED = "guards.nonfinite or guards.spike to skip such a step or to rewind past its data"
+
+
+def stopped(what: str, directory: Path, past: str = _SKIPPED) -> str:
+    """Returns the words for a run that goes no further by itself; `past`, how it would get past the step."""
     return (
-        f"{what}. Start again in {directory} to go on from the last checkpoint, with guards.nonfinite or guards.spike to skip "
-        "such a step or to rewind past its data; or in another run.dir with a lower optimizer.learning_rate or more "
-        "optimizer.warmup_steps"
+        f"{what}. Start again in {directory} to go on from the last checkpoint, with {past}; or in another run.dir with a "
+        "lower optimizer.learning_rate or more optimizer.warmup_steps"
     )
 
 

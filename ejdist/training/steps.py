@@ -8,7 +8,7 @@ from typing import Any
 from ejdist.cluster.agreement import program_digest
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
-from ejdist.training.guards import Passed, Rewind, Watch, stopped
+from ejdist.training.guards import Finite, Passed, Rewind, Watch, stopped
 from ejdist.training.metrics import MetricsWriter, cannot_write
 from ejdist.training.opening import Run, resume, start_from
 from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, Pace
@@ -23,11 +23,12 @@ from ejdist.weights.start import Source
 
 @dataclass(frozen=True)
 class Compiled:
-    """The step of a stage, and what compares its replicas."""
+    """The step of a stage, what compares its replicas, and what looks at its parameters."""
 
     stage: int
     step: Any
     replicas: Replicas
+    finite: Finite
 
 
 def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Compiled:
@@ -39,7 +40,8 @@ def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -
     facts |= {"stage": run.stage.number, "program (digest)": program_digest(lowered)}
     run.hosts.compare(moment, facts)
     step = lowered.compile()
-    made = Compiled(run.stage.number, step, Replicas(run.hosts, program.state, run.sections.guards.replicas_every))
+    replicas = Replicas(run.hosts, program.state, run.sections.guards.replicas_every)
+    made = Compiled(run.stage.number, step, replicas, Finite(program.state.params, program.mesh))
     ledger.phase("restart")
     return made
 
@@ -133,7 +135,7 @@ class Steps:
     def _to(self, until: int, begun: Begun, compiled: Compiled) -> int:
         """Returns the last step made, of those of a stage."""
         run, s, start = begun.run, begun.run.sections, begun.step
-        watch = Watch(s.guards, run.directory, begun.kept)
+        watch = Watch(s.guards, run.directory, compiled.finite, begun.kept)
         writer = None
         if run.hosts.index == 0:
             tables = s.experts.load_every
@@ -222,6 +224,8 @@ def make_steps(
             where = saves.due(step, last=step == end or stopped_here)
             watch.add(step, metrics, all_of_them=where is not None)
             guards.replicas.look(step, state, saves=where is not None)
+            if where is not None:
+                watch.before_save(step, state.params)
         if where is not None:
             with pace.saving(step):
                 kept = watch.keep() | {"passed": passed.until(step)}

@@ -92,6 +92,20 @@ FAULTS = (
         f"{TESTS} -k in_a_row",
     ),
     Fault(
+        "parameters are not looked at before a save",
+        "ejdist/training/steps.py",
+        "                watch.before_save(step, state.params)",
+        "                pass",
+        f"{TESTS} -k end_well",
+    ),
+    Fault(
+        "parameters that are infinite are saved",
+        GUARDS,
+        "jnp.isfinite(x).all()",
+        "(~jnp.isnan(x)).all()",
+        f"{TESTS} -k are_not_finite",
+    ),
+    Fault(
         "replica check compares only host 0",
         REPLICAS,
         "            for device in group:\n",
