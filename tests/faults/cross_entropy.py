@@ -3,6 +3,8 @@
 from faults import Fault
 
 TRITON = "kernels/ops/cross_entropy/triton_gpu.py"
+PALLAS = "kernels/ops/cross_entropy/pallas_tpu.py"
+TILES = "kernels/_core/vocabulary_pallas.py"
 BLOCKS = "kernels/ops/cross_entropy/blocks.py"
 SUMS = "tests/kernels/test_cross_entropy.py -k sums"
 FAULTS = (
@@ -40,6 +42,48 @@ FAULTS = (
         "x, slope = CAP * bent, 1.0 - bent * bent",
         "x, slope = CAP * bent, 1.0",
         "tests/test_ops.py -k cross_entropy-soft_cap-float32-triton",
+    ),
+    Fault(
+        "cross_entropy in Pallas: a sum is not rescaled",
+        PALLAS,
+        "total[...] * shrunk + ",
+        "total[...] + ",
+        "tests/kernels/test_cross_entropy.py -k masked",
+    ),
+    Fault(
+        "cross_entropy in Pallas: what lies past the vocabulary counts",
+        PALLAS,
+        "counted = within(x, 0.0)",
+        "counted = x",
+        "tests/kernels/test_cross_entropy.py -k masked",
+    ),
+    Fault(
+        "cross_entropy in Pallas: the columns of every tile are those of the first",
+        TILES,
+        "pl.program_id(1) * shape[1] + ",
+        "",
+        "tests/kernels/test_cross_entropy.py -k masked",
+    ),
+    Fault(
+        "logits in Pallas: only a tile before the last is cut at the vocabulary's end",
+        TILES,
+        "jnp.where(column(tile) < V, x, other)))",
+        "x))",
+        "tests/kernels/test_cross_entropy.py -k masked",
+    ),
+    Fault(
+        "logits in Pallas: a row of nothing is no number",
+        TILES,
+        "jnp.where(lse == -jnp.inf, 0.0, lse)",
+        "lse",
+        "tests/kernels/test_cross_entropy.py -k no_other_row",
+    ),
+    Fault(
+        "logits in Pallas: a softmax hides that lse is no number",
+        TILES,
+        "jnp.where(lse == -jnp.inf, 0.0, lse)",
+        "finite(lse)",
+        "tests/kernels/test_cross_entropy.py -k no_other_row",
     ),
     Fault(
         "cross_entropy: targets of the backward are the next token's",

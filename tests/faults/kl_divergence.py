@@ -66,4 +66,32 @@ FAULTS = (
         "apart = share * (p - q)",
         "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
     ),
+    Fault(
+        "kl_divergence in Pallas: a gap of no share is scaled all the same",
+        "kernels/ops/kl_divergence/pallas_tpu.py",
+        "jnp.where(shrunk_p > 0, gap[...] * shrunk_p, 0.0)",
+        "gap[...]",
+        "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
+    ),
+    Fault(
+        "kl_divergence in Pallas: what is masked out counts",
+        "kernels/ops/kl_divergence/pallas_tpu.py",
+        "jnp.where(share > 0, share * (p - q), 0.0)",
+        "share * (p - q)",
+        "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
+    ),
+    Fault(
+        "kl_divergence in Pallas: the gap is not a mean",
+        "kernels/ops/kl_divergence/pallas_tpu.py",
+        "gap[...] / total_p[...])",
+        "gap[...])",
+        "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
+    ),
+    Fault(
+        "kl_divergence in Pallas: the student is always q",
+        "kernels/ops/kl_divergence/pallas_tpu.py",
+        "    if not reverse:\n        models",
+        "    if True:\n        models",
+        "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
+    ),
 )

@@ -11,6 +11,7 @@ import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported
 from kernels._core import ahead_of_time as checks
+from kernels._core import vocabulary_pallas
 from kernels._core.interpret import interpret
 from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
@@ -168,21 +169,42 @@ def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
-def test_a_vocabulary_that_is_masked_out_in_part(cap):
+def test_a_vocabulary_that_is_masked_out_in_part(cap, monkeypatch):
     """In blocks all of which, or some entries of which, are masked out: no sum of the kernel may become NaN."""
+    monkeypatch.setattr(vocabulary_pallas, "ELEMENTS", 16 * 128)  # a tile of 16 rows, and one of what is left
     rng = np.random.default_rng(5)
-    logits = rng.standard_normal((4, 200)).astype(np.float32) * 20
-    logits[0, :150] = logits[1, 50:] = logits[2, ::2] = -np.inf
-    a = {"logits": jnp.asarray(logits), "targets": jnp.asarray([160, 3, 1, -1], jnp.int32)}
+    logits = rng.standard_normal((20, 200)).astype(np.float32) * 20
+    logits[::4, :150] = logits[1::4, 50:] = logits[2::4, ::2] = -np.inf
+    a = {"logits": jnp.asarray(logits), "targets": jnp.asarray(np.tile([160, 3, 1, -1], 5), jnp.int32)}
     a |= {} if cap is None else {"logits_soft_cap": cap}
     truth, wanted, d = value_and_gradients(logits_op.function, a)
     with interpret():
-        for size in (16, 64, 256):
+        for platform, size in (("triton", 16), ("triton", 64), ("triton", 256), ("pallas", 128), ("pallas", 256)):
             cfg = CrossEntropyConfig(block_vocab=size, num_warps=1)
-            got, gradients, _ = value_and_gradients(lambda **a: logits_op(**a, platform="triton", cfg=cfg), a, d)  # noqa: B023
+            got, gradients, _ = value_and_gradients(lambda **a: logits_op(**a, platform=platform, cfg=cfg), a, d)  # noqa: B023
             for actual, want in zip(got, truth, strict=True):
                 np.testing.assert_allclose(actual, want, rtol=3e-6, atol=3e-5)
             np.testing.assert_allclose(gradients["logits"], wanted["logits"], atol=1e-5)
+
+
+def test_a_row_that_is_no_number_is_none_and_no_other_row_is():
+    logits = np.cos(np.arange(5 * 200)).reshape(5, 200).astype(np.float32)
+    logits[1, 130], logits[2, 3], logits[3], logits[4, 7] = np.nan, np.inf, -np.inf, 3e38
+    logits, targets = jnp.asarray(logits), jnp.asarray([5, 6, 199, 0, 200], jnp.int32)
+    d = tuple(jnp.full((5,), n, jnp.float32) for n in (0.5, -1, 2))
+
+    def both(platform):
+        outputs, pull = jax.vjp(lambda x: logits_op(x, targets, platform=platform, cfg=cfg), logits)
+        return outputs, pull(d)
+
+    cfg = None
+    wanted = both("xla")
+    with interpret():
+        for size in (128, 256):
+            cfg = CrossEntropyConfig(block_vocab=size)
+            jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-6), both("pallas"), wanted)
+    (lse, _, _), (gradient,) = wanted
+    assert np.isnan(lse[1]) and np.isnan(gradient[1]).all() and np.isfinite(gradient[jnp.array([0, 3, 4])]).all()
 
 
 def test_numbers_of_the_tuning_candidates():
@@ -314,6 +336,7 @@ def test_dispatch_and_refusals():
     x, w, t = jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.zeros(2, jnp.int32)
     chosen = op.choose(op.bind(x, w, t), None)
     assert [chosen[p].name for p in ("cpu", "cuda", "rocm", "tpu")] == ["xla", "triton_gpu", "xla", "xla"]
+    assert logits_op.choose(logits_op.bind(jnp.ones((2, 8)), t), None)["tpu"].name == "pallas_tpu"
     with interpret(), pytest.raises(Unsupported, match="an array has no elements"):
         fused_cross_entropy(x[:0], w, t[:0], platform="triton")
     with pytest.raises(Unsupported, match="cross_entropy_sums has no pallas backend"):

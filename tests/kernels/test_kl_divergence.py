@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, fused_kl_divergence
+from kernels._core import vocabulary_pallas
 from kernels._core.interpret import interpret
 from kernels.ops.kl_divergence import KLDivergenceConfig
 from kernels.ops.kl_divergence.contract import logits_op, op
@@ -285,19 +286,20 @@ def test_errors_name_the_argument(call, words):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_kernel_in_small_blocks_of_a_vocabulary_that_is_masked_out_in_part(reverse):
+def test_the_kernel_in_small_blocks_of_a_vocabulary_that_is_masked_out_in_part(reverse, monkeypatch):
+    monkeypatch.setattr(vocabulary_pallas, "ELEMENTS", 2 * 16 * 128)  # a tile of 16 rows, and one of what is left
     rng = np.random.default_rng(6)
-    student, teacher = (rng.standard_normal((4, 100)).astype(np.float32) * 10 for _ in range(2))
+    student, teacher = (rng.standard_normal((20, 200)).astype(np.float32) * 10 for _ in range(2))
     p, q = (student, teacher) if reverse else (teacher, student)
-    p[0, :80] = p[1, 30:] = p[2, ::2] = -np.inf
-    q[1, 60:] = -np.inf  # where p is, too: what q leaves out p may not have
+    p[::4, :150] = p[1::4, 30:] = p[2::4, ::2] = -np.inf
+    q[1::4, 60:] = -np.inf  # where p is, too: what q leaves out p may not have
     a = {"logits": jnp.asarray(student), "teacher_logits": jnp.asarray(teacher), "reverse": reverse, "temperature": 2.0}
     truth, wanted, d = value_and_gradients(logits_op.function, a, no_gradient=("teacher_logits",))
     with interpret():
-        for size in (16, 64, 128):
+        for platform, size in (("triton", 16), ("triton", 64), ("triton", 256), ("pallas", 128), ("pallas", 256)):
             cfg = KLDivergenceConfig(block_vocab=size, num_warps=1)
             got, gradients, _ = value_and_gradients(
-                lambda **a: logits_op(**a, platform="triton", cfg=cfg),  # noqa: B023
+                lambda **a: logits_op(**a, platform=platform, cfg=cfg),  # noqa: B023
                 a,
                 d,
                 ("teacher_logits",),
@@ -326,6 +328,7 @@ def test_dispatch_and_refusals():
     x, w = jnp.ones((2, 4)), jnp.ones((4, 8))
     chosen = op.choose(op.bind(x, w, x, w), None)
     assert [chosen[p].name for p in ("cpu", "cuda", "rocm", "tpu")] == ["xla", "triton_gpu", "xla", "xla"]
+    assert logits_op.choose(logits_op.bind(w, w), None)["tpu"].name == "pallas_tpu"
     with interpret(), pytest.raises(Unsupported, match="an array has no elements"):
         fused_kl_divergence(x[:0], w, x[:0], w, platform="triton")
     with pytest.raises(Unsupported, match="kl_divergence has no pallas backend"):
