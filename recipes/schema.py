@@ -232,14 +232,14 @@ def _check_order(a: Arguments, composed: Any) -> None:
     and nothing would say that the variant was not taken."""
     from omegaconf import OmegaConf
 
-    given = {name: value for name, _, value in (override.partition("=") for override in a.overrides)}
+    given = {key_of(override): override.partition("=")[2] for override in a.overrides}
     taken = dict(_leaves(OmegaConf.to_container(composed)))
     for group in (g for g in GROUPS if g in given and g != "recipe"):
         alone = _alone(group, given[group], a.config_dir)
         meant = dict(_leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), alone))))
-        for key, _ in _leaves(OmegaConf.to_container(alone)):
-            wanted, found = meant[key], taken[key]
-            if wanted != found and key not in given:
+        for key in (key for key, _ in _leaves(OmegaConf.to_container(alone)) if key not in given):
+            wanted, found = meant[key], taken.get(key)
+            if wanted != found:
                 who = f"recipe={given['recipe']}" if "recipe" in given else "the recipe"
                 raise RecipeError(
                     f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
