@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.errors import DONE, run_command
+from launch.train import unraisable
 
 USAGE = """usage: python -m launch.export run.dir=DIR to=DIR [KEY=VALUE ...]
        python -m launch.export from=DIR
@@ -103,6 +104,10 @@ def export(keys: dict[str, str]) -> None:
     to = Path(keys["to"]).expanduser().absolute()
     check_target(to)
     run = Run(keys["run.dir"], step)
+    if run.kept_in in (str(to), *map(str, to.parents)):
+        raise ValueError(
+            f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder beside it"
+        )
     c, more, beside, told = run.model, {}, {}, ""
     if "data.tokenizer" in keys:
         path = Path(keys["data.tokenizer"]).expanduser()
@@ -160,4 +165,5 @@ def _main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.unraisablehook = unraisable  # of a checkpoint that cannot be read
     sys.exit(main())

@@ -163,18 +163,18 @@ def _main(arguments: list[str]) -> int:
     return PREEMPTED if stopped_early else DONE
 
 
-def _unraisable(unraisable) -> None:
+def unraisable(told) -> None:
     """A checkpoint that fails is told once; what TensorStore had begun beside it ends after its event loop, as tracebacks.
     A Ctrl-C that came while Python collected is lost in JAX's callback there, so it comes again."""
-    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+    if isinstance(told.exc_value, KeyboardInterrupt):
         import signal
         import threading
 
         again = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         again.daemon = True
         again.start()
-    elif str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
+    elif str(told.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(told)
 
 
 def command(before: Callable[[], object] = lambda: None, body: Callable[[], int] = main) -> None:
@@ -183,7 +183,7 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
 
     if {"-m", "--multirun"} & set(sys.argv[1:]):  # its runs are processes of their own, each of which does what follows
         sys.exit(body())
-    sys.unraisablehook = _unraisable
+    sys.unraisablehook = unraisable
     # First of all: threads that start from here on leave SIGTERM to the one that listens. SIGINT waits for the frame of the
     # command, which says what it means: until then it would be a traceback of whatever is being imported.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})

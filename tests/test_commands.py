@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -96,6 +97,13 @@ def test_what_is_wrong_with_a_file_of_the_user_is_named(mine, files, arguments, 
     with pytest.raises(RecipeError) as told:
         compose([mine(**files), "recipe=mine", *arguments])
     assert message in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_key_that_is_given_beside_its_variant_is_taken_however_it_is_written(mine):
+    flag = mine(recipe__mine=f"{GLOBAL}optimizer: {{schedule: constant}}\n")
+    assert compose([flag, "recipe=mine", "optimizer=wsd", "++optimizer.schedule=wsd"]).optimizer.schedule == "wsd"
+    # A source is a text or a list; what has keys is refused where it is opened.
+    assert compose(["data=files", "data.source={a: b}"]).data.source == {"a": "b"}
 
 
 @pytest.mark.parametrize(
@@ -457,8 +465,17 @@ def test_a_command_that_fails_ends_at_once(body, code):
 def test_ctrl_c_that_a_callback_of_the_collector_has_swallowed_comes_again():
     swallowed = SimpleNamespace(exc_value=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        train._unraisable(swallowed)
+        train.unraisable(swallowed)
         time.sleep(10)
+
+
+def test_a_damaged_checkpoint_is_told_without_the_tracebacks_of_its_reader(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch.export"])
+    monkeypatch.setattr(sys, "unraisablehook", None)
+    monkeypatch.delitem(sys.modules, "launch.export")  # else Python warns of a second one
+    with pytest.raises(SystemExit):
+        runpy.run_module("launch.export", run_name="__main__")
+    assert sys.unraisablehook is train.unraisable
 
 
 def test_a_closed_output_is_one_that_nobody_reads(monkeypatch):

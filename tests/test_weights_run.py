@@ -209,6 +209,7 @@ WRONG_CALLS = [
     (["run.dir={run}", "to={tmp}/to", "max_position_embeddings=0"], ["max_position_embeddings = '0'"]),
     (["run.dir={run}", "to={tmp}/to", "dtype=int8"], ["dtype = 'int8'", "bfloat16"]),
     (["run.dir={run}", "to={run}"], ["is there already"]),
+    (["run.dir={run}", "to={run}/checkpoints/hf"], ["checkpoints and nothing else", "beside it"]),
     (["run.dir={run}", "to={tmp}/to", "data.tokenizer={tmp}/no.json"], ["no such file"]),
     (["run.dir={run}", "to={tmp}/to", "data.tokenizer={tmp}/other.json"], ["not the file that the run was trained with"]),
 ]  # fmt: skip
