@@ -333,7 +333,8 @@ def test_a_rewind_goes_past_the_data_and_every_start_after_it_has_the_same_bits(
     # The same batches in a run in which nothing was ever wrong.
     (tmp_path / "calm").mkdir()
     Passed([[9, 2]]).write(tmp_path / "calm")
-    run(tmp_path / "calm", corpus)
+    _, said = run(tmp_path / "calm", corpus)
+    assert f"{PASSED}: steps from 9 on go past 2 batches" in said, "of a rewind that no checkpoint knows of"
     calm = losses(tmp_path / "calm")
 
     taken = poison(build(recipe.data, seed=recipe.run.seed), {9})

@@ -18,6 +18,7 @@ from ejdist.cluster.hosts import Hosts, lost
 from ejdist.cluster.watchdog import ending_hangs
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
+from ejdist.training.guards import PASSED
 from ejdist.training.lock import let_go_at_the_end
 from ejdist.training.metrics import cannot_write, draw_loss, measured_peak, read_rows, summarise, write_whole
 from ejdist.training.opening import Run, open_run
@@ -82,6 +83,10 @@ def train(
         if begun.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
             where = opened.checkpoints.directory
             say(f"there is no checkpoint in {where}: beginning at step 1, in place of the {rows} rows of metrics.jsonl")
+        if later := [(first, count) for first, count in begun.passed.rewinds if first > begun.step]:
+            first, count = later[0][0], sum(count for _, count in later)
+            kept = "as rewinds have said; remove it to take them after all"
+            say(f"{opened.directory / PASSED}: steps from {first} on go past {count} batches, {kept}")
         opened.saves.begin(begun.step, say)
     run, start = begun.run, begun.step
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
