@@ -1,5 +1,7 @@
 """Checkpoints of any state: what is saved comes back bit for bit and as what it was, and what cannot be saved is named."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -29,6 +31,17 @@ def restored(directory, state, like=None):
     checkpoints.close()
     assert beside == BESIDE, "what is kept for the checkpoint itself is not given back"
     return found
+
+
+def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_not_damaged_storage(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    checkpoints.save(1, {"a": jnp.ones(3)}, BESIDE)
+    checkpoints.wait()
+    assert checkpoints.latest() == 1
+    shutil.rmtree(checkpoints.directory / "1")
+    with pytest.raises(DamagedCheckpoint, match=r"1 cannot be read \(it is there no more: .* checkpoint.keep\)"):
+        checkpoints.run_of(1)
+    checkpoints.close()
 
 
 NUMBERS = {

@@ -234,6 +234,9 @@ def test_a_run_that_is_going_on(tmp_path):
         .status()
         .startswith("going on, or cut off: 60 of 100 steps, the last one written at 20")
     )
+    # It removes its older checkpoints, also between the listing of the folder and the look at each.
+    (folder / "checkpoints" / "59").symlink_to("removed")
+    assert 59 not in open_folder(folder, "run").checkpoints
     folder, *_ = write(tmp_path / "other", recipe__json=json.dumps({"run.steps": 100}))
     assert open_folder(folder, "run").status() == "stopped after 60 of 100 steps"
 

@@ -342,6 +342,14 @@ def test_a_foreign_folder_is_left_alone(corpus, tmp_path, capsys):
     assert [p.name for p in tmp_path.rglob("*")] == ["checkpoints", "weights.pt"]
 
 
+@pytest.mark.parametrize("name", ["03", "\u00b2"])
+def test_a_name_that_is_not_written_as_that_of_a_step_is_a_strangers(name, corpus, tmp_path, capsys):
+    """Someone has renamed a checkpoint: it is whole, and not what is left of a save that was cut off."""
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert command(tmp_path, corpus) == BAD_CHECKPOINT
+    assert f"holds {name}, which" in capsys.readouterr().err and (tmp_path / "checkpoints" / name).is_dir()
+
+
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [

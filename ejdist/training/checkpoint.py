@@ -19,7 +19,7 @@ from etils import epath
 
 from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
 from ejdist.training.leaves import kind_of, like_arrays, to_arrays
-from ejdist.training.places import check_home, check_place, is_url, place
+from ejdist.training.places import check_home, check_place, is_step, is_url, place
 from ejdist.training.stored import (
     CheckpointError,
     DamagedCheckpoint,
@@ -127,7 +127,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.directory} cannot be listed ({reason_of(error)}); mend the disk, or what is needed to reach it"
             ) from error
-        ours = [n for n in names if n.isdigit() or "orbax-checkpoint-tmp" in n or _ASIDE in n or n.startswith(".")]
+        ours = [n for n in names if is_step(n) or "orbax-checkpoint-tmp" in n or _ASIDE in n or n.startswith(".")]
         strangers = set(names) - set(ours)
         if strangers:
             raise CheckpointError(
@@ -145,7 +145,7 @@ class Checkpoints:
         if not self.directory.exists():
             return []
         names, whole = self._names(), set(self._manager().all_steps())
-        return sorted(n for n in names if "orbax-checkpoint-tmp" in n or (n.isdigit() and int(n) not in whole))
+        return sorted(n for n in names if "orbax-checkpoint-tmp" in n or (is_step(n) and int(n) not in whole))
 
     def due(self, step: int) -> bool:
         return self.section.every > 0 and step % self.section.every == 0
@@ -227,7 +227,10 @@ class Checkpoints:
         return item_of(self.directory / str(step), error) + reason_of(error)
 
     def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"checkpoint {self.directory / str(step)} cannot be read ({reason})")
+        path = self.directory / str(step)
+        if not is_url(str(path)) and not path.exists():
+            reason = "it is there no more: a run that is going on removes older ones, see checkpoint.keep"
+        return DamagedCheckpoint(f"checkpoint {path} cannot be read ({reason})")
 
     def set_aside(self, step: int) -> epath.Path:
         """Renames a checkpoint, so that it is none any more, and returns its new path. Only one process may do this."""

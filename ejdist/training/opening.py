@@ -23,7 +23,7 @@ from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
 from ejdist.training.lock import Lock
-from ejdist.training.places import ELSEWHERE, check_folder, is_url
+from ejdist.training.places import ELSEWHERE, check_folder, is_step, is_url
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.resume import check_same_run, fingerprint, flat
 from ejdist.training.saves import Saves, Tier
@@ -140,7 +140,7 @@ def _check_moved(directory: Path, section: CheckpointSection) -> None:
         if before == section.dir or (before is not None and is_url(before)):
             return
         there = directory / "checkpoints" if before is None else Path(before).expanduser()
-        last = max((int(path.name) for path in there.iterdir() if path.name.isdigit()), default=None)
+        last = max((int(path.name) for path in there.iterdir() if is_step(path.name)), default=None)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError):
         return  # nothing is known of another folder, or it is there no more
     if last is not None:

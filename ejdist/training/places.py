@@ -21,6 +21,11 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def is_step(name: str) -> bool:
+    """Returns whether a checkpoint has this name, that of its step: 6, and neither 06, which another has made, nor ²."""
+    return re.fullmatch("0|[1-9][0-9]*", name) is not None
+
+
 def check_home(key: str, value: str) -> None:
     """Raises ValueError if a path begins with ~NAME of a user that this machine does not know."""
     try:

@@ -12,7 +12,7 @@ import jax
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
-from ejdist.training.places import is_url, place
+from ejdist.training.places import is_step, is_url, place
 from ejdist.weights.files import WeightsError
 from ejdist.weights.match import flat
 
@@ -56,6 +56,11 @@ class Run:
             )
         self.model = section_of(self.recipe, self.folder)
 
+    @property
+    def kept_in(self) -> str:
+        """The folder of its checkpoints."""
+        return str(self._checkpoints.directory)
+
     def load(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns leaf -> array, of those that are named. Raises CheckpointError."""
         arrays = unnested(self._checkpoints.restore_part(self.step, nested(like)))
@@ -79,7 +84,7 @@ class Run:
 
 def has_steps(folder: Path) -> bool:
     """Returns whether a folder is the checkpoint.dir of a run."""
-    return folder.is_dir() and any(p.name.isdigit() and p.is_dir() for p in folder.iterdir())
+    return folder.is_dir() and any(is_step(p.name) and p.is_dir() for p in folder.iterdir())
 
 
 def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.training import goodput
+from ejdist.training.places import is_step
 
 DOCUMENTS = ("plan.json", "doctor.json", "bandwidth.json", "rehearsal.json", "evaluation.json")
 PICTURES = ("loss.png", "experts.png", "evaluation.png")
@@ -186,8 +188,9 @@ def _read_checkpoints(run: RunFolder) -> None:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if path.name.isdigit():
-            run.checkpoints[int(path.name)] = path.stat().st_mtime
+        if is_step(path.name):
+            with contextlib.suppress(FileNotFoundError):  # a run that is going on has removed it since
+                run.checkpoints[int(path.name)] = path.stat().st_mtime
         elif not path.name.startswith("."):
             run.set_aside.append(path.name)
     run.checkpoints = dict(sorted(run.checkpoints.items()))

@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         "a save that was cut off in a bucket is not seen",
         CHECKPOINT,
-        "or (n.isdigit() and int(n) not in whole)",
+        "or (is_step(n) and int(n) not in whole)",
         "",
         f"{STORE} -k in_a_bucket",
     ),
