@@ -101,7 +101,8 @@ def test_what_is_wrong_with_a_file_of_the_user_is_named(mine, files, arguments, 
 
 def test_a_key_that_is_given_beside_its_variant_is_taken_however_it_is_written(mine):
     flag = mine(recipe__mine=f"{GLOBAL}optimizer: {{schedule: constant}}\n")
-    assert compose([flag, "recipe=mine", "optimizer=wsd", "++optimizer.schedule=wsd"]).optimizer.schedule == "wsd"
+    given = compose([flag, "recipe=mine", "optimizer=wsd", "++optimizer.schedule=warmup_cosine"])
+    assert given.optimizer.schedule == "warmup_cosine"
     # A source is a text or a list; what has keys is refused where it is opened.
     assert compose(["data=files", "data.source={a: b}"]).data.source == {"a": "b"}
 
