@@ -363,6 +363,13 @@ def test_a_row_that_sees_nothing_has_no_gradient_whatever_the_cotangent_of_its_l
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_the_axis_of_the_sequence_may_be_counted_from_the_last(name):
+    order, x = Order(name, 2), np.arange(2 * 16 * 3).reshape(2, 16, 3)  # parts as long as there are parts
+    np.testing.assert_array_equal(order.permute(x, axis=-2), order.permute(x, axis=1))
+    np.testing.assert_array_equal(order.inverse(order.permute(x), axis=-2), x)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_an_order_is_a_permutation_that_can_be_undone(name, shards):
     order = Order(name, shards)
@@ -392,6 +399,9 @@ ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
     [
         (lambda: Order("zigzag", 4).indices(60), ["60", "multiple of 8", "64"]),
         (lambda: Order("spiral", 4), ["sequence.order", "spiral", "zigzag"]),
+        (lambda: Order("zigzag", jnp.int32(4)), ["'shards'", "integer"]),
+        (lambda: Order("zigzag", 4).permute([1, 2]), ["NumPy and JAX arrays", "list"]),
+        (lambda: Order("zigzag", 4).permute(np.arange(8)), ["'axis' = 1", "(8,)"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, scheme="tree"), ["'scheme'", "tree", "all_gather"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, scheme=Ring), ["'scheme'", "Ring()"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, logits_soft_cap=0.0), ["ring_attention: ", "'logits_soft_cap'"]),

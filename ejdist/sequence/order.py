@@ -30,6 +30,9 @@ class Order:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ValueError(f"sequence.order = {self.name!r} is unknown; use one of {', '.join(NAMES)}")
+        # Part of what a program is compiled for, so no traced number.
+        if isinstance(self.shards, bool) or not isinstance(self.shards, (int, np.integer)):
+            raise ValueError(f"an order's 'shards' must be an integer, how many ranks there are, got {self.shards!r}")
         if self.shards < 1:
             raise ValueError(f"an order needs at least one shard, got {self.shards}")
 
@@ -86,12 +89,14 @@ class Order:
 
     def permute(self, x: Any, axis: int = 1) -> Any:
         """Returns x with its sequence dim in this order. x may be a NumPy or JAX array."""
+        axis = _axis_of(x, axis)
         if self.name == "striped":
             return x.take(self.indices(x.shape[axis]), axis=axis)
         return self._by_parts(x, axis, lambda parts: parts)
 
     def inverse(self, x: Any, axis: int = 1) -> Any:
         """Returns x with its sequence dim back in the original order."""
+        axis = _axis_of(x, axis)
         if self.name == "striped":
             return x.take(np.argsort(self.indices(x.shape[axis])), axis=axis)
         return self._by_parts(x, axis, np.argsort)
@@ -106,6 +111,18 @@ class Order:
         first = np.arange(self.shards)
         order = np.stack([first, count - 1 - first], axis=1).reshape(-1)
         return parts.take(way(order), axis=axis).reshape(x.shape)
+
+
+def _axis_of(x: Any, axis: int) -> int:
+    """Returns which axis of x that is, counted from the first."""
+    if not hasattr(x, "shape"):
+        raise ValueError(f"an order permutes NumPy and JAX arrays, got {type(x).__name__}; give numpy.asarray of it")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"argument 'axis' = {axis} is not one of the {x.ndim} axes of an array of shape {tuple(x.shape)}; it is that of "
+            "the sequence, 0 for one sequence [T]"
+        )
+    return axis % x.ndim
 
 
 def order_of(order: str | Order, shards: int, where: str) -> Order:
