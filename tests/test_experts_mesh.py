@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import ejdist
 import kernels
 from ejdist import moe
-from ejdist.experts.placed import _compiled
+from ejdist.experts.placed import _compiled, place_of
 from kernels._core.interpret import interpret
 
 B, T, D, E, F, K = 8, 8, 8, 8, 8, 3
@@ -258,6 +258,17 @@ def test_a_mesh_of_explicit_axes():
         out, stats = jax.jit(lambda a, s: moe(**a, **OPTIONS, segment_ids=s))(arrays, segments)
     np.testing.assert_allclose(out, of_one_device(None)[0], atol=1e-5)
     assert stats.rank_counts.shape == (2,)
+
+
+def test_the_gradients_of_arrays_that_lay_on_no_mesh_are_of_explicit_axes():
+    """Without `jit` the router's were of automatic axes, and no other operation of the mesh took them."""
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    given = inputs()
+    with jax.set_mesh(mesh):
+        place = place_of(given["x"], given["gate"], E, axis=None, mesh=None, in_specs=None, stored=None)
+        routed = place.automatic(jax.jit(ejdist.experts.route, static_argnames="top_k"))
+        gradient = jax.grad(lambda router: routed(given["x"], router, top_k=1).stats.z_loss)(given["router"])
+        assert (given["router"] - gradient).shape == gradient.shape
 
 
 def on(**sizes):

@@ -16,7 +16,17 @@ from ejdist.experts.dispatch import check_buffer, exchange
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
 from ejdist.experts.schemes import SCHEMES
-from ejdist.layout import Axes, axes_in, axes_of_specs, check_specs, current_layout, explicit, on_mesh, spec
+from ejdist.layout import (
+    Axes,
+    axes_in,
+    axes_of_specs,
+    check_mesh_of,
+    check_specs,
+    current_layout,
+    explicit,
+    on_mesh,
+    spec,
+)
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
@@ -79,7 +89,12 @@ class Place:
             found = jax.eval_shape(on_mesh, *shapes)
             lies = type(found)(rows, rows, jax.tree.map(lambda _: whole, found.stats))
             mapped: Any = jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=lies)
-            return mapped(x, router, arrays)
+
+            # An array that is on no mesh yet is put there first: the gradient of what is not has automatic axes.
+            def placed(a: Any) -> Any:
+                return jax.sharding.reshard(a, jax.sharding.NamedSharding(self.mesh, jax.typeof(a).sharding.spec))
+
+            return mapped(*jax.tree.map(placed, (x, router, arrays)))
 
         return routed
 
@@ -109,6 +124,9 @@ def place_of(
             )
         return Place(None, {}, named)
     whole = mesh_of(mesh, in_specs)
+    for name, array in (("x", x), ("gate", gate)):
+        if is_array(array):
+            check_mesh_of(f"moe: argument {name!r}", array, whole)
     if whole is None:
         if named and mesh is None:
             raise _refuse(
