@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejdist.layout import axes_of_specs, check_out_specs, check_specs, current_layout, on_mesh, spec
-from ejdist.mesh import TP, axis_is_bound, check_axis
+from ejdist.layout import axes_of_specs, check_mesh_of, check_out_specs, check_specs, current_layout, on_mesh, spec
+from ejdist.mesh import TP, axis_is_bound, check_axis, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
 from kernels._core.binding import is_float_array
@@ -172,6 +172,8 @@ def _run(name: str, local: Callable, x: Any, w: Any, gathers: bool, axis_name: s
         return local(*vary_alike((x, w), lax.axis_index(axis_name)), axis_name)
     check_axis(axis_name, where["mesh"])
     mesh = mesh_of(**where)
+    for argument, a in (("x", x), ("w", w)):
+        check_mesh_of(f"{name}: argument {argument!r}", a, mesh)
     if mesh is None:
         return _dot("...td,df->...tf", x, w).astype(x.dtype)
     for argument, a in (("x", x), ("w", w)):
@@ -203,7 +205,12 @@ def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, given
     lead = ("B", *("_",) * (x.ndim - 3)) if x.ndim > 2 else ()
     # The columns that are split are F, of either operation; D is whole.
     dims = ((*lead, "T", "D"), ("D", "F")) if gathers else ((*lead, "T", "F"), ("F", "D"))
-    layout = on_mesh(current_layout().activations, mesh)
+    if is_explicit(mesh) and given is None:
+        layout = axes_of_specs(dims[:1], [jax.typeof(x).sharding.spec], [x.shape])
+    else:
+        if given is None:
+            current_layout().check(mesh, also=(axis,))
+        layout = on_mesh(current_layout().activations, mesh)
     axes = {
         "B": layout.get("B", ()),
         "T": (*(a for a in layout.get("T", ()) if a != axis), *((axis,) if gathers else ())),
@@ -254,8 +261,8 @@ def all_gather_matmul(
     Args:
       x: [*lead, T, D]. w: [D, F]. Of one dtype.
       axis_name: the mesh axis.
-      mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, with T over its axes and then `axis_name`,
-        and F over `axis_name`.
+      mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, or the type of x on explicit axes, with T
+        over its axes and then `axis_name`, and F over `axis_name`.
 
     Both have gradients: of x by `reduce_scatter_matmul`'s form, of w with the rows gathered once more.
 
@@ -290,7 +297,8 @@ def reduce_scatter_matmul(
     Args:
       x: [*lead, T, F]. w: [F, D]. Of one dtype. T must be a multiple of the devices.
       axis_name: the mesh axis.
-      mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, with F over `axis_name`.
+      mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, or the type of x on explicit axes, with F
+        over `axis_name`.
 
     Both have gradients, by `all_gather_matmul`'s form: the rows of the cotangent travel once for both.
 

@@ -18,9 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ejdist.layout import Axes, axes_in, check_out_specs, explicit, spec
+from ejdist.layout import Axes, axes_in, check_mesh_of, check_out_specs, explicit, spec
 from ejdist.mesh import is_explicit
-from ejdist.placement import apart, check_local, mesh_of, not_one, resolve_axes, spec_tree, stored_specs, summed_dims
+from ejdist.placement import (
+    apart,
+    arrays_of,
+    check_local,
+    mesh_of,
+    not_one,
+    resolve_axes,
+    spec_tree,
+    stored_specs,
+    summed_dims,
+)
 from kernels._core import select
 from kernels._core.binding import Call, is_array, typed
 from kernels._core.contract import Op
@@ -124,6 +134,8 @@ def run(
     op.check_asked(platform, cfg)
     mesh = mesh_of(mesh, in_specs, out_specs)
     if mesh is None:
+        for name, value in arrays_of(call).items():
+            check_mesh_of(f"{op.name}: argument {name!r}", value, mesh)
         return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
     axes = resolve_axes(op, call, mesh, in_specs, table, handles)
     check_local(op, call, axes, mesh, handles)

@@ -166,6 +166,21 @@ def test_without_a_mesh_it_is_the_product():
     assert ejdist.ReduceScatterMatmul()(x, w).shape == (4, 16)
 
 
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_no_axis_of_a_mesh_of_ones_own_does_the_same_work_in_silence(kind):
+    meshes = [
+        jax.make_mesh((2, 2), ("data", "model"), axis_types=(t,) * 2, devices=jax.devices()[:4])
+        for t in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    ]
+    x, w = arrays(2, 4, D=8, F=8)
+    with pytest.raises(ValueError, match="has the axes 'data', and nothing says"):
+        FUNCTIONS[kind](x, w, axis_name="model", mesh=meshes[0])
+    with jax.set_mesh(meshes[1]):
+        out = FUNCTIONS[kind](jax.reshard(x, P("data")), w, axis_name="model")
+    assert jax.typeof(out).sharding.spec[0] == "data"
+    close([out], plain(x, w)[:1])
+
+
 X, W = (np.zeros(s, np.float32) for s in ((8, 4), (4, 8)))
 
 

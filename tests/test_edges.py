@@ -307,6 +307,12 @@ def test_explicit_axes_of_one_device_and_of_the_wrong_function():
         )
 
     said(["'x'", "another mesh", "'dp': 2"], lambda: ejdist.rms_norm(x, WEIGHT, mesh=make_mesh(dp=2)))
+    # The type of an array says where it lies where no mesh is in force, too.
+    said(["rms_norm", "explicit", "`ejdist`"], lambda: kernels.rms_norm(x, WEIGHT))
+    experts = normal(D, 2), normal(2, D, F), normal(2, D, F), normal(2, F, D)
+    for name, arrays in {"rms_norm": (WEIGHT,), "all_gather_matmul": MLP[:1], "moe": experts}.items():
+        call = functools.partial(getattr(ejdist, name), x, *arrays, **({"top_k": 1} if name == "moe" else {}))
+        said([f"{name}: argument 'x'", "explicit axes x", "jax.set_mesh"], call)
 
 
 @pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])

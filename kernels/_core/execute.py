@@ -272,14 +272,14 @@ def backward_of(op: Operation, function: Callable) -> Callable:
 def _check_mesh(op: Operation, tree: Any) -> None:
     """Raises ValueError for arrays whose type says that they are split over a mesh: where the operation's results would lie
     is not for it to say."""
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == jax.sharding.AxisType.Explicit}
-    if not explicit:
-        return
     for x in jax.tree.leaves(tree):
-        named = {a for e in jax.typeof(x).sharding.spec if e for a in ((e,) if isinstance(e, str) else e)}
-        if named & explicit:
+        lies = jax.typeof(x).sharding  # the mesh of the array, which need not be in force
+        explicit = {
+            n for n, t in zip(lies.mesh.axis_names, lies.mesh.axis_types) if t == jax.sharding.AxisType.Explicit
+        }
+        named = {a for e in lies.spec if e for a in ((e,) if isinstance(e, str) else e)} & explicit
+        if named:
             raise ValueError(
-                f"{op.name}: an array lies on the explicit mesh axes {', '.join(sorted(named & explicit))}, and the operations "
+                f"{op.name}: an array lies on the explicit mesh axes {', '.join(sorted(named))}, and the operations "
                 "of `kernels` are of a device's own arrays; use the function of that name in `ejdist`"
             )
