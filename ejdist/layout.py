@@ -202,6 +202,11 @@ def explicit(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
 def check_mesh_of(what: str, x: Any, mesh: Any) -> None:
     """Raises ValueError for an array whose type has explicit axes that the mesh lacks; None: there is no mesh."""
     strange = sorted(set(axes_in(jax.typeof(x).sharding.spec)) - set(mesh.axis_names if mesh is not None else ()))
+    if strange and mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"{what} lies on the explicit axes {', '.join(strange)}, which the shard_map around this call is not over; map "
+            "over them too"
+        )
     if strange and mesh is None:
         raise ValueError(
             f"{what} lies on the explicit axes {', '.join(strange)} of a mesh that is not in force: give 'mesh', or call under "

@@ -313,6 +313,10 @@ def test_explicit_axes_of_one_device_and_of_the_wrong_function():
     for name, arrays in {"rms_norm": (WEIGHT,), "all_gather_matmul": MLP[:1], "moe": experts}.items():
         call = functools.partial(getattr(ejdist, name), x, *arrays, **({"top_k": 1} if name == "moe" else {}))
         said([f"{name}: argument 'x'", "explicit axes x", "jax.set_mesh"], call)
+    four = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    with jax.set_mesh(four):
+        some = jax.shard_map(ejdist.rms_norm, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"})
+        said(["rms_norm: argument 'x'", "explicit axes x", "map over"], lambda: some(jax.reshard(X, P("x", "y"))))
 
 
 @pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
