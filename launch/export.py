@@ -104,7 +104,7 @@ def export(keys: dict[str, str]) -> None:
     to = Path(keys["to"]).expanduser().absolute()
     check_target(to)
     run = Run(keys["run.dir"], step)
-    if run.kept_in in (str(to), *map(str, to.parents)):
+    if Path(run.kept_in).resolve() in (to.resolve(), *to.resolve().parents):
         raise ValueError(
             f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder beside it"
         )

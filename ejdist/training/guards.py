@@ -161,7 +161,7 @@ class Watch:
         self._skips += 1
         if self._skips > self._section.most_skips:
             many = f"the updates of {self._skips} steps in a row were left out (guards.most_skips)"
-            raise Diverged(stopped(f"{what}, and {many}; none of them was saved", self._directory))
+            raise Diverged(stopped(f"{what}, and {many}", self._directory, "a larger guards.most_skips"))
 
     def before_save(self, step: int, params: Any) -> None:
         """Looks at the parameters that are to be saved. An update can break them though its loss and gradient are finite, and

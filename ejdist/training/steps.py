@@ -164,7 +164,7 @@ class Steps:
         times = passed.times(restored)
         if times >= run.sections.guards.most_rewinds:
             many = f"the run has gone back to step {restored} {times} times (guards.most_rewinds)"
-            raise Diverged(stopped(f"{words}, and {many}; nothing was saved since", run.directory))
+            raise Diverged(stopped(f"{words}, and {many}", run.directory, "a larger guards.most_rewinds"))
         self.pace.goes_back(restored)
         new = passed.past(bad, restored)
         gone = f"batches {passed.number(restored + 1)} to {passed.number(bad)}"
