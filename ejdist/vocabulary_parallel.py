@@ -21,7 +21,11 @@ from kernels.ops.kl_divergence import contract as kl
 
 def _joined_lse(lse: jax.Array, vocabulary: tuple[str, ...]) -> jax.Array:
     largest = jax.lax.pmax(jax.lax.stop_gradient(lse), vocabulary)
-    return largest + jnp.log(jax.lax.psum(jnp.exp(lse - largest), vocabulary))
+    largest = jnp.where(jnp.isinf(largest), 0.0, largest)
+    total = jax.lax.psum(jnp.exp(lse - largest), vocabulary)
+    # A token of which every part is masked out has -inf, and no gradient, as on one device.
+    nothing = total == 0
+    return jnp.where(nothing, -jnp.inf, largest + jnp.log(jnp.where(nothing, 1.0, total)))
 
 
 def _joined(axes: dict[str, tuple[str, ...]], targets: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:

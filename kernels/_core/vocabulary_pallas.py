@@ -16,11 +16,12 @@ from kernels._core.work import Work
 
 # Entries of a tile: a megabyte of float32, which with the next one on its way and what is made of it is within 16 MiB of VMEM.
 ELEMENTS = 256 * 1024
+LANES = 128
 
 
 def columns(call: Call) -> list[int]:
     """Returns how many columns a tile may have, what is taken untuned first; whole tiles of 128 lanes."""
-    whole = -(-call.dims["V"] // 128) * 128
+    whole = -(-call.dims["V"] // LANES) * LANES
     return list(dict.fromkeys(min(most, whole) for most in (2048, 1024, 4096)))
 
 
@@ -45,7 +46,9 @@ def passed(
     """
     M, V = logits[0].shape
     cols = min(V, cols)
-    height = min(M, max(16, ELEMENTS // len(logits) // cols // 16 * 16))
+    # A narrow tile takes whole lanes as well, and so do the numbers of its rows.
+    lanes = -(-cols // LANES) * LANES
+    height = min(M, max(16, ELEMENTS // len(logits) // lanes // 16 * 16))
     tile, row = pl.BlockSpec((height, cols), lambda i, j: (i, j)), pl.BlockSpec((height, 1), lambda i, j: (i, 0))
     by_row = isinstance(made, int)
     out = [jax.ShapeDtypeStruct((M, 1), jnp.float32)] * made if by_row else [jax.ShapeDtypeStruct((M, V), made)]

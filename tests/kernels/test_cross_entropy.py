@@ -207,6 +207,43 @@ def test_a_row_that_is_no_number_is_none_and_no_other_row_is():
     assert np.isnan(lse[1]) and np.isnan(gradient[1]).all() and np.isfinite(gradient[jnp.array([0, 3, 4])]).all()
 
 
+@pytest.mark.parametrize("mesh", [None, {"tp": 2}], ids=["one device", "tp"])
+def test_an_ignored_token_of_which_all_is_masked_out_has_no_gradient(mesh):
+    """Its lse is -inf, and the derivative of z_loss, of none too, holds lse."""
+    logits, targets = jnp.cos(jnp.arange(48.0)).reshape(3, 16).at[1].set(-jnp.inf), jnp.array([1, -1, 7])
+
+    def loss(logits):
+        return ejdist.fused_cross_entropy(logits=logits, targets=targets, mesh=mesh and make_mesh(**mesh))
+
+    gradient = jax.grad(loss)(logits)
+    counted = jnp.array([0, 2])
+    wanted = jax.grad(lambda x: fused_cross_entropy(logits=x, targets=targets[counted]))(logits[counted])
+    np.testing.assert_allclose(gradient, jnp.zeros_like(logits).at[counted].set(wanted), atol=1e-7)
+
+
+def test_pallas_takes_targets_of_64_bits():
+    with jax.enable_x64(True), interpret():
+        logits, targets = jnp.cos(jnp.arange(60, dtype="float32")).reshape(3, 20), jnp.array([2**32, 4, -1], "int64")
+        got, want = (
+            jax.vjp(lambda x: logits_op(x, targets, platform=platform), logits)  # noqa: B023
+            for platform in ("pallas", "xla")
+        )
+        d = (jnp.ones(3, "float32"),) * 3
+        for a, b in [*zip(got[0], want[0], strict=True), (got[1](d)[0], want[1](d)[0])]:
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_pallas_has_room_for_many_tokens_of_a_small_vocabulary():
+    """A column is 128 lanes wide in VMEM, and so is what a row has of numbers."""
+
+    def both(logits, targets):
+        outputs, pull = jax.vjp(lambda x: logits_op(x, targets, platform="pallas"), logits)
+        return outputs, pull(tuple(map(jnp.ones_like, outputs)))
+
+    shapes = jax.ShapeDtypeStruct((16384, 20), "bfloat16"), jax.ShapeDtypeStruct((16384,), "int32")
+    assert checks.mosaic_calls(checks.compile_tpu(both, *shapes)) == 2
+
+
 def test_numbers_of_the_tuning_candidates():
     case = next(case for case in op.cases if case.name == "odd")
     a = op.case_inputs(case)

@@ -95,9 +95,10 @@ def token_losses(
     """Returns the terms of cross entropy from the outputs of the operation, for a vocabulary of that many tokens.
 
     loss = lse - (1 - s) target_logit - s mean_logit with smoothing s; z_loss = z lse^2. An ignored token is selected
-    away, not multiplied by zero: an infinite lse of padding would otherwise make the loss NaN.
+    away, not multiplied by zero: an infinite lse of padding would otherwise make the loss NaN, and squared its gradient.
     """
     counted = is_counted(targets, ignore_index)
+    lse = jnp.where(counted, lse, 0.0)
     loss = lse - (1 - label_smoothing) * target_logit
     if label_smoothing:  # the mean is -inf where a token of the vocabulary is masked out
         loss = loss - label_smoothing * mean_logit
@@ -105,9 +106,7 @@ def token_losses(
     # the loss and in the gradients.
     stray = counted & ((targets < 0) | (targets >= vocabulary))
     loss = loss * jnp.where(stray, jnp.nan, 1.0)
-    return TokenLosses(
-        jnp.where(counted, loss, 0.0), jnp.where(counted, z_loss * lse * lse, 0.0), counted.astype(jnp.float32)
-    )
+    return TokenLosses(jnp.where(counted, loss, 0.0), z_loss * lse * lse, counted.astype(jnp.float32))
 
 
 def summed(terms: TokenLosses, weights: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from kernels._core.segments import indices
 from kernels._core.vocabulary_pallas import column, columns, finite, joined, passed, shares, tile_by_tile
 from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op, work_of_logits
 
@@ -55,7 +56,7 @@ def forward_logits(logits, targets, logits_soft_cap, cfg):
     outputs = passed(
         cross_entropy_fwd_kernel,
         [rows],
-        [targets.reshape(-1)],
+        [indices(targets).reshape(-1)],
         cfg.block_vocab,
         made=3,
         kept=2,
@@ -67,7 +68,7 @@ def forward_logits(logits, targets, logits_soft_cap, cfg):
 
 def backward_logits(saved, logits, targets, logits_soft_cap, cfg):
     rows = logits.reshape(-1, logits.shape[-1])
-    per_row = [targets, *(saved[n] for n in ("lse", "d_lse", "d_target_logit", "d_mean_logit"))]
+    per_row = [indices(targets), *(saved[n] for n in ("lse", "d_lse", "d_target_logit", "d_mean_logit"))]
     cost = work_of_logits(logits_op.bind(logits, targets))[1]
     (d,) = passed(
         cross_entropy_bwd_kernel,
