@@ -80,8 +80,11 @@ def _joined_gap(axes: dict[str, tuple[str, ...]], reverse: bool, **arguments: An
     whole = [_joined_lse(lse, vocabulary) for lse in parts]
     p = 0 if reverse else 1
     # A part's gap is a mean under its own part of p, and counts as much as it has of p; of nothing it may be infinite.
-    share = jnp.exp(parts[p] - whole[p])
-    return *whole, jax.lax.psum(share * jnp.where(share > 0, gap, 0), vocabulary)
+    share = jnp.exp(parts[p] - jnp.where(whole[p] == -jnp.inf, 0.0, whole[p]))
+    gap = jnp.where(share > 0, gap, 0.0)
+    # A share of an infinite gap has no gradient: of a token that is not counted it would be 0 times infinity.
+    share = jnp.where(jnp.isinf(gap), jax.lax.stop_gradient(share), share)
+    return *whole, jax.lax.psum(share * gap, vocabulary)
 
 
 fused_cross_entropy = sharded(kernels.fused_cross_entropy, local=_reduced, handles=("V",))

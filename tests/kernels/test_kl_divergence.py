@@ -204,6 +204,23 @@ def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("masked", ["student", "teacher", "half of the teacher"])
+def test_an_ignored_token_over_devices_has_no_gradient_however_far_it_is(masked):
+    zs, zt = narrow((HIDDEN[:3, :4] @ HEAD[:4, :16], HIDDEN[3:6, :4] @ HEAD[4:, :16]))
+    if masked == "student":
+        zs = zs.at[1].set(-jnp.inf)
+    else:
+        zt = zt.at[1, 0 if masked == "teacher" else 8 :].set(-jnp.inf)
+
+    def value_and_gradient(mesh):
+        f = functools.partial(ejdist.fused_kl_divergence, teacher_logits=zt, direction="reverse", mesh=mesh)
+        return jax.value_and_grad(lambda z: f(logits=z, targets=jnp.array([0, -1, 0])))(zs)
+
+    got, want = value_and_gradient(make_mesh(tp=2)), value_and_gradient(None)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), got, want)
+    assert np.isfinite(want[1]).all() and not want[1][1].any()
+
+
 def test_a_part_of_the_vocabulary_over_devices_that_has_nothing_may_be_infinitely_far():
     z, zt = jnp.cos(jnp.arange(16.0))[None].at[:, 8:].set(-jnp.inf), jnp.sin(jnp.arange(16.0))[None].at[:, 8:].set(-300)
 
