@@ -260,6 +260,21 @@ def test_a_mesh_of_explicit_axes():
     assert stats.rank_counts.shape == (2,)
 
 
+def test_the_result_has_the_type_of_explicit_tokens_with_an_axis_of_one_device_too():
+    """Else `x + moe(x)`, which every other operation allows, is refused by JAX."""
+    mesh = jax.make_mesh(
+        (1, 2), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Explicit,) * 2, devices=jax.devices()[:2]
+    )
+    lies = {n: P("ep") if n in ("gate", "up", "down") else P() for n in inputs()} | {"x": P(("dp", "ep"))}
+    with jax.set_mesh(mesh):
+        given = {n: jax.device_put(a, jax.sharding.NamedSharding(mesh, lies[n])) for n, a in inputs().items()}
+        out, stats = jax.jit(lambda a: (lambda out, stats: (a["x"] + out, stats))(*moe(**a, **OPTIONS)))(given)
+        assert jax.typeof(out) == jax.typeof(given["x"])
+    wanted = moe(**inputs(), **OPTIONS)[0]
+    np.testing.assert_allclose(out - given["x"], wanted, atol=1e-5)
+    assert stats.rank_counts.shape == (2,)
+
+
 def test_the_gradients_of_arrays_that_lay_on_no_mesh_are_of_explicit_axes():
     """Without `jit` the router's were of automatic axes, and no other operation of the mesh took them."""
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])

@@ -166,7 +166,7 @@ def _refuse(argument: str, what: str) -> ValueError:
 
 
 def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, stored: Axes | None) -> dict[str, Any]:
-    """Returns dim -> mesh axes, of more than one device each."""
+    """Returns dim -> mesh axes."""
     seen = [(("B", "T", "D"), x), (("E", "W", "F") if gate.ndim == 3 else ("E", "W", "_", "F"), gate)]
     specs: Sequence[Any] | None = None
     if in_specs is not None:
@@ -188,7 +188,8 @@ def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, s
             raise _refuse(
                 "in_specs", f"splits dim D of 'x' over {found['D']}, which every expert needs whole; gather it first"
             )
-        axes = {d: tuple(a for a in found.get(d, ()) if mesh.shape[a] > 1) for d in ("B", "T", "F", "E", "W")}
+        # Tokens keep an axis of one device: it is in the type of an explicit x, and so in that of the result.
+        axes = {d: tuple(a for a in found.get(d, ()) if d in "BT" or mesh.shape[a] > 1) for d in "BTFEW"}
         own = tuple(a for a in named if mesh.shape[a] > 1)
         if named and "E" in found and axes["E"] != own:
             raise _refuse("axis", f"= {named} is not what 'gate' lies on, {axes['E']}; give one of the two")
