@@ -1,7 +1,7 @@
 """`python -m benchmarks OP [case=NAME[,NAME]] [against=PEER[,PEER]|none] [dtype=NAME] [out=DIR]`: see README.md.
 
 Without arguments it lists operations, cases and peers; with --write it makes the pictures, the tables of README.md and what
-dispatch reads of our backends (kernels/_core/measured) anew from the results. Exit codes: 0; 1 where a backend of ours is
+dispatch reads of our backends (kernels/framework/measured) anew from the results. Exit codes: 0; 1 where a backend of ours is
 wrong, and then nothing is written; 2 for a wrong argument.
 """
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
-from kernels._core.contract import Op
-from kernels._core.work import nbytes
+from kernels.framework.backend import Case
+from kernels.framework.contract import Op
+from kernels.framework.work import nbytes
 
 # Dims along which an operation repeats itself: tokens and rows. They are cut first, down to LEAST, so that the widths,
 # which decide how a kernel is built, stay what they are for as long as possible.

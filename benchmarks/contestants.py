@@ -12,9 +12,9 @@ import jax
 from benchmarks import peers
 from benchmarks.cases import split
 from benchmarks.programs import programs_of
-from kernels._core import tuning
-from kernels._core.contract import Op
-from kernels._core.select import Request
+from kernels.framework import tuning
+from kernels.framework.contract import Op
+from kernels.framework.select import Request
 
 
 @dataclass

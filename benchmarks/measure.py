@@ -19,9 +19,9 @@ from benchmarks.check import Oracle, errors
 from benchmarks.contestants import Contestant, first_line, ours, out_of_memory, theirs, tune
 from benchmarks.race import DIRECTIONS, copies, race
 from benchmarks.timing import cache_bytes, ceilings, has_kernel_times
-from kernels._core.backend import Case
-from kernels._core.contract import Op
-from kernels._core.work import Work
+from kernels.framework.backend import Case
+from kernels.framework.contract import Op
+from kernels.framework.work import Work
 
 PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax", "flash-linear-attention", "optax")
 

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.cases import split
 from benchmarks.contestants import Contestant, first_line
 from benchmarks.timing import quartiles, wall_seconds
-from kernels._core.work import nbytes
+from kernels.framework.work import nbytes
 
 DIRECTIONS = ("forward", "backward", "both")
 MOST_COPIES, MOST_CALLS = 16, 100

@@ -1,4 +1,4 @@
-"""What the results say of our backends, in the form that dispatch reads: `kernels/_core/measured/<kind of device>.json`."""
+"""What the results say of our backends, in the form that dispatch reads: `kernels/framework/measured/<kind of device>.json`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks import report
 from benchmarks.cases import abstract
 from benchmarks.measure import short
-from kernels._core import measured
-from kernels._core.contract import Op
+from kernels.framework import measured
+from kernels.framework.contract import Op
 
 # Of a CPU the kind of device says "cpu", which is no machine in particular.
 NO_KIND = ("cpu",)

@@ -39,7 +39,7 @@ from ejdist.mesh import SP
 from ejdist.sequence import Scheme, exchange
 from ejdist.sequence.schemes import scheme_of
 from ejdist.sharded import map_shards
-from kernels._core.pairs import visible_pairs
+from kernels.engines.attention.pairs import visible_pairs
 
 OPTIONS = {
     "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "dtype": "bfloat16", "schemes": "ring,all_gather",

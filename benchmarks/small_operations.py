@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import kernels
 from benchmarks.measure import provenance
 from benchmarks.options import read
-from kernels._core.binding import floats_apart, is_float_array, merged
+from kernels.framework.binding import floats_apart, is_float_array, merged
 from kernels.ops.cross_entropy import CrossEntropyConfig
 
 OPS = kernels.operations()

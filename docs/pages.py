@@ -20,9 +20,9 @@ from docs.text import documented, escaped, first_sentence, markdown, signature, 
 from ejdist.operations import FUNCTIONS
 from kernels.__main__ import BEGIN, END, readmes
 from kernels.__main__ import table as support_table
-from kernels._core.contract import Op
-from kernels._core.dims import VOCABULARY, Dim
-from kernels._core.public import PublicFunction
+from kernels.framework.contract import Op
+from kernels.framework.dims import VOCABULARY, Dim
+from kernels.framework.public import PublicFunction
 
 ROOT = Path(__file__).resolve().parent.parent
 API = "api.md"

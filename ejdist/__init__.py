@@ -10,12 +10,12 @@ from ejdist.layout import set_layout
 from ejdist.mesh import make_mesh
 from ejdist.operations import FUNCTIONS, MODULES, bind_ops
 from ejdist.sequence import Order, ring_attention
-from kernels._core.config import BwdParams, ConfigCache, FwdParams
-from kernels._core.executor import Executor, create_default_executor
-from kernels._core.masks import MaskInfo
-from kernels._core.platforms import Unsupported
-from kernels._core.select import ConfigSelectorChain
-from kernels._core.trees import tree_attention_mask, tree_depths, verify_tree
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.trees import tree_attention_mask, tree_depths, verify_tree
+from kernels.framework.config import BwdParams, ConfigCache, FwdParams
+from kernels.framework.executor import Executor, create_default_executor
+from kernels.framework.platforms import Unsupported
+from kernels.framework.select import ConfigSelectorChain
 from kernels.ops.attention_variants import orthogonal_features
 from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed
 from kernels.ops.quantized_matmul import dequantize, quantize

@@ -20,10 +20,10 @@ from ejdist.layout import axes_of_specs, check_mesh_of, check_out_specs, check_s
 from ejdist.mesh import TP, axis_is_bound, check_axis, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
-from kernels._core.binding import is_float_array
-from kernels._core.dispatch import vary_alike
-from kernels._core.platforms import Unsupported
-from kernels._core.public import module_class
+from kernels.framework.binding import is_float_array
+from kernels.framework.dispatch import vary_alike
+from kernels.framework.platforms import Unsupported
+from kernels.framework.public import module_class
 
 _DTYPES = ("bfloat16", "float16", "float32")
 

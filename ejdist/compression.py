@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import is_float_array
-from kernels._core.magnitude import largest_magnitude
+from kernels.engines.matmul.magnitude import largest_magnitude
+from kernels.framework.binding import is_float_array
 
 # Largest magnitude that a block is scaled to, by the dtype that is kept.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}

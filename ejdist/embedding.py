@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejdist.layout import Layout, current_layout, gather, on_mesh, spec
 from ejdist.sharded import map_shards
-from kernels._core.segments import indices
+from kernels.framework.segments import indices
 
 
 def embedding(table: jax.Array, tokens: jax.Array, *, mesh: Any = None) -> jax.Array:

@@ -16,12 +16,12 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP
-from kernels._core.dims import VOCABULARY
+from kernels.framework.dims import VOCABULARY
 
 Axes = Mapping[str, tuple[str, ...]]
 Specs = PartitionSpec | tuple  # of several arrays
 
-# Dims: see kernels/_core/dims.py. What is not in a table is not split.
+# Dims: see kernels/framework/dims.py. What is not in a table is not split.
 ACTIVATIONS: Axes = {
     "B": BATCH_AXES, "T": (SP,), "S": (SP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
 }  # fmt: skip
@@ -73,7 +73,7 @@ class set_layout:
 
     Args:
       dims: dim -> axis or axes, of activations: B batch, T (and S) sequence, N query heads, K key heads, F feed-forward, V
-        vocabulary, E experts; kernels/_core/dims.py has them all.
+        vocabulary, E experts; kernels/framework/dims.py has them all.
       parameters: the same for parameters as a model stores them; default: the activations' axes of N, K, F, V and E.
       replicated: axes over which everything is the same, on purpose.
 

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 
 from ejdist.layout import Axes, axes_of_specs, check_mesh_of, check_specs, current_layout, on_mesh, spec
 from ejdist.mesh import check_mesh, check_types, current_mesh, is_explicit
-from kernels._core.binding import Call, is_array
-from kernels._core.contract import Op
-from kernels._core.dims import leading, named
-from kernels._core.masks import MaskInfo, map_data
+from kernels.engines.attention.masks import MaskInfo, map_data
+from kernels.framework.binding import Call, is_array
+from kernels.framework.contract import Op
+from kernels.framework.dims import leading, named
 
 # Dims of the fields of MaskInfo.
 MASK_DIMS = {

@@ -31,13 +31,13 @@ from ejdist.placement import (
     stored_specs,
     summed_dims,
 )
-from kernels._core import select
-from kernels._core.binding import Call, is_array, typed
-from kernels._core.contract import Op
-from kernels._core.dims import named
-from kernels._core.dispatch import varying_axes
-from kernels._core.interpret import interpreting
-from kernels._core.public import Prepared, PublicFunction, module_class
+from kernels.framework import select
+from kernels.framework.binding import Call, is_array, typed
+from kernels.framework.contract import Op
+from kernels.framework.dims import named
+from kernels.framework.dispatch import varying_axes
+from kernels.framework.interpret import interpreting
+from kernels.framework.public import Prepared, PublicFunction, module_class
 
 _SHARDED_DOC = """
     On a mesh, also:

@@ -1,5 +1,5 @@
 """Types that users build: masks."""
 
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
 
 __all__ = ["MaskInfo"]

@@ -6,18 +6,17 @@ at the first call that may use it.
 
 from __future__ import annotations
 
-from kernels._core.backend import Case
-from kernels._core.chunks import ChunkConfig
-from kernels._core.config import BwdParams, ConfigCache, FwdParams, PersistentCache
-from kernels._core.contract import Op, Unsupported
-from kernels._core.executor import Executor, create_default_executor
-from kernels._core.masks import MaskInfo
-from kernels._core.public import public_functions
-from kernels._core.registry import DeviceKind as Backend
-from kernels._core.registry import KernelRegistry, Platform
-from kernels._core.select import ConfigSelectorChain, config_overlay
-from kernels._core.target import compile_for
-from kernels._core.trees import tree_attention_mask, tree_depths, verify_tree
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.trees import tree_attention_mask, tree_depths, verify_tree
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.framework.backend import Case
+from kernels.framework.config import BwdParams, ConfigCache, FwdParams, PersistentCache
+from kernels.framework.contract import Op, Unsupported
+from kernels.framework.executor import Executor, create_default_executor
+from kernels.framework.public import public_functions
+from kernels.framework.registry import DeviceKind as Backend
+from kernels.framework.registry import KernelRegistry, Platform
+from kernels.framework.select import ConfigSelectorChain, config_overlay
 from kernels.ops.attention_variants import (
     differential_attention,
     linformer_attention,
@@ -65,6 +64,7 @@ from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
 from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2
+from kernels.toolchains.simulate.compile_for import compile_for
 
 kernel_registry = KernelRegistry(public_functions)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kernels import operations
-from kernels._core.backend import Backend
-from kernels._core.contract import Op
+from kernels.framework.backend import Backend
+from kernels.framework.contract import Op
 
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 _COLUMNS = ("operation", "backend", "platforms", "dtypes", "backward", "symbolic dims", "refuses")

@@ -179,7 +179,7 @@ def check_recipe(recipe: Any) -> None:
     import kernels
     from ejdist.training.opening import check_section
     from ejdist.training.optimizer import make_optimizer
-    from kernels._core.registry import Platform
+    from kernels.framework.registry import Platform
 
     check_section(recipe.run)
     known = dict.fromkeys([*Platform, *(name for op in kernels.operations().values() for name in op.order)])

@@ -69,7 +69,7 @@ def kept(seed, q_position, k_position, probability):
 
 def plan(B, N, T, S, mask=None, dropout_seed=None, dropout_prob=0.0):
     """Returns what does not depend on the float arguments: (visible, distance, dropout scale), each [B, N, T, S]."""
-    from kernels._core.masks import MaskInfo
+    from kernels.engines.attention.masks import MaskInfo
 
     mask = MaskInfo() if mask is None else mask
     q, k = ((np.arange(T) + S - T)[None], np.arange(S)[None])

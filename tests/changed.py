@@ -1,7 +1,8 @@
 """`python tests/changed.py [BASE]`: everything, slow tests too, for the operations that changed since a git revision.
 
 BASE is the merge base with main, or the commit before where that is this commit itself. Changes that are not committed count.
-An operation has changed if its folder, or its own tests, have; all have if the core, or what tests every operation, has.
+An operation has changed if its folder, its own tests or an engine that it imports has; all have if the framework has, or a
+toolchain, or what tests every operation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # Tests that are parametrised by operation.
 GENERIC = ("tests/test_ops.py", "tests/test_transformations.py", "tests/test_code.py", "tests/test_sharded.py")
 # What every operation stands on: a path, or the beginning of one.
-COMMON = ("kernels/_core/", "kernels/__init__.py", "ejdist/sharded.py", "ejdist/layout.py", "tests/grid.py")
+COMMON = (
+    "kernels/framework/",
+    "kernels/toolchains/",
+    "kernels/__init__.py",
+    "ejdist/sharded.py",
+    "ejdist/layout.py",
+    "tests/grid.py",
+)
 EVERYTHING = ("-m", "(slow or not slow) and not gpu")
 
 
@@ -48,6 +56,15 @@ def folders() -> list[str]:
     return sorted(p.parent.name for p in (ROOT / "kernels" / "ops").glob("*/contract.py"))
 
 
+def on_engine(engine: str, operations: Collection[str]) -> set[str]:
+    """Returns the operations whose folder imports the engine."""
+    return {
+        name
+        for name in operations
+        if any(f"kernels.engines.{engine}" in p.read_text() for p in (ROOT / "kernels" / "ops" / name).glob("*.py"))
+    }
+
+
 def changed_operations(files: Iterable[str], operations: Collection[str]) -> list[str]:
     """Returns the folders of the operations that those files are of; all, where every operation stands on one of them."""
     found = set()
@@ -55,6 +72,8 @@ def changed_operations(files: Iterable[str], operations: Collection[str]) -> lis
         if file.startswith((*COMMON, *GENERIC)):
             return sorted(operations)
         parts = file.split("/")
+        if parts[:2] == ["kernels", "engines"] and len(parts) > 3 and not file.endswith(".md"):
+            found |= on_engine(parts[2], operations)
         if parts[:2] == ["kernels", "ops"] and len(parts) > 3 and parts[2] in operations and not file.endswith(".md"):
             found.add(parts[2])
         if parts[:2] in (["tests", "kernels"], ["tests", "gpu"]):

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
-from kernels._core.interpret import interpret
+from kernels.framework.binding import floats_apart, is_float_array, is_traced_argument, merged
+from kernels.framework.interpret import interpret
 
 FLOOR = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 

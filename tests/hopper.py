@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels._core import gluon_interpreter
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
+from kernels.toolchains.simulate import gluon_interpreter
 
 
 def _is_there():

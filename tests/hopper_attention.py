@@ -13,7 +13,7 @@ from grid import FLOOR, error
 from hopper import spoil_memory
 
 from kernels import MaskInfo
-from kernels._core.config import BwdParams, FwdParams, KernelConfig
+from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.ops.flash_attention.contract import flash_attention, op
 from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS
 

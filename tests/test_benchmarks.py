@@ -19,7 +19,7 @@ from benchmarks import measure, options, peers, race, ranking, report, resumed, 
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
 from ejdist import make_mesh
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
 
 OPERATIONS = kernels.operations()
 RMS, FLASH = OPERATIONS["rms_norm"], OPERATIONS["flash_attention"]
@@ -487,7 +487,7 @@ def test_our_backends_may_run_tuned(tmp_path, monkeypatch):
         found = heuristic(request.call, "cpu")
         return dataclasses.replace(found, fwd_params=dataclasses.replace(found.fwd_params, q_blocksize=8))
 
-    monkeypatch.setattr("kernels._core.tuning.tune", tuned)
+    monkeypatch.setattr("kernels.framework.tuning.tune", tuned)
     given = ["flash_attention", "case=causal_8k", "against=none", "tune=true", f"out={tmp_path}", *FEW, "gflop=0.001"]
     assert main(given) == 0
     row = of(only_file(tmp_path)[1]["cases"][0], "xla")

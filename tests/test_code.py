@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import kernels
-from kernels._core import ahead_of_time as checks
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 OPS = kernels.operations()
 MOST_CASES = 3
@@ -87,7 +87,11 @@ def test_for_cuda(op, backend, case, dtype, target):
     assert names[-1][: len(names[0])] == names[0], names
     assert len(names) == 1 or len(names[1]) > len(names[0]), f"the backward has no kernel of its own: {names[1]}"
     own = vars(sys.modules[f"{op.package}.{backend.name}"])
-    family = [m for m in own.values() if isinstance(m, ModuleType) and m.__name__.startswith("kernels._core.")]
+    family = [
+        m
+        for m in own.values()
+        if isinstance(m, ModuleType) and m.__name__.startswith(("kernels.engines.", "kernels.toolchains."))
+    ]
     assert set(names[-1]) <= set(own).union(*map(vars, family)), names
     for kernel in reports[-1]:
         assert re.search(rf"^\.target sm_{target}", kernel.ptx, re.M), kernel.name

@@ -10,8 +10,8 @@ from toy import SEEN, make_op
 
 import kernels
 from kernels import Unsupported
-from kernels._core.binding import is_float_array
-from kernels._core.config import (
+from kernels.framework.binding import is_float_array
+from kernels.framework.config import (
     BwdParams,
     ConfigCache,
     FwdParams,
@@ -20,9 +20,9 @@ from kernels._core.config import (
     Tunables,
     completed,
 )
-from kernels._core.interpret import interpret
-from kernels._core.registry import Platform
-from kernels._core.select import ConfigSelectorChain, Request, config_overlay, use_chain
+from kernels.framework.interpret import interpret
+from kernels.framework.registry import Platform
+from kernels.framework.select import ConfigSelectorChain, Request, config_overlay, use_chain
 from kernels.ops.grouped_matmul.contract import Tile
 
 
@@ -59,7 +59,7 @@ def test_the_tiers_are_asked_in_order(op, tmp_path):
 
 
 def test_autotune_keeps_a_right_candidate_and_persists_it(op, tmp_path, monkeypatch):
-    from kernels._core import tuning
+    from kernels.framework import tuning
 
     # Time is decided here, so that the test does not depend on it: the wrong candidate is the fastest.
     speed = {8: 3.0, 16: 2.0, 32: 1.0}
@@ -147,7 +147,7 @@ def test_tuned_configs_are_plain_dataclasses():
 
 def test_a_tuned_configuration_is_of_one_kind_of_device(op, monkeypatch):
     """Tuned on one kind, a configuration is no answer on another."""
-    from kernels._core import select
+    from kernels.framework import select
 
     call = op.bind(jnp.ones((2, 5)))
     request = Request(op, op.backends["xla"], call, "cpu", None, lambda r: None)

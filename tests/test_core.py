@@ -12,15 +12,15 @@ from jax import export
 from jaxtyping import Array, Float
 from toy import SEEN, make_op
 
-from kernels._core.binding import typed
-from kernels._core.config import ConfigCache, FwdParams
-from kernels._core.contract import Op, Unsupported
-from kernels._core.executor import Executor, create_default_executor, module_class
-from kernels._core.interpret import interpret
-from kernels._core.public import Prepared, PublicFunction
-from kernels._core.registry import DeviceKind as Backend
-from kernels._core.registry import KernelRegistry, Platform
-from kernels._core.select import ConfigSelectorChain
+from kernels.framework.binding import typed
+from kernels.framework.config import ConfigCache, FwdParams
+from kernels.framework.contract import Op, Unsupported
+from kernels.framework.executor import Executor, create_default_executor, module_class
+from kernels.framework.interpret import interpret
+from kernels.framework.public import Prepared, PublicFunction
+from kernels.framework.registry import DeviceKind as Backend
+from kernels.framework.registry import KernelRegistry, Platform
+from kernels.framework.select import ConfigSelectorChain
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_eight_first_calls_at_once_load_the_backends_once_and_all_succeed():
 
 
 def test_a_backend_whose_import_fails_says_so_every_time(op, monkeypatch):
-    from kernels._core import contract
+    from kernels.framework import contract
 
     def broken(name):
         raise AttributeError("no such symbol")

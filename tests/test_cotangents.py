@@ -9,8 +9,8 @@ from grid import as_tuple, differentiable, error
 import ejdist
 import kernels
 from ejdist import make_mesh
-from kernels._core.binding import floats_apart, is_float_array, merged
-from kernels._core.interpret import interpret
+from kernels.framework.binding import floats_apart, is_float_array, merged
+from kernels.framework.interpret import interpret
 from kernels.ops.flash_attention import cudnn_gpu
 
 SEVERAL = {n: op for n, op in kernels.operations().items() if len(op.outputs) > 1 and differentiable(op)}

@@ -249,7 +249,7 @@ IDS = jnp.asarray(np.sort(RNG.integers(-1, 3, (B, T)), axis=1), jnp.int32)
     ids=["chunks of segments", "cuts", "groups"],
 )
 def test_integers_that_differ_between_devices_inside_a_shard_map_over_some_axes(function, arrays):
-    """What is looked up among them is found by a search of our own, see `kernels._core.segments.searchsorted`."""
+    """What is looked up among them is found by a search of our own, see `kernels.framework.segments.searchsorted`."""
 
     gradient = jax.grad(lambda x, *rest: jnp.sum(function(x, *rest)))
     mapped = jax.shard_map(gradient, mesh=make_mesh(dp=2, tp=2), in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})

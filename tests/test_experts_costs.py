@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejdist.experts.dispatch import exchange
 from ejdist.sharded import map_shards
-from kernels._core.ahead_of_time import compile_tpu, tpu_topology
+from kernels.toolchains.simulate.ahead_of_time import compile_tpu, tpu_topology
 
 # Of value and gradient, beside arguments and results: at most so many arrays [rows, D] of the tokens of all ranks (n M rows),
 # of a rank's own choices (M k), and of a pass (buffer M k). dispatch.md says the same.

@@ -14,7 +14,7 @@ import ejdist
 import kernels
 from ejdist import moe
 from ejdist.experts.placed import _compiled, place_of
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 
 B, T, D, E, F, K = 8, 8, 8, 8, 8, 3
 WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")

@@ -11,7 +11,7 @@ from ejdist.models.decoder import DecoderConfig, declare, flops, loss
 from ejdist.models.parameters import num_parameters, shapes
 from ejdist.operations import bind_ops
 from ejdist.training.flops import matmul_flops_per_token, peak_flops, step_flops, visible_pairs
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
 
 LLAMA_8B = DecoderConfig(128256, 32, 4096, 32, 8, 128, 14336, tie_embeddings=False)
 

@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels._core.interpret import interpret, interpreting
-from kernels._core.triton import tensor_descriptor, triton_launch
+from kernels.framework.interpret import interpret, interpreting
+from kernels.toolchains.triton import tensor_descriptor, triton_launch
 
 SIZE = 64
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))

@@ -62,23 +62,61 @@ def of_operations() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", of_operations(), ids=relative)
-def test_an_operation_knows_itself_and_the_core(path):
+def test_an_operation_knows_itself_and_what_it_stands_on(path):
     """And a function of another operation only as everyone does: by its public name, from `kernels`."""
     mine = f"kernels.ops.{path.parent.name}"
     for name in imports(path):
         if name.split(".")[0] != "kernels":
             continue
         public = len(name.split(".")) == 2 and name.split(".")[1] in kernels.public_functions()
-        known = name.startswith((f"{mine}.", "kernels._core.")) or public
-        assert known, (
-            f"{relative(path)} imports {name}; an operation imports itself, kernels._core, and public functions"
+        assert name.startswith((f"{mine}.", *BELOW["ops"])) or public, (
+            f"{relative(path)} imports {name}; an operation imports itself, its engine, the framework, a toolchain, and public "
+            "functions"
         )
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p).startswith("kernels/_core/")], ids=relative)
-def test_the_core_knows_no_operation(path):
-    foreign = {name for name in imports(path) if name.startswith("kernels.") and not name.startswith("kernels._core")}
-    assert not foreign, f"{relative(path)} imports {sorted(foreign)}"
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_has_one_engine(operation):
+    """Beside that of products, which every engine stands on."""
+    engines = {
+        name.split(".")[2]
+        for path in (ROOT / "kernels" / "ops" / operation).glob("*.py")
+        for name in imports(path)
+        if name.startswith("kernels.engines.")
+    }
+    assert len(engines - {"matmul"}) <= 1, f"{operation} stands on {sorted(engines)}"
+
+
+# The rooms of kernels/, from the ground: what each may import beside itself.
+ROOMS = ("framework", "toolchains", "engines", "ops")
+BELOW = {room: tuple(f"kernels.{lower}." for lower in ROOMS[:i]) for i, room in enumerate(ROOMS)}
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if relative(p).startswith("kernels/") and len(relative(p).split("/")) > 2], ids=relative
+)
+def test_rooms_stand_on_those_below(path):
+    parts = relative(path).split("/")
+    room, engine = parts[1], parts[2]
+    mine = (f"kernels.{room}.",) if room != "engines" else (f"kernels.engines.{engine}.", "kernels.engines.matmul.")
+    ours = {name for name in imports(path) if name.startswith("kernels.")}
+    if room == "ops":  # see above
+        ours = {name for name in ours if name.split(".")[1] in ROOMS}
+    wrong = {name for name in ours if not name.startswith((*mine, *BELOW[room]))}
+    assert not wrong, f"{relative(path)} imports {sorted(wrong)}; kernels/{room} stands on {BELOW[room]}"
+
+
+TOOLCHAINS = {"triton", "jax_triton"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p).startswith("kernels/framework/")], ids=relative)
+def test_the_framework_knows_no_toolchain_and_no_mask(path):
+    packages = {name.split(".")[0] for name in imports(path)}
+    pallas = {name for name in imports(path) if name.startswith("jax.experimental.pallas")}
+    assert not packages & TOOLCHAINS and not pallas, (
+        f"{relative(path)} imports {sorted(packages & TOOLCHAINS | pallas)}"
+    )
+    assert "MaskInfo" not in code_of(path), f"{relative(path)} knows masks"
 
 
 def graph_of(folder: str) -> dict[str, set[str]]:
@@ -113,7 +151,9 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     return next((found for module in sorted(graph) if (found := visit(module, []))), [])
 
 
-@pytest.mark.parametrize("folder", ["kernels/_core", "ejdist", "recipes", "launch"])
+@pytest.mark.parametrize(
+    "folder", ["kernels/framework", "kernels/toolchains", "kernels/engines", "ejdist", "recipes", "launch"]
+)
 def test_imports_go_one_way(folder):
     graph = graph_of(folder)
     assert any(graph.values()) or folder in ("recipes", "launch")
@@ -137,13 +177,13 @@ ONLY = {
         "ejdist/layout.py",
         "ejdist/experts/local.py",
         "ejdist/sequence/attention.py",
-        "kernels/_core/execute.py",
+        "kernels/framework/execute.py",
     },
     r"[\"'](dp|fsdp|ep)[\"']": {"ejdist/mesh.py", "ejdist/layout.py", "recipes/schema.py"},
     # What JAX does not make public, which any release may move.
     r"\bjax\._src\b": {
-        "kernels/_core/dispatch.py",  # whether values are checked for NaN, for an error that names the operation
-        "kernels/_core/ahead_of_time.py",  # MLIR's Python API, to read the kernels out of an exported program
+        "kernels/framework/dispatch.py",  # whether values are checked for NaN, for an error that names the operation
+        "kernels/toolchains/simulate/ahead_of_time.py",  # MLIR's Python API, to read the kernels out of an exported program
         "ejdist/cluster/hosts.py",  # the store of JAX's coordinator, which has no public name
         "ejdist/mesh.py",  # the mesh of `with mesh:`, for which there is no public question
     },
@@ -211,7 +251,7 @@ import jax
 def settings(): return {k: v for k, v in jax.config.values.items()}
 before, environment = settings(), dict(os.environ)
 import kernels, ejdist, ejdist.types, ejdist.ops, recipes.schema, launch.train, ejdist.training.loop
-import ejdist.training.data, ejdist.models.decoder, ejdist.sequence, kernels._core.ahead_of_time
+import ejdist.training.data, ejdist.models.decoder, ejdist.sequence, kernels.toolchains.simulate.ahead_of_time
 for op in kernels.operations().values(): op.backends
 assert settings() == before, "an import changed jax.config"
 assert dict(os.environ) == environment, "an import changed the environment"

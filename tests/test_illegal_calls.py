@@ -18,8 +18,8 @@ import pytest
 
 import kernels
 from kernels import Unsupported
-from kernels._core import options
-from kernels._core.binding import is_array, is_float_array, is_traced_argument
+from kernels.framework import options
+from kernels.framework.binding import is_array, is_float_array, is_traced_argument
 
 OPS = kernels.operations()
 EACH, CASES = 100, 4

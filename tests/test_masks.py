@@ -10,9 +10,9 @@ import pytest
 
 import ejdist
 import kernels
-from kernels._core import segments
-from kernels._core.masks import MaskInfo, active_blocks, map_data, window_of
-from kernels._core.pairs import visible_pairs
+from kernels.engines.attention.masks import MaskInfo, active_blocks, map_data, window_of
+from kernels.engines.attention.pairs import visible_pairs
+from kernels.framework import segments
 from kernels.ops.flash_attention import flash_attention
 
 T, S = 19, 26

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 import kernels
 from benchmarks import ranking, report
 from benchmarks.cases import abstract
-from kernels._core import measured, target
-from kernels._core.config import FwdParams, KernelConfig, PersistentCache, decode
-from kernels._core.contract import Op, Unsupported
-from kernels._core.select import ConfigSelectorChain, Request
+from kernels.framework import measured, target
+from kernels.framework.config import FwdParams, KernelConfig, PersistentCache, decode
+from kernels.framework.contract import Op, Unsupported
+from kernels.framework.select import ConfigSelectorChain, Request
 
 CHIP = "A Chip 9"
 CASES = [{"case": "wide", "date": "2026-01-02", "commit": "0123456789abcdef"}]

@@ -247,7 +247,7 @@ def test_a_mesh_that_would_leave_a_slice_is_refused(sizes, devices, words):
 
 
 def test_slices_that_the_compiler_knows():
-    from kernels._core.ahead_of_time import tpu_topology
+    from kernels.toolchains.simulate.ahead_of_time import tpu_topology
 
     devices = list(tpu_topology("v5p:2x2x1", slices=2).devices)
     assert [len(one) for one in slices_of(devices)] == [4, 4] and len(slices_of(jax.devices())) == 1
@@ -263,7 +263,7 @@ def test_a_step_over_two_slices_sends_only_sums_between_them():
     from small_run import TINY
 
     from ejdist.training.program import make_program
-    from kernels._core.ahead_of_time import tpu_topology
+    from kernels.toolchains.simulate.ahead_of_time import tpu_topology
     from recipes.schema import compose
 
     sizes = ["model.model_dim=128", "model.head_dim=64", "model.ffn_dim=256", "data.sequence_length=512"]

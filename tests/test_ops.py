@@ -8,7 +8,7 @@ from grid import check, differentiable, on_this_machine, value_and_gradients
 
 import kernels
 from kernels import Unsupported
-from kernels._core.binding import is_float_array
+from kernels.framework.binding import is_float_array
 
 OPS = kernels.operations()
 DTYPES = ("float32", "bfloat16", "float16")

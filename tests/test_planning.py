@@ -39,7 +39,7 @@ from ejdist.planning.targets import NoCompiler, target_of
 from ejdist.sequence.order import Order
 from ejdist.sequence.schedule import hops
 from ejdist.training.program import make_program
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
 from recipes.schema import compose
 
 TPU = target_of("v5p:4x4x4", None, None, None)

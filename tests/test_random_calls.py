@@ -18,8 +18,8 @@ from grid import FLOOR, differentiable, error, named, widened
 import kernels
 from benchmarks.cases import with_dims
 from kernels import Unsupported
-from kernels._core.binding import floats_apart, is_float_array, is_traced_argument, merged
-from kernels._core.requests import check_cuts, check_tables
+from kernels.framework.binding import floats_apart, is_float_array, is_traced_argument, merged
+from kernels.framework.requests import check_cuts, check_tables
 
 OPS = kernels.operations()
 SETS, EACH = 10, 30  # draws of an operation, and calls of each

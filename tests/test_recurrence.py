@@ -18,9 +18,9 @@ import kernels
 from ejdist import make_mesh
 from ejdist.sequence.state_passing import Linear, StatePassing, halo
 from ejdist.sharded import map_shards, run
-from kernels._core import chunks, recurrence
-from kernels._core.contract import Op
-from kernels._core.public import Prepared
+from kernels.engines.scan import chunks, recurrence
+from kernels.framework.contract import Op
+from kernels.framework.public import Prepared
 
 RNG = np.random.default_rng(0)
 

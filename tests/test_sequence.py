@@ -20,8 +20,8 @@ from ejdist.sequence import SCHEMES, Ring, Scheme, exchange, merge
 from ejdist.sequence.schedule import hops, needed
 from ejdist.sharded import map_shards
 from kernels import MaskInfo, Unsupported, flash_attention
-from kernels._core.dispatch import vary_alike, varying_axes
-from kernels._core.interpret import interpret
+from kernels.framework.dispatch import vary_alike, varying_axes
+from kernels.framework.interpret import interpret
 
 B, T, N, K, H = 2, 64, 4, 2, 8
 RNG = np.random.default_rng(0)

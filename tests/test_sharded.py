@@ -14,7 +14,7 @@ import ejdist
 import kernels
 from ejdist import make_mesh
 from ejdist.sharded import map_shards, sharded
-from kernels._core.dims import named
+from kernels.framework.dims import named
 
 RNG = np.random.default_rng(0)
 B, T, N, K, H, D, F, V = 4, 16, 4, 2, 8, 16, 24, 32

@@ -18,14 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-import kernels._core
-from kernels._core import ahead_of_time as checks
-from kernels._core.interpret import interpret, interpreting
-from kernels._core.pallas import pallas_launch
-from kernels._core.target import custom_call_target
-from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
+import kernels.toolchains
+from kernels.framework.interpret import interpret, interpreting
 from kernels.ops.rms_norm import NormConfig, rms_norm
 from kernels.ops.rms_norm import op as rms_norm_op
+from kernels.toolchains.pallas import pallas_launch
+from kernels.toolchains.simulate import ahead_of_time as checks
+from kernels.toolchains.simulate.compile_for import custom_call_target
+from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 CASES = {case.name: case for case in rms_norm_op.cases}
 
@@ -321,8 +321,8 @@ def test_what_traces_a_kernel_is_told_the_target(target):
 
 def test_a_missing_toolchain_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    monkeypatch.delitem(sys.modules, "kernels._core.triton")
-    monkeypatch.delattr(kernels._core, "triton")
+    monkeypatch.delitem(sys.modules, "kernels.toolchains.triton")
+    monkeypatch.delattr(kernels.toolchains, "triton")
     with pytest.raises(RuntimeError, match=r"jax_triton: pip install 'ejdist\[test\]'"):
         checks.export_cuda(jnp.sin, normal(4))
 
@@ -407,7 +407,7 @@ SIDE_BY_SIDE = """
 import os, sys
 import jax, jax.numpy as jnp
 before = dict(os.environ)
-from kernels._core import ahead_of_time as checks
+from kernels.toolchains.simulate import ahead_of_time as checks
 assert not {"triton", "jax_triton"} & set(sys.modules), "importing the checks imported a toolchain"
 compiled = checks.compile_tpu(jnp.sin, jax.ShapeDtypeStruct((8, 128), "float32"), topology="v5p:2x2x1")
 assert dict(os.environ) == before, set(os.environ) ^ set(before)

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 from kernels import Unsupported
-from kernels._core.binding import floats_apart, is_array, is_float_array, merged
-from kernels._core.contract import Op
-from kernels._core.interpret import interpret
-from kernels._core.platforms import PLATFORMS
+from kernels.framework.binding import floats_apart, is_array, is_float_array, merged
+from kernels.framework.contract import Op
+from kernels.framework.interpret import interpret
+from kernels.framework.platforms import PLATFORMS
 
 OPS = kernels.operations()
 # What is built on another operation, or is another form of one with the same code around it (chunks, groups, blocks of keys),

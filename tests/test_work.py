@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kernels
-from kernels._core.masks import MaskInfo
-from kernels._core.pairs import visible_pairs
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import visible_pairs
 
 OPERATIONS = kernels.operations()
 FLASH = OPERATIONS["flash_attention"]

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.backend import Case
-from kernels._core.config import BwdParams, FwdParams, KernelConfig
-from kernels._core.contract import Op
+from kernels.framework.backend import Case
+from kernels.framework.config import BwdParams, FwdParams, KernelConfig
+from kernels.framework.contract import Op
 
 SEEN: list = []  # configurations that the toy backend ran with
 

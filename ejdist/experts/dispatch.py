@@ -24,9 +24,9 @@ from ejdist.experts.metrics import expert_counts
 from ejdist.experts.rows import Job, Scheme, inverse, order_of
 from ejdist.experts.schemes import SCHEMES, Local, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
-from kernels._core.binding import is_float_array
-from kernels._core.dispatch import vary_alike, varying_axes
-from kernels._core.platforms import Unsupported
+from kernels.framework.binding import is_float_array
+from kernels.framework.dispatch import vary_alike, varying_axes
+from kernels.framework.platforms import Unsupported
 
 
 class Stats(NamedTuple):

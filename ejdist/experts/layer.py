@@ -16,9 +16,9 @@ from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout
 from ejdist.sharded import sharded
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.options import checked
-from kernels._core.public import module_class
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.options import checked
+from kernels.framework.public import module_class
 from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
 
 CLAMPED = "clamped_swiglu"

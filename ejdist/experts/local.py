@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejdist.experts.metrics import Traffic, expert_counts
 from ejdist.experts.rows import order_of
-from kernels._core.dispatch import vary_alike
+from kernels.framework.dispatch import vary_alike
 
 
 @jax.custom_vjp

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import is_float_array
-from kernels._core.options import checked
+from kernels.framework.binding import is_float_array
+from kernels.framework.options import checked
 
 
 def _refuse(function: str, argument: str, what: str) -> ValueError:

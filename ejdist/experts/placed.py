@@ -30,9 +30,9 @@ from ejdist.layout import (
 from ejdist.mesh import axis_is_bound, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
-from kernels._core import select
-from kernels._core.binding import is_array
-from kernels._core.interpret import interpreting
+from kernels.framework import select
+from kernels.framework.binding import is_array
+from kernels.framework.interpret import interpreting
 
 # W is the D of a weight, which may be stored over other axes than that of the tokens lies on; it is gathered where it is used.
 _DIMS = {"gate": "E W F", "up": "E W F", "down": "E F W", "gate_bias": "E F", "up_bias": "E F", "down_bias": "E W"}

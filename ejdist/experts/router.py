@@ -12,9 +12,9 @@ from jax.scipy.special import xlogy
 
 from ejdist.experts.losses import balance_loss, sequence_balance_loss, z_loss
 from ejdist.experts.metrics import Stats, dead_experts, expert_counts, max_violation
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.options import checked
-from kernels._core.public import module_class
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.options import checked
+from kernels.framework.public import module_class
 
 
 def _sqrt_softplus(x: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejdist.experts.metrics import expert_counts
-from kernels._core.binding import is_float_array
-from kernels._core.dispatch import vary_alike
+from kernels.framework.binding import is_float_array
+from kernels.framework.dispatch import vary_alike
 
 
 @dataclass(frozen=True)

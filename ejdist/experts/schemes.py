@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejdist.experts.rows import ByExpert, Job, Plan, Rows, Scheme, Window, add, before, plan_of, room, wide, within
-from kernels._core.dispatch import vary_alike
+from kernels.framework.dispatch import vary_alike
 
 
 @dataclass(frozen=True)

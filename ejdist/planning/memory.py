@@ -21,7 +21,7 @@ from ejdist.models.part import Part
 from ejdist.planning.activations import Share, bytes_of, counted_parts
 from ejdist.planning.candidates import rows_over
 from ejdist.training.program import check_sizes, stored_places
-from kernels._core.vocabulary import rows_of_block
+from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.ops.cross_entropy.blocks import BLOCK_ELEMENTS
 
 # A heap has gaps: what it takes over what is alive at its height. 0 to 12% in programs for TPUs, none in those for GPUs.

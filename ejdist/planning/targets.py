@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from ejdist.planning.chips import CHIPS, Chip, chip_of
-from kernels._core.ahead_of_time import tpu_topology
-from kernels._core.target import compile_for
+from kernels.toolchains.simulate.ahead_of_time import tpu_topology
+from kernels.toolchains.simulate.compile_for import compile_for
 
 MOST_DEVICES = 2**17  # beyond which a search takes minutes, for a machine that nobody has
 

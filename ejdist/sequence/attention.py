@@ -27,13 +27,13 @@ from ejdist.sequence.order import Order, order_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run, with_mesh
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.config import KernelConfig
-from kernels._core.contract import Op
-from kernels._core.dispatch import vary_alike
-from kernels._core.masks import MaskInfo
-from kernels._core.platforms import Unsupported
-from kernels._core.public import Prepared, module_class
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.config import KernelConfig
+from kernels.framework.contract import Op
+from kernels.framework.dispatch import vary_alike
+from kernels.framework.platforms import Unsupported
+from kernels.framework.public import Prepared, module_class
 from kernels.ops.flash_attention import flash_attention
 from kernels.ops.flash_attention import op as flash
 

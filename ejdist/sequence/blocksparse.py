@@ -19,9 +19,9 @@ from ejdist.sequence import exchange
 from ejdist.sequence.attention import on_shard
 from ejdist.sequence.schemes import Ring
 from ejdist.sharded import ShardedFunction, run
-from kernels._core.masks import MaskInfo
-from kernels._core.platforms import Unsupported
-from kernels._core.public import Prepared
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.platforms import Unsupported
+from kernels.framework.public import Prepared
 from kernels.ops.blocksparse_attention import op
 
 

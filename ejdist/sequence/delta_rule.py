@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import kernels
 from ejdist.sequence.state_passing import Linear, StatePassing
 from ejdist.sharded import ShardedFunction, sharded
-from kernels._core.contract import Op
+from kernels.framework.contract import Op
 from kernels.ops.delta_rule import op, rwkv7_op
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from ejdist.sequence import exchange
 from ejdist.sequence.order import Order
-from kernels._core.contract import Op
-from kernels._core.dispatch import vary_alike
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.contract import Op
+from kernels.framework.dispatch import vary_alike
 from kernels.ops.flash_attention import op as flash
 
 # What of a mask belongs to the keys, and goes where they go.

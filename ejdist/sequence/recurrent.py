@@ -16,8 +16,8 @@ import kernels
 from ejdist.sequence import exchange
 from ejdist.sequence.state_passing import StatePassing
 from ejdist.sharded import sharded
-from kernels._core.dispatch import vary_alike
-from kernels._core.recurrence import last_valid_before
+from kernels.engines.scan.recurrence import last_valid_before
+from kernels.framework.dispatch import vary_alike
 from kernels.ops.recurrent import op, rwkv4_op
 from kernels.ops.recurrent.contract import CELLS, EMPTY, of_direction
 from kernels.ops.recurrent.xla import FORGET

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ejdist.sequence.order import Order
-from kernels._core.masks import MaskInfo, active_blocks
+from kernels.engines.attention.masks import MaskInfo, active_blocks
 
 
 def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:

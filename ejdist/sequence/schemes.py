@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ejdist.sequence import exchange
 from ejdist.sequence.local import Local, merge
-from kernels._core.binding import is_float_array
+from kernels.framework.binding import is_float_array
 
 
 class Scheme:

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.sequence import exchange
-from kernels._core.binding import is_traced_argument
-from kernels._core.contract import Op
-from kernels._core.dispatch import vary_alike
-from kernels._core.recurrence import last_run, last_valid_before
+from kernels.engines.scan.recurrence import last_run, last_valid_before
+from kernels.framework.binding import is_traced_argument
+from kernels.framework.contract import Op
+from kernels.framework.dispatch import vary_alike
 
 
 class Passing(Protocol):
@@ -84,7 +84,7 @@ class StatePassing:
     """What runs on a shard: `sharded(function, local=StatePassing(op, passing), handles=("T",))`.
 
     Attributes:
-      op: a recurrence with the contract's form of `kernels/_core/recurrence.py`; outputs (out, final_state).
+      op: a recurrence with the contract's form of `kernels/engines/scan/recurrence.py`; outputs (out, final_state).
       passing: hashable, as a frozen dataclass without fields is.
     """
 

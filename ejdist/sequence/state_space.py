@@ -12,7 +12,7 @@ import kernels
 from ejdist.sequence import exchange
 from ejdist.sequence.state_passing import Linear, StatePassing, halo
 from ejdist.sharded import sharded
-from kernels._core.dispatch import vary_alike
+from kernels.framework.dispatch import vary_alike
 from kernels.ops.state_space import conv_op, v1_op, v2_op
 
 

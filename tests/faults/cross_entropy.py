@@ -4,7 +4,7 @@ from faults import Fault
 
 TRITON = "kernels/ops/cross_entropy/triton_gpu.py"
 PALLAS = "kernels/ops/cross_entropy/pallas_tpu.py"
-TILES = "kernels/_core/vocabulary_pallas.py"
+TILES = "kernels/engines/rows/vocabulary_pallas.py"
 BLOCKS = "kernels/ops/cross_entropy/blocks.py"
 SUMS = "tests/kernels/test_cross_entropy.py -k sums"
 FAULTS = (

@@ -2,13 +2,13 @@
 
 from faults import Fault
 
-MASKS = "kernels/_core/masks.py"
+MASKS = "kernels/engines/attention/masks.py"
 FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 XLA = "kernels/ops/flash_attention/xla.py"
-BLOCKS = "kernels/_core/blocks.py"
-KERNELS = "kernels/ops/flash_attention/triton_kernels.py"
-GRADIENTS = "kernels/ops/flash_attention/triton_gradients.py"
-PARTS = "kernels/ops/flash_attention/triton_parts.py"
+BLOCKS = "kernels/engines/attention/blocks.py"
+KERNELS = "kernels/engines/attention/triton_kernels.py"
+GRADIENTS = "kernels/engines/attention/triton_gradients.py"
+PARTS = "kernels/engines/attention/triton_parts.py"
 CUDNN = "kernels/ops/flash_attention/cudnn_gpu.py"
 TRITON = "kernels/ops/flash_attention/triton_gpu.py"
 HOPPER = "tests/kernels/test_flash_attention_hopper.py"
@@ -19,7 +19,7 @@ def _triton(case):
 
 
 PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
-VISITS = "kernels/ops/flash_attention/pallas_visits.py"
+VISITS = "kernels/engines/attention/pallas_visits.py"
 PALLAS_BLOCKS = "tests/kernels/test_flash_attention_pallas.py"
 
 
@@ -66,7 +66,7 @@ FAULTS = (
     ),
     Fault(
         "a cotangent of lse is dropped",
-        "kernels/_core/softmax.py",
+        "kernels/engines/attention/softmax.py",
         'delta - cotangents.get("d_lse", 0)',
         "delta",
         "tests/test_cotangents.py -k cudnn",
@@ -248,21 +248,21 @@ FAULTS = (
     ),
     Fault(
         "Hopper: one tile of columns of three is multiplied",
-        "kernels/ops/flash_attention/gluon_kernels.py",
+        "kernels/engines/attention/gluon_kernels.py",
         "        s = warpgroup_mma(q[i], k, s, use_acc=i > 0, is_async=True)\n",
         "        if i == 0:\n            s = warpgroup_mma(q[i], k, s, use_acc=i > 0, is_async=True)\n",
         f"{HOPPER} -k products_of_padded",
     ),
     Fault(
         "Hopper: the backward multiplies all columns of padded heads",
-        "kernels/ops/flash_attention/gluon_wide.py",
+        "kernels/engines/attention/gluon_wide.py",
         "return 128 if O.H <= 192 else 256",
         "return 256",
         f"{HOPPER} -k products_of_padded",
     ),
     Fault(
         "Hopper: no turns in windows",
-        "kernels/ops/flash_attention/gluon_kernels.py",
+        "kernels/engines/attention/gluon_kernels.py",
         "return _attending(O) > 2 or (O.LEFT is not None and O.BLOCK_H == 128)",
         "return _attending(O) > 2",
         f"{HOPPER} -k turns_in_windows",
@@ -297,7 +297,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper: the last columns of a padded head are not added to the gradient of the queries",
-        "kernels/ops/flash_attention/gluon_wide.py",
+        "kernels/engines/attention/gluon_wide.py",
         "PARTS: gl.constexpr = (O.H + COLUMNS - 1) // COLUMNS",
         "PARTS: gl.constexpr = O.H // COLUMNS",
         f"{HOPPER} -m 'slow or not slow' -k 'the_code and 136'",

@@ -2,9 +2,9 @@
 
 from faults import Fault
 
-FORWARD = "kernels/ops/flash_attention/gluon_kernels.py"
-BACKWARD = "kernels/ops/flash_attention/gluon_gradients.py"
-WIDE = "kernels/ops/flash_attention/gluon_wide.py"
+FORWARD = "kernels/engines/attention/gluon_kernels.py"
+BACKWARD = "kernels/engines/attention/gluon_gradients.py"
+WIDE = "kernels/engines/attention/gluon_wide.py"
 PRODUCTS = "kernels/ops/grouped_matmul/gluon_kernels.py"
 PRODUCT_PARTS = "kernels/ops/grouped_matmul/gluon_parts.py"
 NUMBERS = "tests/kernels/test_flash_attention_hopper_numbers.py"
@@ -175,28 +175,28 @@ FAULTS = (
     ),
     Fault(
         "interpreting Gluon: copies are there when they are begun",
-        "kernels/_core/gluon_interpreter.py",
+        "kernels/toolchains/simulate/gluon_interpreter.py",
         "    here.program.copies.append(done)\n",
         "    done()\n",
         INTERPRETER,
     ),
     Fault(
         "interpreting Gluon: a fence is not asked for",
-        "kernels/_core/simulated_hopper.py",
+        "kernels/toolchains/simulate/simulated_hopper.py",
         "        if self._unfenced[self._at].any():",
         "        if False:",
         INTERPRETER,
     ),
     Fault(
         "interpreting Gluon: products are made when they are begun",
-        "kernels/_core/gluon_interpreter.py",
+        "kernels/toolchains/simulate/gluon_interpreter.py",
         "    if not is_async:\n",
         "    if True:\n",
         INTERPRETER,
     ),
     Fault(
         "interpreting Gluon: panels of columns lie one row behind the other",
-        "kernels/_core/simulated_hopper.py",
+        "kernels/toolchains/simulate/simulated_hopper.py",
         "return panels.swapaxes(1, 2).reshape(shape)",
         "return panels.reshape(shape)",
         GROUPED,

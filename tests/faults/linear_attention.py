@@ -33,7 +33,7 @@ FAULTS = (
     ),
     Fault(
         "a state of zeros is a constant of the program",
-        "kernels/_core/chunks.py",
+        "kernels/engines/scan/chunks.py",
         "jax.lax.optimization_barrier(carry)",
         "carry",
         "tests/kernels/test_linear_attention.py -k one_chunk",

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-TRITON = "kernels/_core/norms_triton.py"
+TRITON = "kernels/engines/rows/norms_triton.py"
 
 FAULTS = (
     Fault(

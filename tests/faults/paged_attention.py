@@ -57,7 +57,7 @@ FAULTS = (
     ),
     Fault(
         "a page that is not there is not noticed",
-        "kernels/_core/requests.py",
+        "kernels/framework/requests.py",
         "(table >= pages)",
         "(table > pages)",
         "tests/kernels/test_paged_attention_functions.py -k wrong_call",

@@ -5,14 +5,14 @@ from faults import Fault
 FAULTS = (
     Fault(
         "chunks: a packed sequence begins from the state of the one before",
-        "kernels/_core/chunks.py",
+        "kernels/engines/scan/chunks.py",
         "state = state if own is None else _where(own.begins, begun, state)",
         "",
         "tests/test_recurrence.py -k loop_and_the_chunks",
     ),
     Fault(
         "chunks: every chunk of a packed sequence has the gradient of its end",
-        "kernels/_core/chunks.py",
+        "kernels/engines/scan/chunks.py",
         "_where(at[1].ends, _owned(chunks, d_final, at[1]), jnp.zeros_like(after))",
         "_owned(chunks, d_final, at[1])",
         "tests/test_recurrence.py -k loop_and_the_chunks",

@@ -8,7 +8,7 @@ ORDER = "ejdist/sequence/order.py"
 LOCAL = "ejdist/sequence/local.py"
 RING = "ejdist/sequence/attention.py"
 EXCHANGE = "ejdist/sequence/exchange.py"
-DISPATCH = "kernels/_core/dispatch.py"
+DISPATCH = "kernels/framework/dispatch.py"
 SCHEDULE = "ejdist/sequence/schedule.py"
 
 DETERMINISTIC = "tests/kernels/test_flash_attention_deterministic.py"

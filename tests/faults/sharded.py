@@ -5,7 +5,7 @@ from faults import Fault
 SHARDED = "ejdist/sharded.py"
 EDGES = "tests/test_edges.py"
 PLACEMENT = "ejdist/placement.py"
-DISPATCH = "kernels/_core/dispatch.py"
+DISPATCH = "kernels/framework/dispatch.py"
 
 FAULTS = (
     Fault(

@@ -5,14 +5,14 @@ from faults import Fault
 FAULTS = (
     Fault(
         "Gluon: a kernel is launched with the warps asked for, without those of its workers",
-        "kernels/_core/triton.py",
+        "kernels/toolchains/triton.py",
         'if (warps := int(threads[1]) // 32) != backend_options["num_warps"]:',
         'if (warps := int(threads[1]) // 32) < backend_options["num_warps"]:',
         "tests/test_toolchains.py -k gluon",
     ),
     Fault(
         "Triton: more shared memory than a block may have is taken",
-        "kernels/_core/triton.py",
+        "kernels/toolchains/triton.py",
         "if made.shared_mem_bytes > limit:",
         "if made.shared_mem_bytes > 2 * limit:",
         "tests/test_toolchains.py -k shared_memory",

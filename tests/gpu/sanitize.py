@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import flash_attention
-from kernels._core.config import FwdParams, KernelConfig
+from kernels.framework.config import FwdParams, KernelConfig
 from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

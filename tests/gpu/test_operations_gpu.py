@@ -12,7 +12,7 @@ import pytest
 from grid import FLOOR, differentiable, error, value_and_gradients
 
 import kernels
-from kernels._core.binding import is_float_array
+from kernels.framework.binding import is_float_array
 
 
 def has_cuda():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from grid import FLOOR, error, value_and_gradients
 
-from kernels._core import ahead_of_time as checks
-from kernels._core.backend import Case
-from kernels._core.binding import is_float_array
+from kernels.framework.backend import Case
+from kernels.framework.binding import is_float_array
 from kernels.ops.rms_norm import op, rms_norm
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 
 def has_cuda():

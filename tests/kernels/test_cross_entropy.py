@@ -10,9 +10,8 @@ from grid import error, value_and_gradients
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported
-from kernels._core import ahead_of_time as checks
-from kernels._core import vocabulary_pallas
-from kernels._core.interpret import interpret
+from kernels.engines.rows import vocabulary_pallas
+from kernels.framework.interpret import interpret
 from kernels.ops.cross_entropy import (
     CrossEntropyConfig,
     LossSums,
@@ -21,6 +20,7 @@ from kernels.ops.cross_entropy import (
     fused_token_losses,
 )
 from kernels.ops.cross_entropy.contract import logits_op, op, sums_op
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 T, D, V = 23, 8, 37
 

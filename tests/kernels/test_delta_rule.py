@@ -289,7 +289,7 @@ def test_states_and_their_number_go_together():
 
 
 def test_decays_of_channels_at_a_width_of_models():
-    """As sums of more than five dims these chunks crash CPUs (see kernels/_core/chunks.py), and only from some size on."""
+    """As sums of more than five dims these chunks crash CPUs from some size on (see kernels/engines/scan/chunks.py)."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels._core.binding import is_float_array
-from kernels._core.config import BwdParams, FwdParams
-from kernels._core.interpret import interpret
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.binding import is_float_array
+from kernels.framework.config import BwdParams, FwdParams
+from kernels.framework.interpret import interpret
 from kernels.ops.flash_attention import (
     FlashAttentionConfig,
     attention,
@@ -310,7 +310,7 @@ def test_under_remat_the_saved_outputs_are_enough():
 
 
 def drawn(seed, length=256, probability=0.3, batch=2, heads=4):
-    from kernels.ops.flash_attention.dropout import dropout_scale
+    from kernels.engines.attention.dropout import dropout_scale
 
     at = jnp.arange(length)[None]
     return np.asarray(dropout_scale(expand_dropout_seed(seed, batch, heads), at, at, probability) > 0)

@@ -10,7 +10,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as library
 
 from kernels import MaskInfo, Unsupported, flash_attention
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 from kernels.ops.flash_attention import cudnn_gpu, flash_attention_backward
 from kernels.ops.flash_attention.contract import op
 

@@ -16,9 +16,8 @@ from ejdist import make_mesh, ring_attention
 from ejdist.operations import bind_ops
 from ejdist.training.program import make_program
 from kernels import MaskInfo, Unsupported
-from kernels._core.config import BwdParams, KernelConfig
-from kernels._core.contract import Op
-from kernels._core.target import custom_call_target
+from kernels.framework.config import BwdParams, KernelConfig
+from kernels.framework.contract import Op
 from kernels.ops.flash_attention import (
     attention,
     flash_attention,
@@ -28,6 +27,7 @@ from kernels.ops.flash_attention import (
 from kernels.ops.flash_attention.contract import attention_op, op
 from kernels.ops.flash_attention.triton_gpu import SPECIALISED
 from kernels.ops.multi_latent_attention.contract import op as latent_op
+from kernels.toolchains.simulate.compile_for import custom_call_target
 from recipes.schema import compose
 
 RNG = np.random.default_rng(0)

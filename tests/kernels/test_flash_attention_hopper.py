@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import pytest
 
 from kernels import MaskInfo, compile_for
-from kernels._core.ahead_of_time import export_cuda
-from kernels._core.config import BwdParams, FwdParams, KernelConfig
-from kernels._core.interpret import interpret
-from kernels._core.simulated_hopper import Barrier
+from kernels.framework.config import BwdParams, FwdParams, KernelConfig
+from kernels.framework.interpret import interpret
 from kernels.ops.flash_attention import op, triton_gpu
 from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS
+from kernels.toolchains.simulate.ahead_of_time import export_cuda
+from kernels.toolchains.simulate.simulated_hopper import Barrier
 
 LENGTH = 512
 PLAIN = ["forward_kernel", "query_gradient_kernel", "key_gradient_kernel"]

@@ -1,7 +1,7 @@
 """flash_attention's kernels for Hopper, interpreted: their numbers, over every mask and option that they take.
 
 The same calls run on a GPU in tests/gpu/test_flash_attention_gpu.py, at twice the length. Here what Hopper may do late is done
-as late as it can be (`kernels/_core/gluon_interpreter.py`), and programs are three, so that tiles come from the queue.
+as late as it can be (`gluon_interpreter.py`), and programs are three, so that tiles come from the queue.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from hopper import interpreted
 from hopper_attention import THREE, arrays, at, calls, hold, ours
 
 from kernels import MaskInfo
-from kernels._core.config import BwdParams, FwdParams, KernelConfig
+from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.ops.flash_attention import op, triton_gpu
 
 B, T, N, K = 2, 330, 2, 1

@@ -10,18 +10,12 @@ import pytest
 from grid import FLOOR, cotangents, error
 
 from kernels import MaskInfo, Unsupported
-from kernels._core import ahead_of_time as checks
-from kernels._core.blocks import FIRST, LAST, spans
-from kernels._core.config import BwdParams, FwdParams
-from kernels._core.interpret import interpret
-from kernels.ops.flash_attention import (
-    FlashAttentionConfig,
-    expand_dropout_seed,
-    flash_attention,
-    op,
-    pallas_tpu,
-    pallas_visits,
-)
+from kernels.engines.attention import pallas_visits
+from kernels.engines.attention.blocks import FIRST, LAST, spans
+from kernels.framework.config import BwdParams, FwdParams
+from kernels.framework.interpret import interpret
+from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed, flash_attention, op, pallas_tpu
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 SMALLEST = FlashAttentionConfig(
     FwdParams(q_blocksize=128, kv_blocksize=128), BwdParams(q_blocksize=128, kv_blocksize=128)
@@ -243,7 +237,7 @@ def test_a_float32_is_one_in_every_product():
     backend = op.backends["pallas_tpu"]
 
     def both(x):
-        from kernels._core.execute import Saved
+        from kernels.framework.execute import Saved
 
         how = {"query": x, "key": x, "value": x, **rest, "dropout_prob": 0.0, "deterministic": False, "cfg": SMALLEST}
         return backend.forward(**how), backend.backward(Saved(**saved), **how)

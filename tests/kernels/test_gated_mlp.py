@@ -11,9 +11,9 @@ from grid import error, on_this_machine, value_and_gradients
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported
-from kernels._core import ahead_of_time as checks
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 from kernels.ops.gated_mlp import ACTIVATIONS, activation_op, gated_activation, gated_mlp, op
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 erf = np.vectorize(math.erf)
 ORACLE = {  # name -> (function, derivative)

@@ -1,6 +1,6 @@
 """grouped_matmul's kernels for Hopper, interpreted: their numbers. On a GPU: tests/gpu/test_grouped_matmul_gpu.py.
 
-What Hopper may do late is done as late as it can be (`kernels/_core/gluon_interpreter.py`), and programs are three, so that
+What Hopper may do late is done as late as it can be (`gluon_interpreter.py`), and programs are three, so that
 tiles come from the queue.
 """
 

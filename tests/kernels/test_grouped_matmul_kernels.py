@@ -12,10 +12,10 @@ from grid import FLOOR, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels._core import ahead_of_time as checks
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 from kernels.ops.grouped_matmul import grouped_matmul, op, quantized_op
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, GroupedMatmulConfig, Tile
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 TRITON = Tile(32, 32, 16, 4, 2, 3, 2, True)
 PALLAS = Tile(16, 128, 128)
@@ -114,8 +114,8 @@ def test_no_rows_in_any_group(platform):
 
 def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bfloat16", specialised=None, **how):
     """Returns the names of the kernels of products that a forward and a backward launch."""
-    from kernels._core.target import compile_for
     from kernels.ops.grouped_matmul import triton_gpu as gpu
+    from kernels.toolchains.simulate.compile_for import compile_for
 
     names, launch, backend = [], gpu.triton_launch, op.backends["triton_gpu"]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, fused_kl_divergence
-from kernels._core import vocabulary_pallas
-from kernels._core.interpret import interpret
+from kernels.engines.rows import vocabulary_pallas
+from kernels.framework.interpret import interpret
 from kernels.ops.kl_divergence import KLDivergenceConfig
 from kernels.ops.kl_divergence.contract import logits_op, op
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, layer_norm, layer_norm_linear
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 from kernels.ops.layer_norm import NormConfig
 from kernels.ops.layer_norm.contract import add_op, linear_op, op
 

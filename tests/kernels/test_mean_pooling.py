@@ -14,9 +14,9 @@ import ejdist
 import kernels
 from ejdist import make_mesh
 from kernels import Unsupported
-from kernels._core import ahead_of_time as checks
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 from kernels.ops.mean_pooling import MeanPoolingConfig, mean_pooling, op
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 CASES = {case.name: case for case in op.cases}
 SMALL = [case for case in op.cases if "bench" not in case.tags]

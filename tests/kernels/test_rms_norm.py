@@ -6,10 +6,10 @@ import pytest
 from grid import error, on_this_machine, value_and_gradients
 
 import kernels
-from kernels._core import ahead_of_time as checks
-from kernels._core.contract import Unsupported
-from kernels._core.interpret import interpret
+from kernels.framework.contract import Unsupported
+from kernels.framework.interpret import interpret
 from kernels.ops.rms_norm import NormConfig, op, rms_norm
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 CASES = {case.name: case for case in op.cases}
 SMALL = [case for case in op.cases if "bench" not in case.tags]

@@ -9,7 +9,7 @@ from grid import error, on_this_machine, value_and_gradients
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported, rms_norm, rms_norm_linear
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 from kernels.ops.rms_norm.contract import add_op, linear_op
 
 RNG = np.random.default_rng(0)

@@ -12,9 +12,9 @@ from grid import error, on_this_machine, value_and_gradients
 import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported
-from kernels._core import ahead_of_time as checks
-from kernels._core.interpret import interpret
+from kernels.framework.interpret import interpret
 from kernels.ops.rotary_embedding import RopeScaling, XPos, frequencies, op, pair_op, rotary_embedding
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 B, T, N, H = 2, 5, 3, 16
 

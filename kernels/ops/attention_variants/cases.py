@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.backend import Case
 
 SMALL = {"B": 2, "T": 13, "S": 13, "N": 4, "K": 2, "H": 8, "Hv": 6}
 SMOKE, BENCH = frozenset({"smoke"}), frozenset({"bench"})

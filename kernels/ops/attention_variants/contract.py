@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels._core.contract import Op
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.contract import Op
 from kernels.ops.attention_variants import cases, work
 from kernels.ops.attention_variants.dense import attention, check_heads, dot, softmax, visible_of
 from kernels.ops.attention_variants.quantize import dequantized

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
 
 
 def dot(subscripts: str, *arrays: jax.Array) -> jax.Array:

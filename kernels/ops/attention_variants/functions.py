@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core import segments
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.masks import MaskInfo, window_of
-from kernels._core.public import Prepared, public
+from kernels.engines.attention.masks import MaskInfo, window_of
+from kernels.framework import segments
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
 from kernels.ops.attention_variants.contract import (
     check_heads,
     check_mask_of_experts,

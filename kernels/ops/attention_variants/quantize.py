@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels._core.magnitude import largest_magnitude
+from kernels.engines.matmul.magnitude import largest_magnitude
 
 
 def quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels._core.binding import Call
-from kernels._core.pairs import visible_pairs
-from kernels._core.work import Work, nbytes
+from kernels.engines.attention.pairs import visible_pairs
+from kernels.framework.binding import Call
+from kernels.framework.work import Work, nbytes
 
 
 def _of_pairs(call: Call, pairs: int, width: int, values: int) -> tuple[Work, Work]:

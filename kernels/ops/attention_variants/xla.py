@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels import flash_attention
-from kernels._core.execute import backward_of
-from kernels._core.masks import MaskInfo, active_blocks, visible_block
+from kernels.engines.attention.masks import MaskInfo, active_blocks, visible_block
+from kernels.framework.execute import backward_of
 from kernels.ops.attention_variants.contract import (
     centred,
     check_square,

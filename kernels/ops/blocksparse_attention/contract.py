@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from kernels._core.binding import Call
-from kernels._core.config import Tunables
-from kernels._core.contract import Op
-from kernels._core.masks import MaskInfo
-from kernels._core.pairs import visible_pairs
-from kernels._core.softmax import backward_inputs
-from kernels._core.work import Work, nbytes
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import visible_pairs
+from kernels.engines.attention.softmax import backward_inputs
+from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 from kernels.ops.blocksparse_attention.cases import CASES
 
 

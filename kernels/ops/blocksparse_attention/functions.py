@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernels._core.binding import is_array
-from kernels._core.masks import MaskInfo
-from kernels._core.public import Prepared, public
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.binding import is_array
+from kernels.framework.public import Prepared, public
 from kernels.ops.blocksparse_attention.contract import check_blocks, op, sides_of
 
 

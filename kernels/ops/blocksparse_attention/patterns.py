@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels._core.masks import MaskInfo, active_blocks
+from kernels.engines.attention.masks import MaskInfo, active_blocks
 from kernels.ops.blocksparse_attention.contract import sides_of
 
 Size = int | tuple[int, int]

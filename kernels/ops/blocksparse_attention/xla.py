@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import Call
-from kernels._core.execute import Saved
-from kernels._core.masks import MaskInfo, active_blocks, visible_block
+from kernels.engines.attention.masks import MaskInfo, active_blocks, visible_block
+from kernels.framework.binding import Call
+from kernels.framework.execute import Saved
 from kernels.ops.blocksparse_attention.contract import FEATURES, BlockSparseConfig, check_blocks, dot, op
 
 

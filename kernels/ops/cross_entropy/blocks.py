@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core.matmul import dot
-from kernels._core.vocabulary import in_blocks, out_of_blocks
+from kernels.engines.matmul.dot import dot
+from kernels.engines.rows.vocabulary import in_blocks, out_of_blocks
 from kernels.ops.cross_entropy.contract import ALSO_IGNORED, TokenLosses, op, summed, sums_op, token_losses
 
 # Logits of one block: 2^26 float32 are 256 MiB.

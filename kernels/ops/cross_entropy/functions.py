@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import is_array
-from kernels._core.dims import leading
-from kernels._core.public import Prepared, public
-from kernels._core.segments import indices
-from kernels._core.vocabulary import no_features
+from kernels.engines.rows.vocabulary import no_features
+from kernels.framework.binding import is_array
+from kernels.framework.dims import leading
+from kernels.framework.public import Prepared, public
+from kernels.framework.segments import indices
 from kernels.ops.cross_entropy.contract import (
     TokenLosses,
     check_options,

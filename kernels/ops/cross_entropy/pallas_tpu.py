@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels._core.segments import indices
-from kernels._core.vocabulary_pallas import column, columns, finite, joined, passed, shares, tile_by_tile
+from kernels.engines.rows.vocabulary_pallas import column, columns, finite, joined, passed, shares, tile_by_tile
+from kernels.framework.segments import indices
 from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op, work_of_logits
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from kernels._core import vocabulary
-from kernels._core.softmax_triton import LANE, LN_2, exp, exp_of, finite, joined, log2_of_lanes, tanh
-from kernels._core.triton import triton_launch
-from kernels._core.work import Work
+from kernels.engines.rows import vocabulary
+from kernels.engines.rows.softmax_triton import LANE, LN_2, exp, exp_of, finite, joined, log2_of_lanes, tanh
+from kernels.framework.work import Work
 from kernels.ops.cross_entropy import blocks
 from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op
+from kernels.toolchains.triton import triton_launch
 
 
 @triton.jit

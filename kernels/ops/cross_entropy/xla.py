@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from kernels._core.vocabulary import block_rows, candidates
+from kernels.engines.rows.vocabulary import block_rows, candidates
 from kernels.ops.cross_entropy import blocks
 from kernels.ops.cross_entropy.contract import CrossEntropyConfig, cross_entropy_of_logits, logits_op
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
+from kernels.framework.backend import Case
 
 
 def _unit(heads: str):

@@ -73,7 +73,7 @@ class Decay:
         if self.g.shape[-1] == 1:
             between = _sums_between(self.g)[..., 0]
             return dot("...th,...ih->...ti", x, y) * jnp.exp(_shifted(between, -2) if before else between)
-        # As few dims as can be: see kernels/_core/chunks.py.
+        # As few dims as can be: see kernels/engines/scan/chunks.py.
         lead, (C, H) = x.shape[:-2], x.shape[-2:]
         c = min(SUB_CHUNK, C)
         x, y, g = (z.reshape(-1, C // c, c, H) for z in (x, y, self.g))

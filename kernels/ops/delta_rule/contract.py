@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.binding import Call
-from kernels._core.chunks import ChunkConfig
-from kernels._core.contract import Op
-from kernels._core.recurrence import loop
-from kernels._core.work import Work, nbytes
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.recurrence import loop
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 from kernels.ops.delta_rule import cases
 
 # Under the square root of the norm, as in the models that normalise queries and keys here.

@@ -6,8 +6,8 @@ from typing import Any, Unpack
 
 import jax
 
-from kernels._core.public import Prepared, public
-from kernels._core.recurrence import Where, either, prepared, sizes
+from kernels.engines.scan.recurrence import Where, either, prepared, sizes
+from kernels.framework.public import Prepared, public
 from kernels.ops.delta_rule.contract import op, rwkv7_op
 
 _SHAPE = ("B", "T", "N", "H", "Hv")  # rows, tokens, and the dims of a state

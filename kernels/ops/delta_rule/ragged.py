@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core import segments
-from kernels._core.public import Prepared, public
-from kernels._core.recurrence import sizes
-from kernels._core.requests import check_cuts, known
+from kernels.engines.scan.recurrence import sizes
+from kernels.framework import segments
+from kernels.framework.public import Prepared, public
+from kernels.framework.requests import check_cuts, known
 from kernels.ops.delta_rule.contract import op
 from kernels.ops.delta_rule.functions import check_heads
 

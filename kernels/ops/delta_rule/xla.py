@@ -1,4 +1,4 @@
-"""The delta rules as plain XLA: chunks, each a few matmuls. `kernels/_core/chunks.py` goes over them, and back."""
+"""The delta rules as plain XLA: chunks, each a few matmuls. `kernels/engines/scan/chunks.py` goes over them, and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core import chunks as chunked
-from kernels._core.chunks import Chunks, Step, Tokens
-from kernels._core.execute import Saved
+from kernels.engines.scan import chunks as chunked
+from kernels.engines.scan.chunks import Chunks, Step, Tokens
+from kernels.framework.execute import Saved
 from kernels.ops.delta_rule import chunk
 from kernels.ops.delta_rule.contract import check_states, normalized, op, rwkv7_op, scale_of
 

@@ -1,7 +1,7 @@
 """Flash attention: exact attention with O(S) memory, on every backend."""
 
+from kernels.engines.attention.dropout import expand_dropout_seed
 from kernels.ops.flash_attention.contract import FlashAttentionConfig, op
-from kernels.ops.flash_attention.dropout import expand_dropout_seed
 from kernels.ops.flash_attention.functions import (
     attention,
     flash_attention,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
-from kernels._core.masks import MaskInfo
-from kernels.ops.flash_attention.dropout import expand_dropout_seed
+from kernels.engines.attention.dropout import expand_dropout_seed
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.backend import Case
 
 SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
 CROSS = {**SMALL, "T": 29, "S": 53}

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core import softmax
-from kernels._core.binding import Call
-from kernels._core.config import KernelConfig as FlashAttentionConfig
-from kernels._core.contract import Op
-from kernels._core.masks import MaskInfo
-from kernels._core.measured import bucket, power_of_two
-from kernels._core.pairs import visible_pairs
-from kernels._core.work import Work, nbytes
+from kernels.engines.attention import softmax
+from kernels.engines.attention.dropout import dropout_scale
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import visible_pairs
+from kernels.framework.binding import Call
+from kernels.framework.config import KernelConfig as FlashAttentionConfig
+from kernels.framework.contract import Op
+from kernels.framework.measured import bucket, power_of_two
+from kernels.framework.work import Work, nbytes
 from kernels.ops.flash_attention.cases import CASES, SLOW, WITH_WEIGHTS
-from kernels.ops.flash_attention.dropout import dropout_scale
 
 
 def flash_attention(

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core.execute import Saved
-from kernels._core.interpret import interpreting
-from kernels._core.masks import MaskInfo
-from kernels._core.target import CUDNN
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.execute import Saved
+from kernels.framework.interpret import interpreting
 from kernels.ops.flash_attention.contract import flash_attention, op
+from kernels.toolchains.simulate.compile_for import CUDNN
 
 # The releases whose XLA is known to read what is written here.
 KNOWN = ((0, 11), (0, 12))

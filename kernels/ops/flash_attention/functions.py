@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core import segments
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.config import KernelConfig
-from kernels._core.masks import MaskInfo, window_of
-from kernels._core.public import Prepared, public
+from kernels.engines.attention.dropout import expand_dropout_seed
+from kernels.engines.attention.masks import MaskInfo, window_of
+from kernels.framework import segments
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.config import KernelConfig
+from kernels.framework.public import Prepared, public
 from kernels.ops.flash_attention.contract import attention_op, backward_inputs, op
-from kernels.ops.flash_attention.dropout import expand_dropout_seed
 
 
 @public(op)

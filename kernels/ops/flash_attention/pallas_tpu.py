@@ -21,17 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels._core.binding import Call
-from kernels._core.blocks import FIRST, LAST, spans
-from kernels._core.config import BwdParams, FwdParams
-from kernels._core.config import KernelConfig as FlashAttentionConfig
-from kernels._core.execute import Saved
-from kernels._core.masks import MaskInfo
-from kernels._core.pallas import pallas_launch
-from kernels._core.work import Work, nbytes
-from kernels.ops.flash_attention.contract import op
-from kernels.ops.flash_attention.dropout import _mix
-from kernels.ops.flash_attention.pallas_visits import (
+from kernels.engines.attention.blocks import FIRST, LAST, spans
+from kernels.engines.attention.dropout import _mix
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pallas_visits import (
     ACTIVE,
     BEGINS,
     ENDS,
@@ -42,7 +35,14 @@ from kernels.ops.flash_attention.pallas_visits import (
     united,
     visits_of,
 )
+from kernels.framework.binding import Call
+from kernels.framework.config import BwdParams, FwdParams
+from kernels.framework.config import KernelConfig as FlashAttentionConfig
+from kernels.framework.execute import Saved
+from kernels.framework.work import Work, nbytes
+from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
+from kernels.toolchains.pallas import pallas_launch
 
 LANES = 128
 # A padded key lies beyond every position that there is.

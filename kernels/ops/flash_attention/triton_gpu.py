@@ -10,28 +10,28 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from kernels._core.blocks import spans
-from kernels._core.config import BwdParams, FwdParams
-from kernels._core.config import KernelConfig as FlashAttentionConfig
-from kernels._core.execute import Saved
-from kernels._core.masks import MaskInfo
-from kernels._core.platforms import Unsupported
-from kernels._core.target import MULTIPROCESSORS
-from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
-from kernels._core.work import Work, nbytes
-from kernels.ops.flash_attention.contract import op
-from kernels.ops.flash_attention.gluon_gradients import specialised_gradient_kernel
-from kernels.ops.flash_attention.gluon_kernels import specialised_forward_kernel
-from kernels.ops.flash_attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW
-from kernels.ops.flash_attention.gluon_wide import specialised_wide_gradient_kernel
-from kernels.ops.flash_attention.triton_gradients import (
+from kernels.engines.attention.blocks import spans
+from kernels.engines.attention.gluon_gradients import specialised_gradient_kernel
+from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
+from kernels.engines.attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW
+from kernels.engines.attention.gluon_wide import specialised_wide_gradient_kernel
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.triton_gradients import (
     bias_gradient_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from kernels.ops.flash_attention.triton_kernels import forward_kernel
-from kernels.ops.flash_attention.triton_parts import Options
+from kernels.engines.attention.triton_kernels import forward_kernel
+from kernels.engines.attention.triton_parts import Options
+from kernels.framework.config import BwdParams, FwdParams
+from kernels.framework.config import KernelConfig as FlashAttentionConfig
+from kernels.framework.execute import Saved
+from kernels.framework.platforms import Unsupported
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.framework.work import Work, nbytes
+from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
+from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 WIDEST = 256
 # Warps of a program of Hopper's kernels, which specialise them: three warpgroups. A plain program has a power of two.

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.binding import Call
-from kernels._core.config import BwdParams, FwdParams
-from kernels._core.config import KernelConfig as FlashAttentionConfig
-from kernels._core.execute import Saved, backward_of
-from kernels._core.masks import MaskInfo, active_blocks, visible_block
+from kernels.engines.attention.dropout import dropout_scale
+from kernels.engines.attention.masks import MaskInfo, active_blocks, visible_block
+from kernels.framework.binding import Call
+from kernels.framework.config import BwdParams, FwdParams
+from kernels.framework.config import KernelConfig as FlashAttentionConfig
+from kernels.framework.execute import Saved, backward_of
 from kernels.ops.flash_attention.contract import attention, attention_op, op
-from kernels.ops.flash_attention.dropout import dropout_scale
 
 
 def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:

@@ -1,6 +1,6 @@
 """Gated MLP: SwiGLU and its relatives, and the product of activation and gate alone."""
 
-from kernels._core.public import public_as_declared
+from kernels.framework.public import public_as_declared
 from kernels.ops.gated_mlp.contract import ACTIVATIONS, GatedMLPConfig, activation_op, op
 
 __all__ = ["ACTIVATIONS", "GatedMLPConfig", "activation_op", "gated_activation", "gated_mlp", "op"]

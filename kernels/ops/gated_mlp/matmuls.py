@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from kernels._core.matmul import dot
+from kernels.engines.matmul.dot import dot
 
 
 def hidden(x: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:

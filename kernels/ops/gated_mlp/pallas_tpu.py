@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels._core.pallas import pallas_launch
 from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, work_of_activation
+from kernels.toolchains.pallas import pallas_launch
 
 # What a kernel's blocks and temporaries may take, and elements of a block. The least of the chips' default limits is 16 MiB.
 MOST_COLS, ELEMENTS = 2048, 128 * 1024

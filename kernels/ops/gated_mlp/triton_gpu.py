@@ -8,9 +8,9 @@ import jax
 import triton
 import triton.language as tl
 
-from kernels._core.triton import triton_launch
 from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, op, work_of_activation
 from kernels.ops.gated_mlp.matmuls import gradients_through, hidden, output
+from kernels.toolchains.triton import triton_launch
 
 
 @triton.jit

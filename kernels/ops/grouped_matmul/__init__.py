@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.public import Prepared, public
-from kernels._core.requests import known
-from kernels._core.segments import indices, searchsorted
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
+from kernels.framework.requests import known
+from kernels.framework.segments import indices, searchsorted
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, op, quantized_op
 
 __all__ = ["ACTIVATIONS", "grouped_matmul", "op", "quantized_op"]

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels._core.backend import Case
-from kernels._core.binding import Call
-from kernels._core.config import Tunables
-from kernels._core.contract import Op
-from kernels._core.measured import bucket
-from kernels._core.segments import searchsorted
-from kernels._core.work import Work, nbytes
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
+from kernels.framework.contract import Op
+from kernels.framework.measured import bucket
+from kernels.framework.segments import searchsorted
+from kernels.framework.work import Work, nbytes
 
 
 @dataclass(frozen=True)

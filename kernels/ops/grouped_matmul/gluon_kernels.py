@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from kernels._core.gluon import SWIZZLED, after, hear, make_queue, take
 from kernels.ops.grouped_matmul.gluon_parts import (
     hand_over,
     hand_over_activated,
@@ -29,6 +28,7 @@ from kernels.ops.grouped_matmul.gluon_parts import (
     sums,
     write,
 )
+from kernels.toolchains.gluon import SWIZZLED, after, hear, make_queue, take
 
 # -- rows by the matrix of their group ---------------------------------------------------------------------------------
 

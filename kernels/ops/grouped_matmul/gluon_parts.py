@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels._core.gluon import SWIZZLED, after
 from kernels.ops.grouped_matmul.triton_kernels import activated, slope
+from kernels.toolchains.gluon import SWIZZLED, after
 
 
 @gluon.jit

@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels._core.pallas import pallas_launch
-from kernels._core.work import Work, nbytes
+from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile, activated
 from kernels.ops.grouped_matmul.groups import bounds, register, scales
+from kernels.toolchains.pallas import pallas_launch
 
 LANES = 128
 

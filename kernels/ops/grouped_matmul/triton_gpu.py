@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import triton
 from jax import lax
 
-from kernels._core.gluon import SWIZZLED
-from kernels._core.target import MULTIPROCESSORS
-from kernels._core.triton import compute_capability, tensor_descriptor, triton_launch
-from kernels._core.work import Work, nbytes
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
 from kernels.ops.grouped_matmul.gluon_kernels import specialised_contraction_kernel, specialised_matmul_kernel
 from kernels.ops.grouped_matmul.groups import register, scales
@@ -28,6 +26,8 @@ from kernels.ops.grouped_matmul.triton_kernels import (
     ragged_contraction_kernel,
     tile_map_kernel,
 )
+from kernels.toolchains.gluon import SWIZZLED
+from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 
 class _Map(NamedTuple):

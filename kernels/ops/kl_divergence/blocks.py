@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core.matmul import dot
-from kernels._core.vocabulary import in_blocks, out_of_blocks
+from kernels.engines.matmul.dot import dot
+from kernels.engines.rows.vocabulary import in_blocks, out_of_blocks
 from kernels.ops.kl_divergence.contract import op
 
 # Logits of one block of each model: 2^25 float32 are 128 MiB.

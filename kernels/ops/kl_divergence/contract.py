@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels._core.backend import Case
-from kernels._core.binding import Call
-from kernels._core.config import Tunables
-from kernels._core.contract import Op
-from kernels._core.work import Work, nbytes
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 
 
 @dataclass(frozen=True)

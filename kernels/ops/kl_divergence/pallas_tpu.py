@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels._core.vocabulary_pallas import columns, finite, joined, passed, shares, tile_by_tile
+from kernels.engines.rows.vocabulary_pallas import columns, finite, joined, passed, shares, tile_by_tile
 from kernels.ops.kl_divergence.blocks import PER_ROW
 from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op, work_of_logits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels._core.vocabulary import block_rows, candidates
+from kernels.engines.rows.vocabulary import block_rows, candidates
 from kernels.ops.kl_divergence import blocks
 from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels._core.backend import Case
-from kernels._core.binding import Call
-from kernels._core.contract import Op
-from kernels._core.norms import NormConfig
-from kernels._core.work import Work, nbytes
+from kernels.engines.rows.norms import NormConfig
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 
 
 def layer_norm(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from kernels._core.public import Prepared, public, public_as_declared
+from kernels.framework.public import Prepared, public, public_as_declared
 from kernels.ops.layer_norm.contract import add_op, linear_op, op
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels._core import norms_triton as norms
+from kernels.engines.rows import norms_triton as norms
 from kernels.ops.layer_norm.contract import add_op, op, work, work_of_add
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels._core.matmul import dot
+from kernels.engines.matmul.dot import dot
 from kernels.ops.layer_norm.contract import add_op, linear_op, op
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels._core import recurrence
-from kernels._core.backend import Case
-from kernels._core.binding import Call
-from kernels._core.chunks import ChunkConfig
-from kernels._core.contract import Op
-from kernels._core.work import Work, nbytes
+from kernels.engines.scan import recurrence
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 
 
 def linear_attention(
@@ -36,7 +36,7 @@ def linear_attention(
     those left out are 0. With `bonus` u (RWKV-6) the query reads the state before its own token, and that with weight u:
     o_t = scale · (S_{t-1} + (u * k_t) v_tᵀ)ᵀ q_t.
     Head n reads key head n // (N / K). All of it is computed in float32; out has the dtype of query, the state is float32.
-    What segment_ids, initial_state and num_states mean: see kernels/_core/recurrence.py; a state begins from 0.
+    What segment_ids, initial_state and num_states mean: see kernels/engines/scan/recurrence.py; a state begins from 0.
 
     Args:
       softmax_scale: default 1 / sqrt(H).

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core import recurrence
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.public import Prepared, public
-from kernels._core.recurrence import Where, described
+from kernels.engines.scan import recurrence
+from kernels.engines.scan.recurrence import Where, described
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
 from kernels.ops.linear_attention.contract import op
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels._core import chunks
+from kernels.engines.scan import chunks
 from kernels.ops.linear_attention.contract import op
 
 _CHUNK = 64
@@ -75,7 +75,7 @@ def _half(x, m, which):
 
 
 def _step_of(softmax_scale, precision):
-    """Returns the `Step` of a chunk, see `kernels._core.chunks`."""
+    """Returns the `Step` of a chunk, see `kernels.engines.scan.chunks`."""
 
     def mm(subscripts, *operands):
         return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=jnp.float32)

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core import segments
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.public import Prepared, public
-from kernels._core.requests import known
+from kernels.framework import segments
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
+from kernels.framework.requests import known
 from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op
 
 __all__ = ["MeanPoolingConfig", "mean_pooling", "op"]

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels._core.pallas import pallas_launch
 from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op, work
+from kernels.toolchains.pallas import pallas_launch
 
 # What a kernel's blocks and temporaries may take. The least of the chips' default limits is 16 MiB.
 VMEM_BUDGET = 10 * 2**20

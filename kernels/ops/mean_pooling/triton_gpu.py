@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from kernels._core.target import MULTIPROCESSORS
-from kernels._core.triton import triton_launch
+from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op, work
+from kernels.toolchains.triton import triton_launch
 
 # How many programs each multiprocessor is to have at least, so that loads of some hide the waiting of others.
 PROGRAMS_EACH = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
-from kernels._core.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.backend import Case
 
 SMALL = {"B": 2, "T": 19, "S": 19, "N": 4, "K": 4, "H": 8, "Hr": 4, "Hv": 8, "R": 12}
 ROPE = ("query_rope", "key_rope")

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.binding import Call
-from kernels._core.contract import Op
-from kernels._core.masks import MaskInfo
-from kernels._core.pairs import visible_pairs
-from kernels._core.segments import searchsorted
-from kernels._core.softmax import backward_inputs
-from kernels._core.work import Work, nbytes
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import visible_pairs
+from kernels.engines.attention.softmax import backward_inputs
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.segments import searchsorted
+from kernels.framework.work import Work, nbytes
 from kernels.ops.multi_latent_attention.cases import CASES, DECODE_CASES, PAGED_CASES
 
 

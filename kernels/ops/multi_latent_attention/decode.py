@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core.matmul import dot
+from kernels.engines.matmul.dot import dot
 
 ENTRIES = 256  # of each row, that a step meets
 

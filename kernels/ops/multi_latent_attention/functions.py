@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core import segments
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.masks import MaskInfo, is_integer, window_of
-from kernels._core.public import Prepared, public
-from kernels._core.requests import check_cuts, check_lengths, check_tables
+from kernels.engines.attention.masks import MaskInfo, is_integer, window_of
+from kernels.framework import segments
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
+from kernels.framework.requests import check_cuts, check_lengths, check_tables
 from kernels.ops.multi_latent_attention.contract import check_rope, decode_op, op, paged_op
 from kernels.ops.multi_latent_attention.heads import absorbed, values_of
 

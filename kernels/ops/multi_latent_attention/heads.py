@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels._core.matmul import dot
+from kernels.engines.matmul.dot import dot
 
 
 def joined_heads(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels import flash_attention
-from kernels._core.matmul import dot
+from kernels.engines.matmul.dot import dot
 from kernels.ops.multi_latent_attention import decode
 from kernels.ops.multi_latent_attention.contract import decode_op, op, paged_op, scale_of
 from kernels.ops.multi_latent_attention.heads import joined_heads

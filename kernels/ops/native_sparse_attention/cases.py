@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
+from kernels.framework.backend import Case
 
 SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
 GATES = ("g_cmp", "g_slc", "g_swa")

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.binding import Call
-from kernels._core.config import Tunables
-from kernels._core.contract import Op
-from kernels._core.work import Work, nbytes
+from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 from kernels.ops.native_sparse_attention.cases import CASES
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core import segments
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.public import Prepared, public
+from kernels.framework import segments
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
 from kernels.ops.native_sparse_attention.contract import check_sizes, op
 
 _WHAT = "native_sparse_attention: argument"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import Call
-from kernels._core.execute import Saved
+from kernels.framework.binding import Call
+from kernels.framework.execute import Saved
 from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, check_sizes, op, ranked
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import is_array
-from kernels._core.requests import check_cuts, check_tables, known
-from kernels._core.segments import indices
+from kernels.framework.binding import is_array
+from kernels.framework.requests import check_cuts, check_tables, known
+from kernels.framework.segments import indices
 from kernels.ops.paged_attention.cache import is_quantised
 
 PAGES = "[num_blocks, block_size, kv_heads, head_dim]"

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
+from kernels.framework.backend import Case
 
 # The options together, and quantised caches, are held to a loop by tests of their own: here they are slow.
 SLOW = frozenset({"slow"})

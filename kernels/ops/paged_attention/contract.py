@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels import flash_attention
-from kernels._core.binding import Call
-from kernels._core.config import Tunables
-from kernels._core.contract import Op
-from kernels._core.masks import MaskInfo
-from kernels._core.work import Work, nbytes
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 from kernels.ops.paged_attention import cases
 from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
 

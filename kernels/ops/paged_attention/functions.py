@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core.public import Prepared
-from kernels._core.requests import check_lengths, check_tables
+from kernels.framework.public import Prepared
+from kernels.framework.requests import check_lengths, check_tables
 from kernels.ops.paged_attention import arguments as given
 from kernels.ops.paged_attention.arguments import Named
 from kernels.ops.paged_attention.contract import decode_op, page_op

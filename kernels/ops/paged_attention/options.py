@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.binding import is_array
-from kernels._core.contract import Op
-from kernels._core.masks import window_of
-from kernels._core.public import Prepared, PublicFunction, public
+from kernels.engines.attention.masks import window_of
+from kernels.framework.binding import is_array
+from kernels.framework.contract import Op
+from kernels.framework.public import Prepared, PublicFunction, public
 from kernels.ops.paged_attention.arguments import array, wrong
 from kernels.ops.paged_attention.cache import is_quantised
 

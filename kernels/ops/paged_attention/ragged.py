@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.public import Prepared, public
-from kernels._core.requests import known
+from kernels.framework.public import Prepared, public
+from kernels.framework.requests import known
 from kernels.ops.paged_attention import arguments as given
 from kernels.ops.paged_attention.cache import slots_of_new
 from kernels.ops.paged_attention.contract import append_and_attend_op, append_op, op

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import Call
-from kernels._core.masks import MaskInfo, visible_block
-from kernels._core.matmul import dot
-from kernels._core.select import NOMINAL_SIZE
+from kernels.engines.attention.masks import MaskInfo, visible_block
+from kernels.engines.matmul.dot import dot
+from kernels.framework.binding import Call
+from kernels.framework.select import NOMINAL_SIZE
 from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
 from kernels.ops.paged_attention.contract import (
     PagedAttentionConfig,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.options import checked
-from kernels._core.public import Prepared, public
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.options import checked
+from kernels.framework.public import Prepared, public
 from kernels.ops.quantized_matmul.contract import op
 from kernels.ops.quantized_matmul.formats import FORMATS, RUN, Format, dequantized, quantized
 

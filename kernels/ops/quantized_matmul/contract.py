@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels._core.backend import Case
-from kernels._core.binding import Call
-from kernels._core.contract import Op
-from kernels._core.work import Work, nbytes
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.formats import FORMATS, dequantized
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
+from kernels.framework.backend import Case
 
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.binding import Call, is_array, is_float_array
-from kernels._core.chunks import ChunkConfig
-from kernels._core.contract import Op
-from kernels._core.recurrence import loop
-from kernels._core.work import Work, nbytes
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.recurrence import loop
+from kernels.framework.binding import Call, is_array, is_float_array
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 from kernels.ops.recurrent import cases
 
 _ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid}
@@ -114,7 +114,7 @@ def recurrent(
 
     The gates are weight_ih x + bias_ih of the input and weight_hh h + bias_hh of the hidden state. The state is h, or h and c
     of an LSTM, and after those of the forward direction those of the reverse one: that starts at the end of a row and of each
-    segment, and what it needs has names that end in _reverse. States and segments are those of `kernels._core.recurrence`.
+    segment, and what it needs has names that end in _reverse. States and segments: see `kernels.engines.scan.recurrence`.
 
     Raises:
       ValueError: weights that are not there or do not fit, an unknown cell or activation.
@@ -155,7 +155,7 @@ def rwkv4(
     out_t = (sum_{s<t} e^{(t-1-s) d + k_s} v_s + e^{u + k_t} v_t) / (the same without v).
 
     The state is (a, b, p): the sums up to a token are e^p a and e^p b, where p is the largest exponent in them (-1e38 of empty
-    sums), so nothing overflows. States and segments are those of `kernels._core.recurrence`.
+    sums), so nothing overflows. States and segments are those of `kernels.engines.scan.recurrence`.
     Source: Peng et al., RWKV, 2023, arXiv:2305.13048, appendix.
     """
     wide = jnp.promote_types(k.dtype, jnp.float32)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.public import Prepared, public
-from kernels._core.recurrence import Where, described, either, integers, prepared, sequences, sizes
+from kernels.engines.scan.recurrence import Where, described, either, integers, prepared, sequences, sizes
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
 from kernels.ops.recurrent.contract import CELLS, check_weights, op, rwkv4_op
 
 

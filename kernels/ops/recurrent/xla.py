@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels._core import chunks
-from kernels._core.recurrence import last_valid_before, resets
+from kernels.engines.scan import chunks
+from kernels.engines.scan.recurrence import last_valid_before, resets
 from kernels.ops.recurrent.contract import CELLS, EMPTY, cell_of, check_weights, of_direction, op, rwkv4_op
 
 EVERYWHERE: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Root mean square normalisation, alone, with the residual stream before it, and with the projection after it."""
 
-from kernels._core.norms import NormConfig
+from kernels.engines.rows.norms import NormConfig
 from kernels.ops.rms_norm.contract import op
 from kernels.ops.rms_norm.functions import rms_norm, rms_norm_linear
 

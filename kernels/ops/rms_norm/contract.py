@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels._core.backend import Case
-from kernels._core.binding import Call
-from kernels._core.contract import Op
-from kernels._core.measured import bucket, power_of_two
-from kernels._core.norms import NormConfig
-from kernels._core.work import Work, nbytes
+from kernels.engines.rows.norms import NormConfig
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.measured import bucket, power_of_two
+from kernels.framework.work import Work, nbytes
 
 
 def rms_norm(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels._core import norms_pallas as norms
+from kernels.engines.rows import norms_pallas as norms
 from kernels.ops.rms_norm.contract import add_op, op, work, work_of_add
 
 

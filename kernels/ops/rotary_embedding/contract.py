@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels._core.backend import Case
-from kernels._core.binding import Call
-from kernels._core.config import Tunables
-from kernels._core.contract import Op
-from kernels._core.options import declared, fits
-from kernels._core.work import Work, nbytes
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
+from kernels.framework.contract import Op
+from kernels.framework.options import declared, fits
+from kernels.framework.work import Work, nbytes
 
 _BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which a frequency is a mixture
 

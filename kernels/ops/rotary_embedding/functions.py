@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from kernels._core.public import Prepared, public
+from kernels.framework.public import Prepared, public
 from kernels.ops.rotary_embedding.contract import RopeScaling, XPos, op, pair_op
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from kernels._core.pallas import pallas_launch
 from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, turned_width, work
+from kernels.toolchains.pallas import pallas_launch
 
 # What a kernel's blocks and temporaries may take. The least of the chips' default limits is 16 MiB.
 VMEM_BUDGET = 10 * 2**20

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from kernels._core.triton import triton_launch
 from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, turned_width, work
+from kernels.toolchains.triton import triton_launch
 
 # What a program turns at once, in elements. Threads that have the same pairs of other heads compute the same sines, so few
 # warps with many heads each do the least of that.

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kernels._core.backend import Case
+from kernels.framework.backend import Case
 
 
 def _decay(*dims: str, least: float = 0.05, most: float = 1.5) -> Callable:

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels._core.binding import Call
-from kernels._core.chunks import ChunkConfig
-from kernels._core.contract import Op
-from kernels._core.recurrence import loop
-from kernels._core.work import Work, nbytes
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.recurrence import loop
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
 from kernels.ops.state_space import cases
 
 ACTIVATIONS = (None, "silu")
@@ -35,7 +35,7 @@ def state_space_v2(
     """Returns (out, final state) of Mamba-2's recurrence in each head, all of it in float32:
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, out_t = C_t^T h_t + D x_t. Heads n of N share group n // (N / K) of B and C.
 
-    States and segments are those of `kernels._core.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
+    States and segments are those of `kernels.engines.scan.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
     """
     wide = _wide(x.dtype)
     groups = B.shape[2]
@@ -69,7 +69,7 @@ def state_space_v1(
     """Returns (out, final state) of Mamba's selective scan in each channel, all of it in float32:
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, out_t = C_t^T h_t + D x_t, where A is diagonal, of H numbers a channel.
 
-    States and segments are those of `kernels._core.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
+    States and segments are those of `kernels.engines.scan.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
     """
     wide = _wide(x.dtype)
 
@@ -98,7 +98,7 @@ def causal_conv1d(
     out_t = activation(bias + sum_j weight[:, j] x_{t - W + 1 + j}), in float32.
 
     The state is the W - 1 inputs before a token, the oldest first: zeros at the start of a segment. States and segments are
-    those of `kernels._core.recurrence`, so a window holds the last W tokens of its segment that are no padding.
+    those of `kernels.engines.scan.recurrence`, so a window holds the last W tokens of its segment that are no padding.
 
     Raises:
       ValueError: the activation is unknown.

@@ -8,9 +8,9 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from kernels._core.binding import is_array, is_float_array
-from kernels._core.public import Prepared, public
-from kernels._core.recurrence import Where, described, prepared, sizes
+from kernels.engines.scan.recurrence import Where, described, prepared, sizes
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.public import Prepared, public
 from kernels.ops.state_space.contract import check_activation, conv_op, v1_op, v2_op
 
 

@@ -1,6 +1,6 @@
 """State spaces as plain XLA: chunks of tokens, matmuls or a few doublings inside them, one state from each to the next.
 
-What `kernels._core.chunks` goes over the chunks with, in both directions, is the functions of one chunk here.
+What `kernels.engines.scan.chunks` goes over the chunks with, in both directions, is the functions of one chunk here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels._core import chunks
-from kernels._core.execute import backward_of
-from kernels._core.recurrence import resets
+from kernels.engines.scan import chunks
+from kernels.engines.scan.recurrence import resets
+from kernels.framework.execute import backward_of
 from kernels.ops.state_space.contract import check_activation, conv_op, v1_op, v2_op
 
 EVERYWHERE: dict[str, Any] = {

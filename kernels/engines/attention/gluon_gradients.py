@@ -1,0 +1,306 @@
+"""The backward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two warpgroups that have a block of keys.
+
+One pass over the pairs, with five products a block: the gradients of keys and values stay in registers, that of the queries is
+added to memory in float32, in whatever order programs come: the plain kernels of `triton_gradients.py` are the deterministic
+ones. Of blocks of 64 queries, the logits of the next one are begun before the gradients of this one are done, so that the
+matrix units have work while weights are made; under a soft cap, which makes them long, its weights too. Blocks of 128 leave no
+registers for that, and less to hide.
+"""
+
+# Gluon declares tensors where its compiler takes constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, not-iterable]
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.engines.attention.gluon_parts import (
+    BLOCK,
+    BLOCK_OF_SUMS,
+    ROW,
+    TILE_OF_SUMS,
+    positions_of,
+    segments_of,
+    span_of,
+    tanh,
+    visible,
+)
+from kernels.engines.attention.triton_parts import LOG2E
+from kernels.toolchains.gluon import SWIZZLED, after
+
+
+@gluon.jit
+def place(O: gl.constexpr, HEADS: gl.constexpr):
+    """Returns the row of the batch, the key head and the block of keys of a program. The first keys come first."""
+    BLOCKS: gl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    pid = gl.program_id(0)
+    some = pid // (BLOCKS * HEADS)
+    return some // (O.K // HEADS), some % (O.K // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
+
+
+@gluon.jit
+def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
+    """Returns (tiles of queries, of cotangents, rows of the two statistics, a barrier of each stage for "is full", and for "is
+    free")."""
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_H], SWIZZLED)
+    d_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_V], SWIZZLED)
+    rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, O.BLOCK_Q], ROW)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return q_tiles, d_tiles, rows, full, free
+
+
+@gluon.jit
+def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k_tile, v_tile, kv_full, ring, O: gl.constexpr,
+          HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    b, head, block = place(O, HEADS)
+    first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
+    mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
+    k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
+    v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
+    tma.async_load(k_desc, [b, block * O.BLOCK_K, head, 0], kv_full, k_block)
+    tma.async_load(v_desc, [b, block * O.BLOCK_K, head, 0], kv_full, v_block)
+    q_tiles, d_tiles, rows, full, free = ring
+    BYTES: gl.constexpr = q_desc.nbytes_per_cta + d_out_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
+    stage, phase = 0, 0
+    for g in range(O.N // O.K):
+        n = head * (O.N // O.K) + g
+        for m in range(first, last):
+            row = m * O.BLOCK_Q
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, BYTES)
+            q_block = q_tiles.index(stage).reinterpret(shape=[1, O.BLOCK_Q, 1, O.BLOCK_H], layout=BLOCK)
+            d_block = d_tiles.index(stage).reinterpret(shape=[1, O.BLOCK_Q, 1, O.BLOCK_V], layout=BLOCK)
+            tma.async_load(q_desc, [b, row, n, 0], arrived, q_block)
+            tma.async_load(lse_desc, [b * O.N + n, row], arrived, rows.index(2 * stage))
+            tma.async_load(d_out_desc, [b, row, n, 0], arrived, d_block)
+            tma.async_load(delta_desc, [b * O.N + n, row], arrived, rows.index(2 * stage + 1))
+            stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def row_of(rows, index, shape: gl.constexpr, layout: gl.constexpr):
+    """Returns a row of statistics as every row of a tile: what its products are added to."""
+    row = rows.index(index).reinterpret(shape=[shape[1]], layout=gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.zeros(shape, gl.float32, layout) + row.load(gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O: gl.constexpr):
+    """Returns weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
+    PAIRS: gl.constexpr = p.type.layout
+    at = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
+    kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1, PAIRS))
+    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[None, :]
+    q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
+    k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
+    k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
+    return gl.where(visible(kj[:, None], q_at, k_at, q_segment, k_segment, prefix, O), p, 0.0)
+
+
+@gluon.jit
+def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
+    """Begins the products of keys and queries; without a soft cap less lse."""
+    q_tiles, d_tiles, rows, full, free = ring
+    s = zeros if O.CAP is not None else row_of(rows, 2 * stage, zeros.shape, zeros.type.layout)
+    return warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def weights_of(s, rows, index, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+               O: gl.constexpr):  # fmt: skip
+    """Returns (weights [keys, queries] of a pair of blocks from its logits, what the soft cap made of those over the cap).
+    Without a cap the logits are less lse; with one, row `index` has what is to be added."""
+    if O.CAP is None:
+        p = gl.exp2(s * (O.SCALE * LOG2E))
+    else:
+        s = tanh(s * (O.SCALE / O.CAP), O)
+        p = gl.exp2(s * (O.CAP * LOG2E) + row_of(rows, index, s.shape, s.type.layout))
+    if (m >= full_end) | (m < full_first):
+        p = _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
+    return p, s
+
+
+@gluon.jit
+def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+           dtype: gl.constexpr, VALUES: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """Returns (weights as the left side of their product with cotangents, weights times the slope of the soft cap)."""
+    p, capped = weights_of(
+        s, rows, 2 * stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+        O)  # fmt: skip
+    weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, VALUES, 2))
+    if O.CAP is not None:
+        p *= 1.0 - capped * capped
+    return weights, p
+
+
+@gluon.jit
+def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dk_ptr, dv_ptr, k_tile, v_tile,
+               kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    G: gl.constexpr = O.N // O.K
+    AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # logits of the next block are begun in this one
+    EARLY: gl.constexpr = AHEAD and O.CAP is not None  # and its weights are made
+    SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_Q, 16])
+    OF_KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_H, 16])
+    OF_VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_V, 16])
+    OF_QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, O.BLOCK_H // 2, 16])
+    dtype: gl.constexpr = k_tile.dtype
+    q_tiles, d_tiles, rows, full, free = ring
+    b, head, block = place(O, HEADS)
+    first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
+    prefix = None
+    if prefix_ptr is not None:
+        prefix = gl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if q_at_ptr is not None:
+        q_at_ptr += b * O.Q_AT_BATCH
+        k_at_ptr += b * O.K_AT_BATCH
+    if q_segment_ptr is not None:
+        q_segment_ptr += b * O.Q_SEGMENT_BATCH
+        k_segment_ptr += b * O.K_SEGMENT_BATCH
+
+    no_pair = gl.zeros(SHAPE, gl.float32, PAIRS)
+    no_query = gl.zeros([O.BLOCK_Q, O.BLOCK_H], gl.float32, OF_QUERIES)
+    dk = gl.zeros([O.BLOCK_K, O.BLOCK_H], gl.float32, OF_KEYS)
+    dv = gl.zeros([O.BLOCK_K, O.BLOCK_V], gl.float32, OF_VALUES)
+    steps = G * (last - first)
+    mbarrier.wait(kv_full, 0)
+    if steps > 0:
+        stage, phase = 0, 0
+        m, n = first, head * G
+        if AHEAD:
+            mbarrier.wait(full.index(0), 0)
+            s = _logits(k_tile, ring, 0, no_pair, O)
+            delta = row_of(rows, 1, SHAPE, PAIRS)
+            s = warpgroup_mma_wait(0, (s,))
+        if EARLY:
+            weights, p = _weigh(
+                s, rows, 0, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+                prefix, dtype, OF_VALUES, O)  # fmt: skip
+        for i in range(steps):
+            if not AHEAD:
+                mbarrier.wait(full.index(stage), phase)
+                s = _logits(k_tile, ring, stage, no_pair, O)
+                delta = row_of(rows, 2 * stage + 1, SHAPE, PAIRS)
+            # The gradients of weights less delta, under which the weights are made.
+            dp = warpgroup_mma(v_tile, d_tiles.index(stage).permute((1, 0)), delta, is_async=True)
+            if AHEAD:
+                mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=i > 0)
+            else:
+                s = warpgroup_mma_wait(1, (s,))
+            if not EARLY:
+                weights, p = _weigh(
+                    s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+                    prefix, dtype, OF_VALUES, O)  # fmt: skip
+            dv = warpgroup_mma(weights, d_tiles.index(stage), dv, is_async=True)
+            dp = warpgroup_mma_wait(1, (dp,))
+            ds_tile.store((p * dp).to(dtype))
+            fence_async_shared()
+            dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, no_query, use_acc=False, is_async=True)
+            if not EARLY:
+                dk = warpgroup_mma(ds_tile, q_tiles.index(stage), dk, is_async=True)
+            next_stage, next_phase = after(stage, phase, STAGES)
+            if AHEAD:
+                # After the last block these are of whatever lies there, and nobody reads them.
+                mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < steps)
+                s = _logits(k_tile, ring, next_stage, no_pair, O)
+            if EARLY:
+                dk = warpgroup_mma(ds_tile, q_tiles.index(stage), dk, is_async=True)
+            dq, dv = warpgroup_mma_wait(2 if AHEAD else 1, (dq, dv))
+            tma.store_wait(0)
+            dq_tile.store(dq)
+            fence_async_shared()
+            part = dq_tile.reinterpret(shape=[1, O.BLOCK_Q, 1, O.BLOCK_H], layout=BLOCK_OF_SUMS)
+            tma.async_atomic_add(dq_desc, [b, m * O.BLOCK_Q, n, 0], part)
+            m += 1
+            ended = m == last
+            m = gl.where(ended, first, m)
+            n = gl.where(ended, n + 1, n)
+            if EARLY:
+                s = warpgroup_mma_wait(1, (s,))
+                weights, p = _weigh(
+                    s, rows, next_stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+                    prefix, dtype, OF_VALUES, O)  # fmt: skip
+            if AHEAD:
+                delta = row_of(rows, 2 * next_stage + 1, SHAPE, PAIRS)
+            if AHEAD and not EARLY:
+                s, dk = warpgroup_mma_wait(0, (s, dk))
+            else:
+                dk = warpgroup_mma_wait(0, (dk,))
+            if not AHEAD:
+                mbarrier.arrive(free.index(stage))
+            stage, phase = next_stage, next_phase
+    WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
+    WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
+    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS, 0)
+    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES, 0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
+               WIDE: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
+    """Writes a block of keys or values, or its columns from FIRST on, through the tile that held them, so that a thread writes
+    16 bytes in a row."""
+    ROWS: gl.constexpr = tile.shape[0]
+    tile.store(x.to(tile.dtype))
+    rows = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    cols = FIRST + gl.arange(0, tile.shape[1], gl.SliceLayout(0, WIDE))
+    where = ((b * LENGTH + rows).to(gl.int64) * HEADS + head) * WIDTH
+    mask = (rows < LENGTH)[:, None] & (cols < WIDTH)[None, :]
+    gl.store(ptr + where[:, None] + cols[None, :], tile.load(WIDE), mask=mask)
+
+
+@gluon.jit
+def specialised_gradient_kernel(
+    dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, BLOCK_H], zeros before; times 1 / SCALE
+    d_out_desc,  # [B, T, N, HV] in blocks [1, BLOCK_Q, 1, BLOCK_V]
+    q_desc,  # [B, T, N, H] in blocks [1, BLOCK_Q, 1, BLOCK_H]
+    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, BLOCK_H]
+    v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
+    lse_desc,  # [B * N, T and what fills its last block] in blocks [1, BLOCK_Q]: minus lse, as products have it or, with a
+    # soft cap, in units of log 2; -inf where there is no row, or nothing that it sees
+    delta_desc,  # likewise: minus delta
+    spans_ptr,  # this and what follows: as of `key_gradient_kernel`
+    q_at_ptr,
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,
+    dk_ptr,
+    dv_ptr,
+    O: gl.constexpr,  # `Options`, with a BLOCK_K of 128
+    HEADS: gl.constexpr,  # key heads that run side by side
+    STAGES: gl.constexpr,
+    LOADING: gl.constexpr,  # registers of a thread that loads
+):
+    dtype: gl.constexpr = q_desc.dtype
+    k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
+    v_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_V], SWIZZLED)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    ring = _make_ring(STAGES, dtype, O)
+    ds_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_Q], SWIZZLED)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, O.BLOCK_H], TILE_OF_SUMS)
+    gl.warp_specialize(
+        [
+            (_gradients, (dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dk_ptr, dv_ptr,
+                          k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, HEADS, STAGES)),
+            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k_tile, v_tile, kv_full, ring, O,
+                     HEADS, STAGES)),
+        ],
+        [1],
+        [LOADING],
+    )  # fmt: skip

@@ -1,0 +1,360 @@
+"""The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two or three warpgroups that attend.
+
+It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
+over the same spans. A tile is 128 or 192 queries of a head; each warpgroup has 64 of them. While a warpgroup makes the weights
+of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of another
+warpgroup; three take turns to begin their products, and so do two in a window. The block with the last keys comes first, which
+is the diagonal of a causal mask. A program has a multiprocessor to itself and takes tiles from a queue: while a tile of heads
+up to 128 is ended and written, the next one is loaded.
+"""
+
+# Gluon declares tensors where its compiler takes constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.engines.attention.gluon_parts import (
+    BLOCK,
+    positions_of,
+    segments_of,
+    span_of,
+    tanh,
+    visible,
+)
+from kernels.engines.attention.triton_parts import LN2, LOG2E
+from kernels.toolchains.gluon import SWIZZLED, after, hear, make_queue, take
+
+ROWS = gl.constexpr(64)  # of a warpgroup, the fewest that an instruction multiplies
+
+
+@gluon.constexpr_function
+def _blocks(O):
+    return (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+
+
+@gluon.constexpr_function
+def _attending(O):
+    """Returns how many warpgroups attend."""
+    return O.BLOCK_Q // ROWS
+
+
+@gluon.constexpr_function
+def _in_turns(O):
+    """Returns whether warpgroups begin their products one after the other, so that they are not all at their weights at once.
+
+    Three do always. Two find that order by themselves in long rows, where waiting for one another costs more than it brings; in
+    a window, whose rows are short, heads of 128 gain by it.
+    """
+    return _attending(O) > 2 or (O.LEFT is not None and O.BLOCK_H == 128)
+
+
+@gluon.constexpr_function
+def _panels(O, width):
+    """Returns in how many tiles of so many columns a head of the queries, or of the keys, lies."""
+    return (O.H + width - 1) // width
+
+
+@gluon.jit
+def _place(tile, O: gl.constexpr, HEADS: gl.constexpr):
+    """Returns the row of the batch, the head and the block of queries of a tile. The last blocks, which see the most keys as
+    a rule, come first, those of a few heads side by side, whose keys then stay in the cache."""
+    BLOCKS: gl.constexpr = _blocks(O)
+    some = tile // (BLOCKS * HEADS)
+    n = some % (O.N // HEADS) * HEADS + tile % HEADS
+    return some // (O.N // HEADS), n, BLOCKS - 1 - tile // HEADS % BLOCKS
+
+
+@gluon.jit
+def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+               READERS: gl.constexpr):  # fmt: skip
+    """Returns (so many tiles of each stage, a barrier of each stage for "is full", and one for "is free", by all readers)."""
+    tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, ROWS, WIDTH], SWIZZLED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=READERS)
+    return tiles, full, free
+
+
+@gluon.jit
+def _load_tile(desc, batch, row, head, ring, stage, phase, PANELS: gl.constexpr):
+    """Loads the rows of a head from `row` on into a stage, once it is free; rows past the last are zeros."""
+    tiles, full, free = ring
+    ROWS: gl.constexpr = desc.block_type.shape[1]
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    mbarrier.wait(free.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), PANELS * desc.nbytes_per_cta)
+    for i in gl.static_range(PANELS):
+        block = tiles.index(PANELS * stage + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+        tma.async_load(desc, [batch, row, head, i * WIDTH], full.index(stage), block)
+
+
+@gluon.jit
+def _load_keys(k_desc, v_desc, batch, head, end, begin, keys, values, stage, phase, PANELS: gl.constexpr):
+    """Loads the blocks of keys and values before `end`, the last one first, until that at `begin`, and returns the stage that
+    comes next, and its phase."""
+    BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
+    STAGES: gl.constexpr = values[0].shape[0]
+    for i in range(end - begin):
+        row = (end - 1 - i) * BLOCK_K
+        _load_tile(k_desc, batch, row, head, keys, stage, phase, PANELS)
+        _load_tile(v_desc, batch, row, head, values, stage, phase, 1)
+        stage, phase = after(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+          STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
+    WARPGROUPS: gl.constexpr = _attending(O)
+    WIDTH: gl.constexpr = q_desc.block_type.shape[3]
+    PANELS: gl.constexpr = _panels(O, WIDTH)
+    q_tiles, q_full, q_free = queries
+    tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
+    while tile < _blocks(O) * O.N * O.B:
+        b, n, block = _place(tile, O, HEADS)
+        first, full, full_end, last = span_of(spans_ptr, b, block, O)
+        head = n // (O.N // O.K)
+        mbarrier.wait(q_free.index(at), q_phase ^ 1)
+        mbarrier.expect(q_full.index(at), WARPGROUPS * PANELS * q_desc.nbytes_per_cta)
+        for i in gl.static_range(WARPGROUPS * PANELS):
+            part = q_tiles.index(WARPGROUPS * PANELS * at + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+            where = [b, block * O.BLOCK_Q + i // PANELS * ROWS, n, i % PANELS * WIDTH]
+            tma.async_load(q_desc, where, q_full.index(at), part)
+        at, q_phase = after(at, q_phase, QUEUED)
+        # The next tile is taken as late as its loads allow. Who is done first is to have the longest one that is left; taken
+        # when this tile begins, it would be who began first, who has had the longest one already.
+        soon = gl.minimum(first + 2, last)
+        stage, phase = _load_keys(k_desc, v_desc, b, head, last, soon, keys, values, stage, phase, PANELS)
+        tile = take(queue, turn_ptr, turn)
+        turn += 1
+        stage, phase = _load_keys(k_desc, v_desc, b, head, soon, first, keys, values, stage, phase, PANELS)
+
+
+@gluon.jit
+def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O: gl.constexpr):
+    """Returns (weights of a block of keys against the largest logit so far, that logit, the sum of weights, what the sums
+    before are to be scaled by). `largest` is in units of the products, or capped products."""
+    if O.CAP is None:
+        UNIT: gl.constexpr = O.SCALE * LOG2E
+    else:
+        UNIT: gl.constexpr = O.CAP * LOG2E
+        s = tanh(s * (O.SCALE / O.CAP), O)
+    if masked:
+        layout: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
+        k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
+        k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
+        seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, prefix, O)
+        s = gl.where(seen, s, float("-inf"))
+    new = gl.maximum(largest, gl.max(s, axis=1))
+    anchor = gl.where(new == float("-inf"), 0.0, new * UNIT)  # a row that has seen no key yet
+    p = gl.exp2(s * UNIT - anchor[:, None])
+    rescale = gl.exp2(largest * UNIT - anchor)
+    return p, new, total * rescale + gl.sum(p, axis=1), rescale
+
+
+@gluon.jit
+def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+            QUEUED: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    q_tiles, q_full, q_free = queries
+    tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
+    turns_phase = 1 if WHICH == 0 else 0  # of a barrier that nobody came to yet, the phase before is over
+    while tile < _blocks(O) * O.N * O.B:
+        b, n, block = _place(tile, O, HEADS)
+        mbarrier.wait(q_full.index(at), q_phase)
+        if _panels(O, q_tiles.shape[2]) == 1:
+            q = (q_tiles.index(_attending(O) * at + WHICH),)
+        else:
+            tile_of_q = 3 * (_attending(O) * at + WHICH)
+            q = (q_tiles.index(tile_of_q), q_tiles.index(tile_of_q + 1), q_tiles.index(tile_of_q + 2))
+        stage, phase, turns_phase = _attend_tile(
+            b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O, STAGES, WHICH)  # fmt: skip
+        fence_async_shared()
+        mbarrier.arrive(q_free.index(at))
+        at, q_phase = after(at, q_phase, QUEUED)
+        tile = hear(queue, turn)
+        turn += 1
+
+
+@gluon.jit
+def _logits(q, k_tiles, stage, zeros):
+    """Begins the products of the queries of a warpgroup and a block of keys, tile by tile of their columns."""
+    PANELS: gl.constexpr = len(q)
+    s = zeros
+    for i in gl.static_range(PANELS):
+        k = k_tiles.index(PANELS * stage + i).permute((1, 0))
+        s = warpgroup_mma(q[i], k, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _store_out(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
+    """Writes the output of a warpgroup, or its columns from FIRST on, through a tile that held its queries, so that a thread
+    writes 16 bytes in a row."""
+    WIDTH: gl.constexpr = out.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    tile.store(out)
+    out = tile.load(WIDE)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    cols = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+    where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
+    gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
+
+
+@gluon.jit
+def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O: gl.constexpr,
+                 STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Attends from the queries of a warpgroup, and returns the stage that comes next, its phase, and that of the next turn."""
+    WARPGROUPS: gl.constexpr = _attending(O)
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
+    dtype: gl.constexpr = q[0].dtype
+    spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr = arrays
+    k_tiles, k_full, k_free = keys
+    v_tiles, v_full, v_free = values
+    first, full, full_end, last = span_of(spans_ptr, b, block, O)
+    row = block * O.BLOCK_Q + WHICH * ROWS
+    at = row + gl.arange(0, ROWS, ROW)
+    prefix = None
+    if prefix_ptr is not None:
+        prefix = gl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if q_at_ptr is not None:
+        q_at_ptr += b * O.Q_AT_BATCH
+        k_at_ptr += b * O.K_AT_BATCH
+    if q_segment_ptr is not None:
+        q_segment_ptr += b * O.Q_SEGMENT_BATCH
+        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)
+    q_segment = segments_of(q_segment_ptr, at, O.T)
+
+    zeros = gl.zeros([ROWS, O.BLOCK_K], gl.float32, LOGITS)
+    acc = gl.zeros([ROWS, O.BLOCK_V], gl.float32, SUMS)
+    largest = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([ROWS], gl.float32, ROW)
+    if sink_ptr is not None:  # the first "key" of every row, whose value is zero
+        sink = gl.load(sink_ptr + n) * (LOG2E / UNIT)
+        largest = gl.zeros([ROWS], gl.float32, ROW) + sink
+        total = gl.where(largest > float("-inf"), 1.0, 0.0)
+    if last > first:
+        mbarrier.wait(k_full.index(stage), phase)
+        s = _logits(q, k_tiles, stage, zeros)
+        s = warpgroup_mma_wait(0, (s,))
+        mbarrier.arrive(k_free.index(stage))
+        masked = (last - 1 >= full_end) | (last - 1 < full)
+        weights, largest, total, rescale = _weights(
+            s, last - 1, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
+        p = gl.convert_layout(weights.to(dtype), LEFT)
+        for i in range(1, last - first):
+            j = last - 1 - i
+            k_stage, k_phase = after(stage, phase, STAGES)
+            mbarrier.wait(k_full.index(k_stage), k_phase)
+            if _in_turns(O):
+                mbarrier.wait(turns.index(WHICH), turns_phase)
+                turns_phase ^= 1
+            s = _logits(q, k_tiles, k_stage, zeros)
+            mbarrier.wait(v_full.index(stage), phase)
+            acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
+            if _in_turns(O):
+                mbarrier.arrive(turns.index((WHICH + 1) % WARPGROUPS))
+            s = warpgroup_mma_wait(1, (s,))
+            mbarrier.arrive(k_free.index(k_stage))
+            masked = (j >= full_end) | (j < full)
+            weights, largest, total, rescale = _weights(
+                s, j, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
+            acc = warpgroup_mma_wait(0, (acc,))
+            mbarrier.arrive(v_free.index(stage))
+            p = gl.convert_layout(weights.to(dtype), LEFT)
+            acc = acc * gl.convert_layout(rescale, ROW_OF_SUMS)[:, None]
+            stage, phase = k_stage, k_phase
+        mbarrier.wait(v_full.index(stage), phase)
+        acc = warpgroup_mma(p, v_tiles.index(stage), acc)
+        mbarrier.arrive(v_free.index(stage))
+        stage, phase = after(stage, phase, STAGES)
+    some = total != 0  # of a NaN too, so that lse is one
+    total = gl.where(some, total, 1.0)
+    lse = gl.where(some, (largest * UNIT + gl.log2(total)) * LN2, float("-inf"))
+    gl.store(lse_ptr + (b * O.T + at) * O.N + n, lse, mask=at < O.T)
+    out = (acc / gl.convert_layout(total, ROW_OF_SUMS)[:, None]).to(dtype)
+    if O.BLOCK_V <= q[0].shape[1]:
+        _store_out(out_ptr, out, q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
+    else:
+        left, right = out.reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
+        _store_out(out_ptr, left, q[0], b, n, row, O, 0)
+        _store_out(out_ptr, right, q[1], b, n, row, O, O.BLOCK_V // 2)
+    return stage, phase, turns_phase
+
+
+@gluon.jit
+def specialised_forward_kernel(
+    turn_ptr,  # [1], zero before: how many tiles were taken from the queue
+    q_desc,  # [B, T, N, H] in blocks [1, 64, 1, columns of a tile], of which one holds a head, or three do
+    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile]
+    v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
+    spans_ptr,  # this and what follows: as of `forward_kernel`
+    q_at_ptr,
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 for each warpgroup that attends, 128 or 192
+    HEADS: gl.constexpr,  # that run side by side
+    STAGES: gl.constexpr,
+    QUEUED: gl.constexpr,  # tiles of queries that there is room for
+    ATTENDING: gl.constexpr,  # registers of a thread that attends
+    LOADING: gl.constexpr,  # and of one that loads
+):
+    WARPGROUPS: gl.constexpr = _attending(O)
+    WIDTH: gl.constexpr = q_desc.block_type.shape[3]
+    PANELS: gl.constexpr = _panels(O, WIDTH)
+    dtype: gl.constexpr = q_desc.dtype
+    queue = make_queue(WARPGROUPS)
+    queries = _make_ring(QUEUED, WARPGROUPS * PANELS, dtype, ROWS, WIDTH, WARPGROUPS)
+    keys = _make_ring(STAGES, PANELS, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
+    values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
+    arrays = (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr)
+    if _in_turns(O):
+        turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.init(turns.index(i), count=1)
+    else:
+        turns: gl.constexpr = None
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
+                (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+            ],
+            [4, 1],
+            [ATTENDING, LOADING],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 2)),
+                (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+            ],
+            [4, 4, 1],
+            [ATTENDING, ATTENDING, LOADING],
+        )  # fmt: skip

@@ -1,0 +1,398 @@
+"""`MaskInfo`: which keys a query may see, described in O(S) memory.
+
+Everything that is given holds at once: nothing is dropped because something else was said too. A dense S x S mask exists
+only if the caller brought one. Backends read per-element visibility for a block (`visible_block`) and, to skip what is
+fully masked, bounds per block (`active_blocks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.framework import segments
+from kernels.framework.options import is_array
+
+Window = tuple[int | None, int | None]
+# Positions are less, and so are distances: their sums are int32.
+_FARTHEST = 2**30
+
+
+def window_of(sliding_window: Any) -> Window | None:
+    """Returns (left, right): a query at position i sees keys at positions j with i - left <= j <= i + right.
+
+    An integer W means exactly the W keys i - W < j <= i. None on a side leaves it open.
+    """
+    if sliding_window is None:
+        return None
+    if is_integer(sliding_window):
+        if not 1 <= sliding_window <= _FARTHEST:
+            raise ValueError(
+                f"argument 'sliding_window' must be at least 1 key and at most {_FARTHEST}, got {sliding_window}; None for all"
+            )
+        return (int(sliding_window) - 1, 0)
+    sides = tuple(sliding_window) if isinstance(sliding_window, (tuple, list)) else ()
+    if not _is_window(sides):
+        raise ValueError(
+            "argument 'sliding_window' must be W or (left, right), each >= 0 and less than "
+            f"{_FARTHEST}, or None, got {sliding_window!r}"
+        )
+    left, right = (None if s is None else int(s) for s in sides)
+    return (left, right)
+
+
+def is_integer(value: Any) -> bool:
+    """Returns whether it is a Python or NumPy integer, and no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_window(sides: tuple) -> bool:
+    return len(sides) == 2 and all(s is None or (is_integer(s) and 0 <= s < _FARTHEST) for s in sides)
+
+
+def _both(a: Window | None, b: Window | None) -> Window | None:
+    if a is None or b is None:
+        return a if b is None else b
+    left, right = (min((s for s in sides if s is not None), default=None) for sides in zip(a, b, strict=True))
+    return left, right
+
+
+_DATA = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "attention_mask", "prefix_lengths")
+_INDICES = tuple(name for name in _DATA if name != "attention_mask")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MaskInfo:
+    """Which (query, key) pairs attend: the conjunction of every field that is given. A pytree; arrays are its data, those of
+    integers as int32 whatever they were given as, since a window reaches back below 0.
+
+    Attributes:
+      q_segment_ids, kv_segment_ids: int [B|1, T] and [B|1, S]. A pair attends iff its segments are equal and both >= 0;
+        -1 is padding.
+      q_positions, kv_positions: int [B|1, T] and [B|1, S]; what causal, window, chunk and prefix compare. Left out,
+        key j is at j and query i at i + S - T: the last query sees the last key.
+      attention_mask: bool [B|1, N|1, T, S], dense, only if the caller has one.
+      prefix_lengths: int [B|1]; keys at positions below it escape `causal` (prefix-LM), and nothing else.
+      causal: key position <= query position.
+      window: (left, right), see `window_of`.
+      chunk_size: keys in the same chunk of that many positions. Where segments are given and positions are not, chunks
+        are counted from the start of each segment, see `resolved`.
+      packed: positions are those of a packed axis, and chunks are counted from the start of each segment none the less.
+    """
+
+    q_segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    kv_positions: jax.Array | None = None
+    attention_mask: jax.Array | None = None
+    prefix_lengths: jax.Array | None = None
+    causal: bool = field(default=False, metadata={"static": True})
+    window: Window | None = field(default=None, metadata={"static": True})
+    chunk_size: int | None = field(default=None, metadata={"static": True})
+    packed: bool = field(default=False, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        for name in _INDICES:
+            object.__setattr__(self, name, segments.narrowed(getattr(self, name), name))
+
+    @classmethod
+    def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
+        """Returns the mask of packed sequences: int [B, T] ids, -1 for padding; the keys' ids default to the queries'."""
+        q = segments.integers(q_segment_ids, "q_segment_ids")
+        kv = q if kv_segment_ids is None else segments.integers(kv_segment_ids, "kv_segment_ids")
+        return cls(q_segment_ids=q, kv_segment_ids=kv, **options)
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: Any, **options: Any) -> MaskInfo:
+        """Returns the mask of a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
+        keys; [B, T, S] and [B, N, T, S] mark pairs, and stay dense."""
+        mask = jnp.asarray(attention_mask)
+        if jnp.issubdtype(mask.dtype, jnp.floating):
+            # 0 / -inf and 1 / 0 would both be plausible, and mean the opposite of each other.
+            raise ValueError(
+                f"argument 'attention_mask' must be boolean or 0/1 integers, got {mask.dtype}; what is added to the logits "
+                "is 'bias'"
+            )
+        mask = mask if mask.dtype == jnp.bool_ else mask != 0
+        if mask.ndim == 2:
+            return cls.from_segments(jnp.where(mask, 0, -1).astype(jnp.int32), **options)
+        if mask.ndim == 3:
+            mask = mask[:, None]
+        if mask.ndim != 4:
+            raise ValueError(f"argument 'attention_mask' must be [B, S], [B, T, S] or [B, N, T, S], got {mask.shape}")
+        return cls(attention_mask=mask, **options)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_q: Any, total_q: int, cu_k: Any = None, total_k: int | None = None, **options: Any
+    ) -> MaskInfo:
+        """Returns the mask of a packed axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding.
+
+        With other cuts for the keys, the last query of a sequence is at that sequence's last key. Chunks, given here or by
+        what this is combined with, are counted from the start of each sequence.
+        """
+        q = segments.of_cuts(cu_q, total_q)
+        segments.check_cuts("cum_seqlens_q", cu_q, total_q)
+        if cu_k is None:
+            return cls.from_segments(q, **options)
+        cu_q, cu_k = jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_k, jnp.int32)
+        if cu_q.shape != cu_k.shape:
+            raise ValueError(
+                f"arguments 'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have one length: an entry per "
+                "sequence and one more"
+            )
+        total_k = total_q if total_k is None else total_k
+        k = segments.of_cuts(cu_k, total_k)
+        segments.check_cuts("cum_seqlens_k", cu_k, total_k)
+        # Positions count keys of the whole axis, so that dropout differs from sequence to sequence.
+        q_at = jnp.arange(total_q, dtype=jnp.int32)[None] + (cu_k - cu_q)[jnp.maximum(q, 0) + 1]
+        k_at = jnp.arange(total_k, dtype=jnp.int32)[None]
+        return cls(q_segment_ids=q, kv_segment_ids=k, q_positions=q_at, kv_positions=k_at, packed=True, **options)
+
+    def combine(self, other: MaskInfo) -> MaskInfo:
+        """Returns the mask under which a pair attends iff both masks let it.
+
+        Positions belong to the tokens: given by either, they are what every rule of the result compares. Likewise
+        prefix_lengths of either soften the result's `causal`, whoever brought it: MaskInfo(prefix_lengths=p) combined
+        with causal=True is a prefix-LM. Chunks are counted from the starts of the result's segments, but where a caller
+        brought positions of his own, along these.
+
+        Raises:
+          ValueError: both bring positions, or chunk sizes of which neither divides the other.
+        """
+        self._check_pairs()
+        other._check_pairs()
+        merged: dict[str, Any] = {}
+        for name in ("q_positions", "kv_positions"):
+            a, b = getattr(self, name), getattr(other, name)
+            if a is not None and b is not None and a is not b:
+                raise ValueError(f"argument {name!r} was given twice; a token has one position")
+            merged[name] = b if a is None else a
+        a, b = self.chunk_size, other.chunk_size
+        if a is not None and b is not None:
+            if a % b and b % a:
+                raise ValueError(f"argument 'chunk_size' was given twice, as {a} and {b}; use one of them")
+            a = min(a, b)
+        merged["chunk_size"] = b if a is None else a
+        a, b = self.prefix_lengths, other.prefix_lengths
+        merged["prefix_lengths"] = b if a is None else a if b is None else jnp.minimum(a, b)
+        a, b = self.attention_mask, other.attention_mask
+        merged["attention_mask"] = b if a is None else a if b is None else a & b
+        a, b = ((m.q_segment_ids, m.kv_segment_ids) for m in (self, other))
+        both = a[0] is not None and b[0] is not None
+        merged["q_segment_ids"], merged["kv_segment_ids"] = segments.joint(*a, *b) if both else b if a[0] is None else a
+        merged |= {"causal": self.causal or other.causal, "packed": self.packed or other.packed}
+        return MaskInfo(**merged, window=_both(self.window, other.window))
+
+    def permute(self, q_order: Any, kv_order: Any = None) -> MaskInfo:
+        """Returns the mask of the same tokens laid out in another order: new token n is old token order[n].
+
+        Positions are made explicit, so every rule keeps comparing what it compared. The keys' order defaults to the queries'.
+        """
+        orders = {"q": jnp.asarray(q_order), "kv": jnp.asarray(q_order if kv_order is None else kv_order)}
+        mask = self.resolved()
+        q, k = mask.positions(orders["q"].shape[0], orders["kv"].shape[0])
+        mask = mask.replace(q_positions=jnp.asarray(q), kv_positions=jnp.asarray(k), packed=False)
+
+        def move(name: str, x: jax.Array) -> jax.Array:
+            if name == "prefix_lengths":
+                return x
+            if name == "attention_mask":
+                for dim, order in ((2, orders["q"]), (3, orders["kv"])):
+                    x = x if x.shape[dim] == 1 else jnp.take(x, order, axis=dim)
+                return x
+            return jnp.take(x, orders[name.split("_")[0]], axis=1)
+
+        found = map_data(mask, move)
+        assert found is not None
+        return found
+
+    def replace(self, **changes: Any) -> MaskInfo:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def data_fields(self) -> tuple[str, ...]:
+        """Names of the array fields that are given."""
+        return tuple(name for name in _DATA if getattr(self, name) is not None)
+
+    def check(self, batch: int, q_length: int, kv_length: int, num_heads: int) -> None:
+        """Raises ValueError, naming the field, where an array is none, or does not fit the queries and keys."""
+        for name in self.data_fields:
+            value, kind = getattr(self, name), np.bool_ if name == "attention_mask" else np.integer
+            if not is_array(value) or not jnp.issubdtype(value.dtype, kind):
+                raise ValueError(
+                    f"mask field {name!r} must be an array of {'bools' if kind is np.bool_ else 'integers'}, got "
+                    + (str(value.dtype) if is_array(value) else type(value).__name__)
+                )
+        for side, length in (("q", q_length), ("kv", kv_length)):
+            for name in (f"{side}_segment_ids", f"{side}_positions"):
+                value = getattr(self, name)
+                if value is not None and not (
+                    value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length
+                ):
+                    raise ValueError(f"mask field {name!r} must be [{batch} or 1, {length}], got {value.shape}")
+        self._check_pairs()
+        mask = self.attention_mask
+        if mask is not None:
+            wanted = (batch, num_heads, q_length, kv_length)
+            if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, wanted, strict=True)):
+                raise ValueError(f"mask field 'attention_mask' must broadcast to {wanted}, got {mask.shape}")
+        if self.prefix_lengths is not None and self.prefix_lengths.shape not in ((1,), (batch,)):
+            raise ValueError(f"mask field 'prefix_lengths' must be [{batch} or 1], got {self.prefix_lengths.shape}")
+
+    def _check_pairs(self) -> None:
+        for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
+            if (getattr(self, a) is None) != (getattr(self, b) is None):
+                raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
+        if self.chunk_size is not None:
+            _check_chunk_size(self.chunk_size)
+        if not isinstance(self.causal, (bool, np.bool_)):
+            raise ValueError(f"mask field 'causal' is compiled in and must be True or False, got {self.causal!r}")
+        if self.window is not None and not (isinstance(self.window, tuple) and _is_window(self.window)):
+            raise ValueError(
+                f"mask field 'window' must be (left, right), each >= 0 and less than {_FARTHEST}, or None, got "
+                f"{self.window!r}; the last W keys are (W - 1, 0)"
+            )
+
+    @property
+    def chunks_in_segments(self) -> bool:
+        """Whether chunks are counted from the start of each segment, where there are both."""
+        return self.packed or self.q_positions is None
+
+    def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
+        """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""
+        if self.q_positions is not None:
+            return self.q_positions, self.kv_positions
+        q = np.arange(q_length, dtype=np.int32) + np.int32(kv_length - q_length)
+        return q[None], np.arange(kv_length, dtype=np.int32)[None]
+
+    def resolved(self, order: Any = None) -> MaskInfo:
+        """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
+
+        Chunks of packed sequences, without positions of the caller's own, are counted from the start of each segment: here
+        they become segments of their own. Backends call it; whoever shards a mask, or brings positions to it, before.
+
+        Args:
+          order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
+        """
+        q, k = self.q_segment_ids, self.kv_segment_ids
+        if not self.chunks_in_segments or self.chunk_size is None or q is None or k is None:
+            return self
+        # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
+        q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
+        k_at = segments.rank(k, order)
+        q, k = segments.joint(q, k, q_at // self.chunk_size, k_at // self.chunk_size)
+        return self.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
+
+    def visible(self, q_length: int, kv_length: int) -> jax.Array:
+        """Returns the dense mask, bool [B|1, N|1, T, S]: the meaning of all fields, for oracles and small sizes."""
+        mask = self.resolved()
+        q, k = (jnp.asarray(p) for p in mask.positions(q_length, kv_length))
+        seen = visible_block(mask, q, k, mask.q_segment_ids, mask.kv_segment_ids)[:, None]
+        return seen if mask.attention_mask is None else seen & mask.attention_mask
+
+
+def _check_chunk_size(chunk_size: Any) -> None:
+    if not is_integer(chunk_size) or not 1 <= chunk_size < _FARTHEST:
+        raise ValueError(
+            f"argument 'chunk_size' must be a positive integer less than {_FARTHEST}, got {chunk_size!r}; None for no chunks"
+        )
+
+
+def visible_block(mask: MaskInfo, q: jax.Array, k: jax.Array, q_segments: Any, k_segments: Any) -> jax.Array:
+    """Returns bool [B|1, t, s] for a block of query positions [B|1, t] and key positions [B|1, s].
+
+    The dense `attention_mask` is not in it; it has heads.
+    """
+    i, j = q[:, :, None], k[:, None, :]
+    seen = jnp.ones((1, q.shape[1], k.shape[1]), bool)
+    if mask.causal:
+        below = j <= i
+        if mask.prefix_lengths is not None:
+            below |= j < mask.prefix_lengths[:, None, None]
+        seen &= below
+    if mask.window is not None:
+        left, right = mask.window
+        if left is not None:
+            seen &= j >= i - left
+        if right is not None:
+            seen &= j <= i + right
+    if mask.chunk_size is not None:
+        seen &= i // mask.chunk_size == j // mask.chunk_size
+    if q_segments is not None:
+        a, b = q_segments[:, :, None], k_segments[:, None, :]
+        seen &= (a == b) & (a >= 0)
+    return seen
+
+
+def _bounds(values: Any, block: int, valid: Any, xp: Any) -> tuple[Any, Any]:
+    """Returns the least and greatest value of each block [B, n]; an empty block gets bounds that meet nothing."""
+    values, valid = xp.broadcast_arrays(values, valid)
+    batch, length = values.shape
+    blocks = -(-length // block)
+    pad = ((0, 0), (0, blocks * block - length))
+    big = np.int32(2**30)
+    low = xp.pad(xp.where(valid, values, big), pad, constant_values=big).reshape(batch, blocks, block)
+    high = xp.pad(xp.where(valid, values, -big), pad, constant_values=-big).reshape(batch, blocks, block)
+    return low.min(-1), high.max(-1)
+
+
+def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, kv_block: int) -> Any:
+    """Returns bool [q blocks, kv blocks]: False only where no query of the block sees any key of the block.
+
+    NumPy where positions and segments are not given, so that the pattern is a constant of the program; otherwise traced,
+    from the least and greatest position and segment of each block: O(S) work, no S x S array.
+    """
+    mask = mask.resolved()
+    arrays = (mask.q_positions, mask.kv_positions, mask.q_segment_ids, mask.kv_segment_ids, mask.prefix_lengths)
+    static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
+    xp: Any = np if static else jnp
+    q, k = mask.positions(q_length, kv_length)
+    q_valid, k_valid = np.ones((1, q_length), bool), np.ones((1, kv_length), bool)
+    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
+        q_valid, k_valid = mask.q_segment_ids >= 0, mask.kv_segment_ids >= 0
+    (q_low, q_high), (k_low, k_high) = _bounds(q, q_block, q_valid, xp), _bounds(k, kv_block, k_valid, xp)
+    q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
+    # A block of nothing but padding has low > high.
+    active = (q_low <= q_high) & (k_low <= k_high)
+    if mask.causal:
+        below = k_low <= q_high
+        if mask.prefix_lengths is not None:
+            below |= k_low < mask.prefix_lengths[:, None, None]
+        active &= below
+    if mask.window is not None:
+        left, right = mask.window
+        if left is not None:
+            active &= k_high >= q_low - left
+        if right is not None:
+            active &= k_low <= q_high + right
+    if mask.chunk_size is not None:
+        active &= (k_high // mask.chunk_size >= q_low // mask.chunk_size) & (
+            k_low // mask.chunk_size <= q_high // mask.chunk_size
+        )
+    if mask.q_segment_ids is not None:
+        (a_low, a_high) = _bounds(mask.q_segment_ids, q_block, q_valid, xp)
+        (b_low, b_high) = _bounds(mask.kv_segment_ids, kv_block, k_valid, xp)
+        active &= (a_low[:, :, None] <= b_high[:, None]) & (b_low[:, None] <= a_high[:, :, None])
+    active = active.any(0)
+    if mask.attention_mask is not None:
+        dense = mask.attention_mask.any((0, 1))
+        dense = jnp.broadcast_to(dense, (max(dense.shape[0], q_length), max(dense.shape[1], kv_length)))
+        pad = [(0, n * b - m) for n, b, m in zip(active.shape, (q_block, kv_block), dense.shape, strict=True)]
+        dense = jnp.pad(dense, pad).reshape(active.shape[0], q_block, active.shape[1], kv_block)
+        active = active & dense.any((1, 3))
+    return active
+
+
+def map_data(mask: MaskInfo | None, function: Callable[[str, Any], Any]) -> MaskInfo | None:
+    """Returns the mask with `function(field name, array)` in place of each array it has."""
+    if mask is None:
+        return None
+    return mask.replace(**{name: function(name, getattr(mask, name)) for name in mask.data_fields})

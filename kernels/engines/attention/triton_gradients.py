@@ -1,0 +1,337 @@
+"""The kernels of flash attention's backward in Triton: two passes, and one for a bias that is broadcast."""
+
+# Triton declares tensors where its compiler takes constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.engines.attention.triton_parts import (
+    kept,
+    positions_of,
+    rows_of,
+    scores,
+    segments_of,
+    statistics,
+    store_rows,
+)
+
+
+@triton.jit
+def _query_blocks(dq, d_slope, begin, end, q, d_out, lse, delta, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr, k_segment_ptr,
+                  prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O: tl.constexpr,
+                  MASKED: tl.constexpr):  # fmt: skip
+    """Returns the gradients of a block of queries, and of the slope, after the key blocks from `begin` to `end`."""
+    for n in range(begin, end):
+        kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+        k = rows_of(k_ptr, kj, O.K, head, O.H, O.S, O.BLOCK_H)
+        v = rows_of(v_ptr, kj, O.K, head, O.HV, O.S, O.BLOCK_V)
+        k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
+        k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        x, bend = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O,
+                       MASKED)  # fmt: skip
+        p = tl.exp2(x - lse[:, None])
+        dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+        if seed is not None:
+            dp *= kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+        ds = p * (dp - delta[:, None])
+        if slope is not None:
+            d_slope -= tl.sum(ds * tl.abs(q_at - k_at).to(tl.float32), axis=1)
+        if d_bias_ptr is not None:
+            where = d_bias_ptr + qi.to(tl.int64) * O.BIAS_ROW + kj[None, :] * O.BIAS_COLUMN
+            inside = (qi < O.T) & (kj < O.S)[None, :]
+            tl.store(where, ds, mask=inside)
+        raw = ds * bend * O.SCALE
+        dq = tl.dot(raw.to(k.dtype), k, dq, input_precision="ieee")
+    return dq, d_slope
+
+
+@triton.jit
+def query_gradient_kernel(
+    d_bias_ptr,  # [B, N, T, S] float32, zeros before; or None: there is no bias, or it is broadcast
+    d_out_ptr,  # [B, T, N, HV]
+    lse_ptr,  # [B, T, N]
+    delta_ptr,
+    q_ptr,  # as in the forward
+    k_ptr,
+    v_ptr,
+    spans_ptr,
+    q_at_ptr,
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,
+    dense_ptr,
+    bias_ptr,
+    slope_ptr,
+    seed_ptr,
+    dq_ptr,  # [B, T, N, H]
+    d_slope_ptr,  # [B, N, query blocks], a part of the sum each
+    O: tl.constexpr,  # `Options`
+):
+    BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    block = BLOCKS - 1 - tl.program_id(0) % BLOCKS
+    n, b = tl.program_id(0) // BLOCKS % O.N, tl.program_id(0) // (BLOCKS * O.N)
+    head = n // (O.N // O.K)
+    wide = b.to(tl.int64)
+    at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+    k_ptr += wide * (O.S * O.K * O.H)
+    v_ptr += wide * (O.S * O.K * O.HV)
+    if q_at_ptr is not None:
+        q_at_ptr += b * O.Q_AT_BATCH
+        k_at_ptr += b * O.K_AT_BATCH
+    if q_segment_ptr is not None:
+        q_segment_ptr += b * O.Q_SEGMENT_BATCH
+        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    if dense_ptr is not None:
+        dense_ptr += wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
+    if bias_ptr is not None:
+        bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+    if d_bias_ptr is not None:
+        d_bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+    prefix, slope, seed = None, None, None
+    if prefix_ptr is not None:
+        prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
+    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[:, None]
+    q_segment = segments_of(q_segment_ptr, at, O.T)[:, None]
+    q = rows_of(q_ptr + wide * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
+    d_out = rows_of(d_out_ptr + wide * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
+    lse, delta = statistics(lse_ptr + wide * (O.T * O.N), delta_ptr + wide * (O.T * O.N), at, n, O)
+
+    dq = tl.zeros([O.BLOCK_Q, O.BLOCK_H], tl.float32)
+    d_slope = tl.zeros([O.BLOCK_Q], tl.float32)
+    span = spans_ptr + b * O.SPAN_BATCH + block * 4
+    first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    dq, d_slope = _query_blocks(
+        dq, d_slope, first, full, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
+        prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
+    dq, d_slope = _query_blocks(
+        dq, d_slope, full, full_end, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
+        prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, False)  # fmt: skip
+    dq, d_slope = _query_blocks(
+        dq, d_slope, full_end, last, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
+        prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
+    store_rows(dq_ptr + wide * (O.T * O.N * O.H), dq, at, O.N, n, O.H, O.T, O.BLOCK_H)
+    if slope_ptr is not None:
+        tl.store(d_slope_ptr + (b * O.N + n) * BLOCKS + block, tl.sum(d_slope, axis=0))
+
+
+@triton.jit
+def _key_blocks(dk, dv, begin, end, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj, k_at, k_segment, q_at_ptr, q_segment_ptr,
+                prefix, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. Logits lie
+    with the keys as rows, so that the weights are the left side of both products as they are."""
+    for m in range(begin, end):
+        at = m * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+        q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
+        d_out = rows_of(d_out_ptr, at, O.N, n, O.HV, O.T, O.BLOCK_V)
+        lse, delta = statistics(lse_ptr, delta_ptr, at, n, O)
+        q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[None, :]
+        q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
+        kq = tl.dot(k, tl.trans(q), input_precision="ieee")
+        x, bend = scores(kq, at[None, :], kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O,
+                       MASKED)  # fmt: skip
+        p = tl.exp2(x - lse[None, :])
+        dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
+        dropped = p
+        if seed is not None:
+            keep = kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+            dropped = p * keep
+            dp *= keep
+        dv = tl.dot(dropped.to(d_out.dtype), d_out, dv, input_precision="ieee")
+        raw = p * (dp - delta[None, :]) * bend * O.SCALE
+        dk = tl.dot(raw.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def key_gradient_kernel(
+    d_out_ptr,  # as above
+    lse_ptr,
+    delta_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    spans_ptr,  # [B|1, key blocks, 4]
+    q_at_ptr,
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,
+    dense_ptr,
+    bias_ptr,
+    slope_ptr,
+    seed_ptr,
+    dk_ptr,  # [B, S, K, H]
+    dv_ptr,  # [B, S, K, HV]
+    O: tl.constexpr,  # `Options`
+):
+    G: tl.constexpr = O.N // O.K
+    BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    block = tl.program_id(0) % BLOCKS
+    head, b = tl.program_id(0) // BLOCKS % O.K, tl.program_id(0) // (BLOCKS * O.K)
+    wide = b.to(tl.int64)
+    at = block * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+    d_out_ptr += wide * (O.T * O.N * O.HV)
+    lse_ptr += wide * (O.T * O.N)
+    delta_ptr += wide * (O.T * O.N)
+    q_ptr += wide * (O.T * O.N * O.H)
+    if q_at_ptr is not None:
+        q_at_ptr += b * O.Q_AT_BATCH
+        k_at_ptr += b * O.K_AT_BATCH
+    if q_segment_ptr is not None:
+        q_segment_ptr += b * O.Q_SEGMENT_BATCH
+        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    prefix = None
+    if prefix_ptr is not None:
+        prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    k_at = positions_of(k_at_ptr, at, 0, O.S)[:, None]
+    k_segment = segments_of(k_segment_ptr, at, O.S)[:, None]
+    k = rows_of(k_ptr + wide * (O.S * O.K * O.H), at, O.K, head, O.H, O.S, O.BLOCK_H)
+    v = rows_of(v_ptr + wide * (O.S * O.K * O.HV), at, O.K, head, O.HV, O.S, O.BLOCK_V)
+
+    dk = tl.zeros([O.BLOCK_K, O.BLOCK_H], tl.float32)
+    dv = tl.zeros([O.BLOCK_K, O.BLOCK_V], tl.float32)
+    span = spans_ptr + b * O.SPAN_BATCH + block * 4
+    first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    for g in range(G):  # the query heads that read this key head
+        n = head * G + g
+        dense, bias, slope, seed = dense_ptr, bias_ptr, None, None
+        if dense_ptr is not None:
+            dense = dense_ptr + wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
+        if bias_ptr is not None:
+            bias = bias_ptr + wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+        if slope_ptr is not None:
+            slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
+        if seed_ptr is not None:
+            seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
+        dk, dv = _key_blocks(
+            dk, dv, first, full, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
+            q_segment_ptr, prefix, dense, bias, slope, seed, n, O, True)  # fmt: skip
+        dk, dv = _key_blocks(
+            dk, dv, full, full_end, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
+            q_segment_ptr, prefix, dense, bias, slope, seed, n, O, False)  # fmt: skip
+        dk, dv = _key_blocks(
+            dk, dv, full_end, last, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
+            q_segment_ptr, prefix, dense, bias, slope, seed, n, O, True)  # fmt: skip
+    store_rows(dk_ptr + wide * (O.S * O.K * O.H), dk, at, O.K, head, O.H, O.S, O.BLOCK_H)
+    store_rows(dv_ptr + wide * (O.S * O.K * O.HV), dv, at, O.K, head, O.HV, O.S, O.BLOCK_V)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    d_out_ptr,  # as above
+    lse_ptr,
+    delta_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    spans_ptr,  # [B|1, query blocks, 4]
+    q_at_ptr,
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,
+    dense_ptr,
+    bias_ptr,
+    slope_ptr,
+    seed_ptr,
+    d_bias_ptr,  # [B|1, N|1, T|1, S|1] float32
+    O: tl.constexpr,  # `Options`
+):
+    """The gradient of a bias that is broadcast. A program has a block of it and goes over all that it was broadcast to, so that
+    sums are of one order, whatever runs first; logits and the gradients of weights are computed once more for it."""
+    Q_BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    rest = tl.program_id(0)
+    if O.BIAS_COLUMN == 0:
+        k_begin, k_end = 0, K_BLOCKS
+    else:
+        k_begin, k_end = rest % K_BLOCKS, rest % K_BLOCKS + 1
+        rest = rest // K_BLOCKS
+    if O.BIAS_ROW == 0:
+        q_begin, q_end = 0, Q_BLOCKS
+    else:
+        q_begin, q_end = rest % Q_BLOCKS, rest % Q_BLOCKS + 1
+        rest = rest // Q_BLOCKS
+    if O.BIAS_HEAD == 0:
+        n_begin, n_end = 0, O.N
+    else:
+        n_begin, n_end = rest % O.N, rest % O.N + 1
+        rest = rest // O.N
+    if O.BIAS_BATCH == 0:
+        b_begin, b_end = 0, O.B
+    else:
+        b_begin, b_end = rest, rest + 1
+    acc = tl.zeros([O.BLOCK_Q, O.BLOCK_K], tl.float32)
+    for b in range(b_begin, b_end):
+        wide = tl.cast(b, tl.int64)
+        q_at_row, k_at_row, q_segment_row, k_segment_row, prefix = (
+            q_at_ptr,
+            k_at_ptr,
+            q_segment_ptr,
+            k_segment_ptr,
+            None,
+        )
+        if q_at_ptr is not None:
+            q_at_row = q_at_ptr + b * O.Q_AT_BATCH
+            k_at_row = k_at_ptr + b * O.K_AT_BATCH
+        if q_segment_ptr is not None:
+            q_segment_row = q_segment_ptr + b * O.Q_SEGMENT_BATCH
+            k_segment_row = k_segment_ptr + b * O.K_SEGMENT_BATCH
+        if prefix_ptr is not None:
+            prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+        for n in range(n_begin, n_end):
+            head = n // (O.N // O.K)
+            dense, bias = dense_ptr, bias_ptr + wide * O.BIAS_BATCH + n * O.BIAS_HEAD
+            slope, seed = None, None
+            if dense_ptr is not None:
+                dense = dense_ptr + wide * O.DENSE_BATCH + n * O.DENSE_HEAD
+            if slope_ptr is not None:
+                slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
+            if seed_ptr is not None:
+                seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
+            for i in range(q_begin, q_end):
+                span = spans_ptr + b * O.SPAN_BATCH + i * 4
+                begin, end = tl.maximum(tl.load(span), k_begin), tl.minimum(tl.load(span + 3), k_end)
+                at = i * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+                q_at = positions_of(q_at_row, at, O.S - O.T, O.T)[:, None]
+                q_segment = segments_of(q_segment_row, at, O.T)[:, None]
+                q = rows_of(q_ptr + wide * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
+                d_out = rows_of(d_out_ptr + wide * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
+                lse, delta = statistics(lse_ptr + wide * (O.T * O.N), delta_ptr + wide * (O.T * O.N), at, n, O)
+                for j in range(begin, end):
+                    kj = j * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+                    k = rows_of(k_ptr + wide * (O.S * O.K * O.H), kj, O.K, head, O.H, O.S, O.BLOCK_H)
+                    v = rows_of(v_ptr + wide * (O.S * O.K * O.HV), kj, O.K, head, O.HV, O.S, O.BLOCK_V)
+                    k_at = positions_of(k_at_row, kj, 0, O.S)[None, :]
+                    k_segment = segments_of(k_segment_row, kj, O.S)[None, :]
+                    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+                    x, _ = scores(qk, at[:, None], kj[None, :], q_at, k_at, q_segment, k_segment, prefix, dense, bias, slope,
+                                   O, True)  # fmt: skip
+                    dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+                    if seed is not None:
+                        dp *= kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+                    acc += tl.exp2(x - lse[:, None]) * (dp - delta[:, None])
+    where = d_bias_ptr + b_begin * O.BIAS_BATCH + n_begin * O.BIAS_HEAD
+    rows = q_begin * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+    cols = k_begin * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+    if O.BIAS_ROW == 0:
+        by_column = tl.sum(acc, axis=0)
+        if O.BIAS_COLUMN == 0:
+            tl.store(where, tl.sum(by_column, axis=0))
+        else:
+            tl.store(where + cols, by_column, mask=cols < O.S)
+    else:
+        if O.BIAS_COLUMN == 0:
+            tl.store(where + rows * O.BIAS_ROW, tl.sum(acc, axis=1), mask=rows < O.T)
+        else:
+            inside = (rows < O.T)[:, None] & (cols < O.S)[None, :]
+            tl.store(where + rows.to(tl.int64)[:, None] * O.BIAS_ROW + cols[None, :], acc, mask=inside)

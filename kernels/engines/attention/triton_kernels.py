@@ -1,0 +1,129 @@
+"""The forward kernel of flash attention in Triton; those of the backward are in `triton_gradients.py`. Plain Triton: any GPU
+since Ampere, and the interpreter.
+
+A program has a block of queries, or of keys, of one head and row of the batch, and goes over the blocks that meet it: where
+every pair attends without a look at the mask, elsewhere entry by entry (blocks.py). Logits are in units of log 2, so that every
+exponential is one instruction.
+"""
+
+# Triton declares tensors where its compiler takes constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.engines.attention.triton_parts import (
+    LN2,
+    LOG2E,
+    kept,
+    positions_of,
+    rows_of,
+    scores,
+    segments_of,
+    store_rows,
+)
+
+
+@triton.jit
+def _forward_blocks(acc, largest, total, begin, end, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+                    dense_ptr, bias_ptr, slope, seed, head, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Returns the state of the rows after the key blocks from `begin` to `end`."""
+    for n in range(begin, end):
+        kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+        k = rows_of(k_ptr, kj, O.K, head, O.H, O.S, O.BLOCK_H)
+        k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
+        k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        x, _ = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O,
+                       MASKED)  # fmt: skip
+        new = tl.maximum(largest, tl.max(x, axis=1))
+        anchor = new
+        if MASKED:
+            anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+        p = tl.exp2(x - anchor[:, None])
+        rescale = tl.exp2(largest - anchor)
+        total = total * rescale + tl.sum(p, axis=1)
+        largest = new
+        if seed is not None:
+            p *= kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+        v = rows_of(v_ptr, kj, O.K, head, O.HV, O.S, O.BLOCK_V)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, largest, total
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr,  # [B, T, N, H]
+    k_ptr,  # [B, S, K, H]
+    v_ptr,  # [B, S, K, HV]
+    spans_ptr,  # [B|1, query blocks, 4]
+    q_at_ptr,  # [B|1, T], positions, or None; so all below
+    k_at_ptr,
+    q_segment_ptr,
+    k_segment_ptr,
+    prefix_ptr,  # [B|1]
+    dense_ptr,  # [B|1, N|1, T|1, S|1] int8
+    bias_ptr,  # likewise
+    sink_ptr,  # [N]: the log-sum-exp of a head's sinks
+    slope_ptr,  # [B|1, N]
+    seed_ptr,  # [B|1, N|1]
+    out_ptr,  # [B, T, N, HV]
+    lse_ptr,  # [B, T, N]
+    O: tl.constexpr,  # `Options`
+):
+    # The last queries see the most keys, as a rule: the longest programs first.
+    BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    block = BLOCKS - 1 - tl.program_id(0) % BLOCKS
+    n, b = tl.program_id(0) // BLOCKS % O.N, tl.program_id(0) // (BLOCKS * O.N)
+    head = n // (O.N // O.K)
+    wide = b.to(tl.int64)
+    at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+    q_ptr += wide * (O.T * O.N * O.H)
+    k_ptr += wide * (O.S * O.K * O.H)
+    v_ptr += wide * (O.S * O.K * O.HV)
+    if q_at_ptr is not None:
+        q_at_ptr += b * O.Q_AT_BATCH
+        k_at_ptr += b * O.K_AT_BATCH
+    if q_segment_ptr is not None:
+        q_segment_ptr += b * O.Q_SEGMENT_BATCH
+        k_segment_ptr += b * O.K_SEGMENT_BATCH
+    if dense_ptr is not None:
+        dense_ptr += wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
+    if bias_ptr is not None:
+        bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+    prefix, slope, seed = None, None, None
+    if prefix_ptr is not None:
+        prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
+    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[:, None]
+    q_segment = segments_of(q_segment_ptr, at, O.T)[:, None]
+    q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
+
+    acc = tl.zeros([O.BLOCK_Q, O.BLOCK_V], tl.float32)
+    largest = tl.full([O.BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([O.BLOCK_Q], tl.float32)
+    if sink_ptr is not None:  # the first "key" of every row, whose value is zero
+        sink = tl.load(sink_ptr + n) * LOG2E
+        largest = tl.zeros([O.BLOCK_Q], tl.float32) + sink
+        total = tl.where(largest > float("-inf"), 1.0, 0.0)
+    span = spans_ptr + b * O.SPAN_BATCH + block * 4
+    first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    acc, largest, total = _forward_blocks(
+        acc, largest, total, first, full, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+        dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
+    acc, largest, total = _forward_blocks(
+        acc, largest, total, full, full_end, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+        dense_ptr, bias_ptr, slope, seed, head, O, False)  # fmt: skip
+    acc, largest, total = _forward_blocks(
+        acc, largest, total, full_end, last, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+        dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
+    some = total != 0  # of a NaN too, so that lse is one
+    total = tl.where(some, total, 1.0)
+    lse = tl.where(some, (largest + tl.log2(total)) * LN2, float("-inf"))
+    tl.store(lse_ptr + (wide * O.T + at) * O.N + n, lse, mask=at < O.T)
+    store_rows(out_ptr + wide * (O.T * O.N * O.HV), acc / total[:, None], at, O.N, n, O.HV, O.T, O.BLOCK_V)

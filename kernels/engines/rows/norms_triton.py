@@ -1,0 +1,370 @@
+"""Norms of whole rows on GPUs, of x or of x + residual: a program holds whole rows, so each array is read or written once.
+
+rms_norm is layer_norm without the mean: where a kernel has no pointer to means there is none, and no array for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from kernels.engines.rows import rows as cut
+from kernels.engines.rows.norms import NormConfig
+from kernels.framework.binding import Call
+from kernels.framework.work import Work
+from kernels.toolchains.triton import triton_launch
+
+# Bytes of shared memory for tiles that are read ahead: beside it a block of an A100 has room for what its sums exchange.
+READ_AHEAD = 128 * 1024
+WIDEST_AHEAD = 8192
+
+
+@triton.jit
+def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Returns CHUNKS tiles of BLOCK_D columns each. They keep their dtype, which halves the registers of 16-bit types."""
+    tiles = ()
+    for i in tl.static_range(CHUNKS):
+        tiles = tiles + (tl.load(ptr + offsets + i * BLOCK_D, mask=mask, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def _factor(weight_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
+    """Returns what a row is multiplied by, float32 [1, columns]; 1 without a weight."""
+    factor = tl.full([1, 1], 1.0, tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight += 1.0
+        factor = weight[None, :]
+    return factor
+
+
+@triton.jit
+def _factors(weight_ptr, cols, D, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """Returns what the chunks of a row are multiplied by."""
+    factors = ()
+    for i in tl.static_range(CHUNKS):
+        factors = factors + (_factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED),)
+    return factors
+
+
+@triton.jit
+def _summand(x, TALL_SUMS: tl.constexpr):
+    """Returns what a sum over rows takes of a tile: all of it, or its rows added up."""
+    part = x
+    if not TALL_SUMS:
+        part = tl.sum(x, axis=0, keep_dims=True)
+    return part
+
+
+@triton.jit
+def norm_fwd_kernel(
+    x_ptr,
+    residual_ptr,  # None: x alone
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    stream_ptr,  # x + residual, in the dtype of residual
+    mean_ptr,  # None: the mean is not taken off
+    rstd_ptr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    mask = (rows < M)[:, None] & (cols < D)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
+    x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
+    if residual_ptr is not None:
+        residual = _load(residual_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        stream = ()
+        for i in tl.static_range(CHUNKS):
+            # Rounded first: what is normalised is what goes on.
+            total = (x[i].to(tl.float32) + residual[i].to(tl.float32)).to(stream_ptr.dtype.element_ty)
+            tl.store(stream_ptr + offsets + i * BLOCK_D, total, mask=mask)
+            stream = stream + (total,)
+        x = stream
+    mean = tl.zeros([BLOCK_M], tl.float32)
+    if mean_ptr is not None:
+        total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for i in tl.static_range(CHUNKS):
+            total += x[i].to(tl.float32)
+        mean = tl.sum(total, axis=1) / D
+        tl.store(mean_ptr + rows, mean, mask=rows < M)
+    squares = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        apart = x[i].to(tl.float32)
+        if mean_ptr is not None:
+            # Of a chunk that reaches past D, what is masked is 0, and that is not its distance from the mean.
+            apart = tl.where(mask, apart - mean[:, None], 0.0)
+        squares += apart * apart
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / D + EPS)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    for i in tl.static_range(CHUNKS):
+        out = x[i].to(tl.float32)
+        if mean_ptr is not None:
+            out = out - mean[:, None]
+        out = out * rstd[:, None] * _factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED)
+        if bias_ptr is not None:
+            out += tl.load(bias_ptr + i * BLOCK_D + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + offsets + i * BLOCK_D, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_bwd_kernel(
+    x_ptr,  # or the stream
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    d_out_ptr,
+    d_stream_ptr,  # None without a residual
+    d_mean_ptr,
+    d_rstd_ptr,
+    dx_ptr,  # in the dtype of what was normalised
+    narrow_dx_ptr,  # the same in that of x, where the stream has another; else None
+    dweight_ptr,  # [programs, D] float32: a partial sum for each program
+    dbias_ptr,  # the same
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TALL_SUMS: tl.constexpr,  # sums keep a row for each of BLOCK_M, and are added up at the end
+    STAGES: tl.constexpr,  # tiles of rows that are on their way at one time, in shared memory; 1: into registers, as needed
+):
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_D)
+    dweight, dbias = (), ()
+    for _ in tl.static_range(CHUNKS):
+        dweight = dweight + (tl.zeros([BLOCK_M if TALL_SUMS else 1, BLOCK_D], tl.float32),)
+        dbias = dbias + (tl.zeros([BLOCK_M if TALL_SUMS else 1, BLOCK_D], tl.float32),)
+    factors = ()
+    if STAGES > 1:
+        factors = _factors(weight_ptr, cols, D, CHUNKS, BLOCK_D, ZERO_CENTERED)
+    for start in tl.range(program * BLOCK_M, M, PROGRAMS * BLOCK_M, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < D)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
+        x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        g = _load(d_out_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        d_stream = g
+        if d_stream_ptr is not None:
+            d_stream = _load(d_stream_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        d_rstd = tl.load(d_rstd_ptr + rows, mask=rows < M, other=0.0)
+        mean, d_mean = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+            d_mean = tl.load(d_mean_ptr + rows, mask=rows < M, other=0.0)
+        weight = factors
+        if STAGES == 1:
+            # Read again for each tile: it stays in the cache, and x and g are in the registers that it would take.
+            weight = _factors(weight_ptr, cols, D, CHUNKS, BLOCK_D, ZERO_CENTERED)
+        total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        products = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for i in tl.static_range(CHUNKS):
+            apart = x[i].to(tl.float32)
+            if mean_ptr is not None:
+                apart = apart - mean[:, None]
+            scaled = g[i].to(tl.float32) * weight[i]
+            total += scaled
+            products += scaled * apart
+        through_rstd = (tl.sum(products, axis=1) + d_rstd) * rstd * rstd / D
+        through_mean = mean
+        if mean_ptr is not None:
+            through_mean = (tl.sum(total, axis=1) * rstd - d_mean) / D
+        weight_sums, bias_sums = (), ()
+        for i in tl.static_range(CHUNKS):
+            apart = x[i].to(tl.float32)
+            if mean_ptr is not None:
+                apart = apart - mean[:, None]
+            normal = apart * rstd[:, None]
+            wide = g[i].to(tl.float32)
+            if dweight_ptr is not None:
+                weight_sums = weight_sums + (dweight[i] + _summand(wide * normal, TALL_SUMS),)
+            if dbias_ptr is not None:
+                bias_sums = bias_sums + (dbias[i] + _summand(wide, TALL_SUMS),)
+            dx = wide * weight[i] * rstd[:, None]
+            if mean_ptr is not None:
+                dx = dx - through_mean[:, None]
+            dx = dx - normal * through_rstd[:, None]
+            if d_stream_ptr is not None:
+                dx += d_stream[i].to(tl.float32)
+            tl.store(dx_ptr + offsets + i * BLOCK_D, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if narrow_dx_ptr is not None:
+                narrow = dx.to(narrow_dx_ptr.dtype.element_ty)
+                tl.store(narrow_dx_ptr + offsets + i * BLOCK_D, narrow, mask=mask)
+        if dweight_ptr is not None:
+            dweight = weight_sums
+        if dbias_ptr is not None:
+            dbias = bias_sums
+    for i in tl.static_range(CHUNKS):
+        at = program * D + i * BLOCK_D + cols
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + at, tl.sum(dweight[i], axis=0), mask=cols < D)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + at, tl.sum(dbias[i], axis=0), mask=cols < D)
+
+
+def _rows_lie_in_threads(block_d: int, num_warps: int, itemsize: int) -> bool:
+    """Returns whether a thread has its columns of all rows of a tile, so that adding up rows moves nothing: what all threads
+    load at once, 16 bytes each, is a row or less."""
+    return block_d >= num_warps * 32 * (16 // itemsize)
+
+
+def normalised(
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    cfg: Any,
+    work: Work,
+    *,
+    eps: float,
+    centered: bool,
+    zero_centered: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Returns (out, stream if there is a residual, mean if it is `centered`, rstd)."""
+    D = x.shape[-1]
+    M = x.size // D
+    chunks, block_d = cut.tiles(D)
+    of_rows = jax.ShapeDtypeStruct((M,), jnp.float32)
+    out_shape = {"out_ptr": jax.ShapeDtypeStruct((M, D), x.dtype)}
+    if residual is not None:
+        out_shape["stream_ptr"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
+        residual = residual.reshape(M, D)
+    out_shape |= {"mean_ptr": of_rows, "rstd_ptr": of_rows} if centered else {"rstd_ptr": of_rows}
+    unused: dict[str, Any] = {n: None for n in ("stream_ptr", "mean_ptr") if n not in out_shape}
+    made = triton_launch(
+        norm_fwd_kernel,
+        x.reshape(M, D),
+        residual,
+        weight,
+        bias,
+        out_shape=tuple(out_shape.values()),
+        grid=(triton.cdiv(M, cfg.block_rows),),
+        num_warps=cfg.num_warps,
+        work=work,
+        M=M,
+        D=D,
+        EPS=eps,
+        ZERO_CENTERED=zero_centered,
+        BLOCK_M=cfg.block_rows,
+        BLOCK_D=block_d,
+        CHUNKS=chunks,
+        **unused,
+    )
+    return tuple(y.reshape(x.shape if y.ndim == 2 else x.shape[:-1]) for y in made)
+
+
+def pulled(
+    saved: Any,
+    normalised: jax.Array,
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    cfg: Any,
+    work: Work,
+    *,
+    zero_centered: bool = False,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (dx in the dtype of what was normalised, {"x": dx in its own, and the gradients of weight and bias})."""
+    D = x.shape[-1]
+    M = x.size // D
+    chunks, block_d = cut.tiles(D)
+    programs = min(triton.cdiv(M, cfg.backward_block_rows), cfg.backward_programs)
+    out_shape = {"dx_ptr": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
+    if normalised.dtype != x.dtype:
+        out_shape["narrow_dx_ptr"] = jax.ShapeDtypeStruct((M, D), x.dtype)
+    summed = [name for name, given in (("weight", weight), ("bias", bias)) if given is not None]
+    out_shape |= {f"d{n}_ptr": jax.ShapeDtypeStruct((programs, D), jnp.float32) for n in summed}
+    unused: dict[str, Any] = {n: None for n in ("narrow_dx_ptr", "dweight_ptr", "dbias_ptr") if n not in out_shape}
+
+    def flat(name: str, *shape: int) -> jax.Array | None:
+        return saved[name].reshape(shape) if name in saved else None
+
+    result = triton_launch(
+        norm_bwd_kernel,
+        normalised.reshape(M, D),
+        weight,
+        flat("mean", M),
+        flat("rstd", M),
+        flat("d_out", M, D),
+        flat("d_stream", M, D),
+        flat("d_mean", M),
+        flat("d_rstd", M),
+        out_shape=tuple(out_shape.values()),
+        grid=(programs,),
+        num_warps=cfg.backward_num_warps,
+        work=work,
+        M=M,
+        D=D,
+        ZERO_CENTERED=zero_centered,
+        PROGRAMS=programs,
+        BLOCK_M=cfg.backward_block_rows,
+        BLOCK_D=block_d,
+        CHUNKS=chunks,
+        TALL_SUMS=not _rows_lie_in_threads(block_d, cfg.backward_num_warps, x.dtype.itemsize),
+        STAGES=cfg.backward_num_stages,
+        **unused,
+    )
+    found = dict(zip(out_shape, result, strict=True))
+    dx = found["dx_ptr"].reshape(x.shape)
+    narrow = found.get("narrow_dx_ptr", dx).reshape(x.shape)
+    # Summed in a fixed order, not by atomics: the same call gives the same bits.
+    return dx, {"x": narrow, **{n: jnp.sum(found[f"d{n}_ptr"], axis=0) for n in summed}}
+
+
+def rejects(call: Call) -> str | None:
+    """Returns why the kernels cannot run a call."""
+    if call.x.size == 0:
+        return "x has no elements"
+    if call.dims["D"] > cut.WIDEST:
+        return f"D = {call.dims['D']} is more than {cut.WIDEST}, and a row must fit the registers of one program"
+    return None
+
+
+def _read_ahead(call: Call, rows: int) -> int:
+    """Returns the most stages of a backward: what is read of the next tile or two fits shared memory. 1 for narrow rows, of
+    which there are many programs, and for those so wide that they fill the registers and are as many bytes on their way."""
+    D = call.dims["D"]
+    chunks, block_d = cut.tiles(D)
+    if chunks > 1 or D < cut.WIDE or block_d > WIDEST_AHEAD:
+        return 1
+    x, stream = call.x.dtype.itemsize, jnp.dtype(call.arguments.get("residual", call.x).dtype).itemsize
+    tile = rows * block_d * (x + stream * (2 if "residual" in call.arguments else 1))
+    return 1 + min(2, READ_AHEAD // tile)
+
+
+def shapes(call: Call, *, crowded: bool) -> NormConfig:
+    """Returns the tiles of a call; `crowded` as `rows.shapes` has it."""
+    itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
+    found = cut.shapes(call.dims["D"], itemsize, crowded=crowded)
+    return NormConfig(*found, _read_ahead(call, found[2]))
+
+
+def candidates(call: Call) -> list[NormConfig]:
+    """Returns what to choose from when tuning: every shape, and with tiles read ahead."""
+    found = cut.candidates(call.dims["D"])
+    return [NormConfig(*shape, n + 1) for shape in found for n in range(_read_ahead(call, shape[2]))]
+
+
+FACTS: Any = {
+    "platforms": {"cuda"},
+    "dtypes": {"float32", "bfloat16", "float16"},
+    "rejects": rejects,
+    "candidates": candidates,
+    "version": 2,
+}

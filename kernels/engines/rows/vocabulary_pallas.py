@@ -1,0 +1,105 @@
+"""Passes over logits [M, V] on TPUs: tiles of rows and of the vocabulary, each read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.framework.binding import Call
+from kernels.framework.work import Work
+from kernels.toolchains.pallas import pallas_launch
+
+# Entries of a tile: a megabyte of float32, which with the next one on its way and what is made of it is within 16 MiB of VMEM.
+ELEMENTS = 256 * 1024
+LANES = 128
+
+
+def columns(call: Call) -> list[int]:
+    """Returns how many columns a tile may have, what is taken untuned first; whole tiles of 128 lanes."""
+    whole = -(-call.dims["V"] // LANES) * LANES
+    return list(dict.fromkeys(min(most, whole) for most in (2048, 1024, 4096)))
+
+
+def passed(
+    kernel: Callable,
+    logits: Sequence[jax.Array],
+    rows: Sequence[jax.Array],
+    cols: int,
+    *,
+    made: int | jnp.dtype,
+    work: Work,
+    kept: int = 0,
+    **options: Any,
+) -> list[jax.Array]:
+    """Returns the outputs of `kernel(*logits, *rows, *outputs, *kept, V=, **options)` over tiles of all the logits.
+
+    Args:
+      logits: [M, V] each, of which a tile has `cols` columns, the last one what is left of V.
+      rows: [M] each; a tile has [rows, 1] of them.
+      made: how many float32 [M] are made, tile after tile of a row; or the dtype of the one [M, V] that is.
+      kept: how many float32 [rows, 1] besides are kept from one tile of a row to the next.
+    """
+    M, V = logits[0].shape
+    cols = min(V, cols)
+    # A narrow tile takes whole lanes as well, and so do the numbers of its rows.
+    lanes = -(-cols // LANES) * LANES
+    height = min(M, max(16, ELEMENTS // len(logits) // lanes // 16 * 16))
+    tile, row = pl.BlockSpec((height, cols), lambda i, j: (i, j)), pl.BlockSpec((height, 1), lambda i, j: (i, 0))
+    by_row = isinstance(made, int)
+    out = [jax.ShapeDtypeStruct((M, 1), jnp.float32)] * made if by_row else [jax.ShapeDtypeStruct((M, V), made)]
+
+    def run(*refs: Any) -> None:
+        kernel(*refs, V=V, **options)
+
+    found = pallas_launch(
+        run,
+        *logits,
+        *(x[:, None] for x in rows),
+        out_shape=tuple(out),
+        grid=(pl.cdiv(M, height), pl.cdiv(V, cols)),
+        in_specs=[*(tile for _ in logits), *(row for _ in rows)],
+        out_specs=tuple(row if by_row else tile for _ in out),
+        scratch_shapes=[pltpu.VMEM((height, 1), jnp.float32)] * kept,
+        dimension_semantics=("parallel", "arbitrary" if by_row else "parallel"),
+        work=work,
+        name=kernel.__name__,
+    )
+    return [x[:, 0] if by_row else x for x in found]
+
+
+def column(shape: tuple[int, ...]) -> jax.Array:
+    """Returns the entry of the vocabulary that each place of this tile has."""
+    return pl.program_id(1) * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def tile_by_tile(tile: tuple[int, ...], V: int, add: Callable[[Callable], None]) -> None:
+    """Calls `add(within)` for a tile; `within(x, other)` has `other` past the vocabulary, where there is anything. Only the
+    last tile has such places, and only it pays for looking."""
+    cols = tile[1]
+    if V % cols == 0:
+        add(lambda x, other: x)
+        return
+    last = pl.num_programs(1) - 1
+    pl.when(pl.program_id(1) < last)(lambda: add(lambda x, other: x))
+    pl.when(pl.program_id(1) == last)(lambda: add(lambda x, other: jnp.where(column(tile) < V, x, other)))
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """Returns 0 where x is infinite or NaN: what is subtracted in an exponential, which then is 0, infinite or NaN itself."""
+    return jnp.where(jnp.abs(x) < jnp.inf, x, 0.0)
+
+
+def shares(x: jax.Array, lse: jax.Array) -> jax.Array:
+    """Returns the softmax of a tile, 0 in a row of nothing: -inf, and lse with it."""
+    return jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
+
+
+def joined(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (the largest entry of each row with those of a tile, exponentials of the tile, by what sums so far shrink)."""
+    new = jnp.maximum(largest, jnp.max(x, axis=1, keepdims=True))
+    return new, jnp.exp(x - finite(new)), jnp.exp(largest - finite(new))

@@ -1,0 +1,230 @@
+"""What an operation is made of beside its contract: cases, backends, and the plan of a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.framework.binding import Call, Parameter, is_float_array
+from kernels.framework.dims import Dim
+from kernels.framework.platforms import PLATFORMS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of shapes and options: a row of tests, benchmarks, tuning and documentation.
+
+    Attributes:
+      dims: dim name -> size (a tuple for `*name`).
+      options: values of the static parameters.
+      arrays: names of optional float arrays to include.
+      make: argument name -> function (rng, dims) -> array or pytree, for what random normals do not fit.
+      shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or function of dims
+        that gives it (a width that is a sum of two).
+      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick
+        tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (where any case has it: only these are
+        interpreted in the quick tests, for backends that need an interpreter).
+    """
+
+    name: str
+    dims: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arrays: tuple[str, ...] = ()
+    make: Mapping[str, Callable] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+
+    def draws(self, p: Parameter) -> bool:
+        """Returns whether an argument is drawn at random, floats of its shape."""
+        return p.kind in ("float", "any") and p.name not in self.make and (p.required or p.name in self.arrays)
+
+    def shape(self, p: Parameter) -> tuple[int, ...]:
+        """Returns the shape of an argument."""
+        said = self.shapes.get(p.name)
+        return said(self.dims) if callable(said) else said or p.shape(self.dims)
+
+
+class Operation(Protocol):
+    """What the rest of the core knows of an operation."""
+
+    name: str
+    function: Callable
+    parameters: dict[str, Parameter]
+    outputs: tuple[str, ...]
+    output_dims: tuple[tuple[Dim, ...], ...]
+    residuals: tuple[str, ...]
+    kept: Callable | None
+    no_gradient: tuple[str, ...]
+    local_dims: frozenset[str]
+    sum_dims: frozenset[str]
+    tied_dims: tuple[tuple[str, str], ...]
+    elsewhere: dict[str, str]
+    offset_of: dict[str, str]
+    weights: tuple[str, ...]
+    same_dtype: tuple[str, ...]
+    classes: Callable[[Call], str | None] | None
+    backward_inputs: Callable[[dict, dict], dict] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call: ...
+
+    def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan: ...
+
+    def used_options(self, call: Call) -> list[str]: ...
+
+    def used_features(self, call: Call) -> list[str]: ...
+
+
+def case_inputs(
+    op: Operation, case: Case, *, dtype: Any = "float32", seed: int = 0, shapes_only: bool = False
+) -> dict[str, Any]:
+    """Returns the keyword arguments of a case, see `Op.case_inputs`."""
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    arguments: dict[str, Any] = dict(case.options)
+    for p in op.parameters.values():
+        if p.name in case.make:
+            value = case.make[p.name](rng, case.dims)
+            arguments[p.name] = jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value)
+        elif case.draws(p):
+            shape = case.shape(p)
+            arguments[p.name] = (
+                jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+                if shapes_only
+                else jnp.asarray(rng.standard_normal(shape), dtype)
+            )
+        elif p.kind is not None and (p.required or p.name in case.arrays):
+            raise TypeError(f"{op.name}, case {case.name}: say how to make {p.name!r}")
+    return arguments
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """One implementation of an operation, and what it can do. Built by `Op.register`.
+
+    The parameters that `forward` and `backward` name are those that they support; a call that uses another is refused.
+    """
+
+    name: str
+    platforms: frozenset[str]
+    dtypes: frozenset[str]
+    features: frozenset[str]
+    forward: Callable
+    backward: Callable | None
+    keeping: Callable | None
+    rejects: Callable[[Call], str | None] | None
+    heuristic: Callable[[Call, str], Any] | None
+    candidates: Callable[[Call], Iterable[Any]] | None
+    symbolic: frozenset[str]
+    version: int
+
+    @property
+    def toolchain(self) -> str:
+        """What `platform=` may say for it: xla, triton, pallas, cudnn."""
+        return self.name.split("_")[0]
+
+    def names(self, backward: bool = False) -> frozenset[str]:
+        """Returns the parameters that a direction takes."""
+        function = self.backward if backward else self.forward
+        return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
+
+    def missing(self, op: Operation, call: Call, differentiated: bool) -> list[str]:
+        """Returns what the call uses and this backend does not support."""
+        missing = [name for name in op.used_options(call) if name not in self.names()]
+        if differentiated and self.backward is not None:
+            missing += [n for n in op.used_options(call) if n not in {*self.names(backward=True), *missing}]
+        return missing + [name for name in op.used_features(call) if name not in self.features]
+
+    def refuses(self, op: Operation, call: Call, differentiated: bool) -> str | None:
+        """Returns why this backend cannot run the call, or None if it can."""
+        if call.dtype not in self.dtypes:
+            return f"dtype {call.dtype} is not among {', '.join(sorted(self.dtypes))}"
+        missing = self.missing(op, call, differentiated)
+        if missing:
+            return f"it does not support {', '.join(missing)}"
+        if differentiated and self.backward is None:
+            return "it has no backward"
+        symbols = [dim for dim in call.symbolic_dims() if dim not in self.symbolic]
+        if symbols:
+            return f"it needs the size of {', '.join(symbols)} when it is compiled, and that is a symbol here"
+        return self.rejects(call) if self.rejects else None
+
+    def run(self, direction: str, arguments: Mapping[str, Any], cfg: Any, *first: Any) -> Any:
+        """Returns the result of `forward`, `keeping` or `backward` on the arguments of the contract that it takes."""
+        function, names = getattr(self, direction), self.names(direction == "backward")
+        own = {name: value for name, value in arguments.items() if name in names}
+        return function(*first, **own, **({"cfg": cfg} if "cfg" in names else {}))
+
+
+def make_backend(
+    op: Operation,
+    forward: Callable,
+    backward: Callable | None,
+    keeping: Callable | None,
+    name: str | None,
+    facts: Mapping[str, Any],
+) -> Backend:
+    """Returns the backend, after checking what it claims.
+
+    Raises:
+      TypeError: an unknown platform or feature, or a function that does not take the contract's parameters by name.
+    """
+    unknown = set(facts["platforms"]) - set(PLATFORMS)
+    if unknown:
+        raise TypeError(f"{op.name}: unknown platforms {sorted(unknown)}; there are {', '.join(PLATFORMS)}")
+    stem = name or forward.__module__.rpartition(".")[2]
+    required = [p.name for p in op.parameters.values() if p.required]
+    for function, first in ((forward, 0), (backward, 1)):
+        if function is None:
+            continue
+        taken = list(inspect.signature(function).parameters.values())
+        if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in taken):
+            raise TypeError(
+                f"{op.name} on {stem}: {function.__name__} must name the parameters that it supports, not take *"
+            )
+        names = [p.name for p in taken]
+        strange = [n for n in names[first:] if n not in op.parameters and n != "cfg"]
+        lost = [n for n in required if n not in names] if function is forward else []
+        if strange or lost or (first and names[:1] != ["saved"]):
+            raise TypeError(
+                f"{op.name} on {stem}: {function.__name__}({', '.join(names)}) must take "
+                f"{'saved, and then ' if first else ''}by name what it supports of {', '.join(op.parameters)}, and cfg"
+                + (f"; it lacks {', '.join(lost)}" if lost else "")
+                + (f"; there is no {', '.join(strange)}" if strange else "")
+            )
+    if (keeping is None) != (op.kept is None or backward is None):
+        raise TypeError(
+            f"{op.name} on {stem}: `keeping` goes with a backward and with the contract's `kept`; here "
+            f"{'it is missing' if keeping is None else 'there is none for it'}"
+        )
+    if keeping is not None and {*inspect.signature(keeping).parameters} != {*inspect.signature(forward).parameters}:
+        raise TypeError(f"{op.name} on {stem}: {keeping.__name__} must take what {forward.__name__} takes")
+    sets: dict[str, Any] = {n: frozenset(facts[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
+    rest: dict[str, Any] = {n: facts[n] for n in ("rejects", "heuristic", "candidates", "version")}
+    return Backend(name=stem, forward=forward, backward=backward, keeping=keeping, **sets, **rest)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs on one platform: a backend with its configuration, and the measurement that chose it, if one did; or the
+    reason why none does."""
+
+    platform: str
+    backend: Backend | None
+    cfg: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs on each platform that a program may be lowered for, and what the caller asked for."""
+
+    choices: tuple[Choice, ...]
+    toolchain: str | None
+    cfg: Any

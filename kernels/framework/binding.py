@@ -1,0 +1,349 @@
+"""What a call to an operation is made of: its declared parameters, and one call bound, checked and classified.
+
+The dims of a contract are written in its jaxtyping annotations (`Float[Array, "B T N H"]`). They are read once,
+here, and every check of shape and dtype, every test array and every sharding spec comes from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from kernels.framework import options
+from kernels.framework.dims import Dim
+from kernels.framework.options import is_array
+
+_KINDS = {
+    "Float": "float",
+    "Int": "int",
+    "UInt": "int",
+    "Integer": "int",
+    "Bool": "bool",
+    "Shaped": "any",
+    "Num": "any",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a contract. `kind` is None for what is not an array by declaration (options, pytrees)."""
+
+    name: str
+    kind: str | None
+    dims: tuple[Dim, ...]
+    default: Any
+    required: bool
+    positional: bool
+    static: bool  # declared as a Python number, string or bool: compiled in, never traced
+    annotation: Any = Any
+
+    def shape(self, dims: Mapping[str, Any]) -> tuple[int, ...]:
+        """Returns the shape of the argument for those sizes."""
+        sizes: list[int] = []
+        for d in self.dims:
+            sizes.extend(
+                dims.get(d.name, ()) if d.variadic else [d.size if d.size is not None else dims[d.name] + d.offset]
+            )
+        return tuple(sizes)
+
+
+_STATIC_TYPES = (bool, int, float, str)
+
+
+def _array_annotation(annotation: Any) -> tuple[str, tuple[Dim, ...]] | None:
+    for member in options.members(annotation):
+        if hasattr(member, "dim_str") and hasattr(member, "dtypes"):
+            kind = _KINDS.get(member.__name__.split("[")[0], "any")
+            return kind, tuple(Dim.parse(part) for part in member.dim_str.split())
+    return None
+
+
+def parameters_of(function: Callable) -> dict[str, Parameter]:
+    """Returns the parameters of a contract by name, in order, read from its signature and annotations."""
+    hints = typing.get_type_hints(function)
+    result = {}
+    for p in inspect.signature(function).parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise TypeError(f"{function.__name__}: a contract names every parameter; *{p.name} is not allowed")
+        annotation = hints.get(p.name, Any)
+        array = _array_annotation(annotation)
+        members = [m for m in options.members(annotation) if m is not type(None)]
+        result[p.name] = Parameter(
+            name=p.name,
+            kind=array[0] if array else None,
+            dims=array[1] if array else (),
+            default=None if p.default is p.empty else p.default,
+            required=p.default is p.empty,
+            positional=p.kind is not p.KEYWORD_ONLY,
+            static=array is None and bool(members) and all(m in _STATIC_TYPES for m in members),
+            annotation=annotation,
+        )
+    return result
+
+
+def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
+    """Returns the dims of each output, read from the return annotation of a contract.
+
+    Raises:
+      TypeError: there is none, or not one for each output.
+    """
+    hint = typing.get_type_hints(function).get("return")
+    hints = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
+    read = [_array_annotation(h) for h in hints]
+    if len(read) != count or None in read:
+        raise TypeError(f"{function.__name__}: its return annotation must give the dims of {count} outputs, got {hint}")
+    return tuple(found[1] for found in read if found is not None)
+
+
+def is_float_array(value: Any) -> bool:
+    return is_array(value) and jax.dtypes.issubdtype(value.dtype, np.floating)
+
+
+def is_traced_argument(value: Any) -> bool:
+    """Returns whether an argument travels as data: an array, or a pytree whose leaves are all arrays (MaskInfo)."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return False
+    leaves = jax.tree.leaves(value)
+    if not leaves:
+        return not isinstance(value, (tuple, list, dict))
+    return all(is_array(leaf) for leaf in leaves)
+
+
+def floats_apart(traced: Mapping[str, Any], without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (floats, others): the arguments that have float leaves with None in place of their other leaves, and all
+    arguments with None in place of those float leaves.
+
+    Args:
+      without: arguments all of whose leaves count as others: floats that have no gradient.
+    """
+    floats = {
+        n: jax.tree.map(lambda x: x if is_float_array(x) else None, v)
+        for n, v in traced.items()
+        if n not in without and any(map(is_float_array, jax.tree.leaves(v)))
+    }
+    others = {
+        n: jax.tree.map(lambda x: None if is_float_array(x) else x, v) if n in floats else v for n, v in traced.items()
+    }
+    return floats, others
+
+
+def merged(floats: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that `floats_apart` took apart."""
+
+    def either(a: Any, b: Any) -> Any:
+        return b if a is None else a
+
+    return {
+        n: jax.tree.map(either, floats[n], v, is_leaf=lambda x: x is None) if n in floats else v
+        for n, v in others.items()
+    }
+
+
+def typed(value: Any) -> Any:
+    """Returns a hashable stand-in that tells apart what Python holds equal but a program may not: 1, 1.0 and True; 0.0 and
+    -0.0. Options of the same key are the same program."""
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(map(typed, value)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (type(value), tuple(typed(getattr(value, f.name)) for f in dataclasses.fields(value)))
+    return (type(value), value)
+
+
+class Call:
+    """One call, bound to the contract.
+
+    Arguments are attributes; `dims` is dim name -> size; `dtype` names the dtype of the first float argument.
+    Predicates of backends read it; arrays may be tracers, so only shape and dtype are to be looked at.
+    """
+
+    def __init__(self, op_name: str, arguments: Mapping[str, Any], dims: dict[str, Any], dtype: str):
+        self.op_name, self.arguments, self.dims, self.dtype = op_name, dict(arguments), dims, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["arguments"][name]
+        except KeyError:
+            raise AttributeError(f"{self.__dict__.get('op_name', 'call')} has no parameter {name!r}") from None
+
+    def traced(self) -> dict[str, Any]:
+        return {k: v for k, v in self.arguments.items() if is_traced_argument(v)}
+
+    def static(self) -> dict[str, Any]:
+        return {k: v for k, v in self.arguments.items() if not is_traced_argument(v)}
+
+    def program_key(self) -> tuple:
+        """Returns what decides the program of this call: shapes and dtypes of arrays, types and values of options.
+
+        Raises:
+          ValueError: an option cannot be hashed.
+        """
+        parts: list[Any] = []
+        for name, value in self.arguments.items():
+            if is_array(value):
+                parts.append((name, value.shape, value.dtype))
+            elif is_traced_argument(value):
+                leaves, tree = jax.tree.flatten(value)
+                parts.append((name, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
+            else:
+                stands_for = (name, typed(value))
+                try:
+                    hash(stands_for)
+                except TypeError:
+                    raise ValueError(
+                        f"{self.op_name}: argument {name!r} must be hashable (use a tuple), got {value!r}"
+                    ) from None
+                parts.append(stands_for)
+        return tuple(parts)
+
+    def symbolic_dims(self) -> tuple[str, ...]:
+        """Returns the dims whose size is a symbol, in a program that is exported for any size of them."""
+
+        def is_symbol(size: Any) -> bool:
+            return any(map(is_symbol, size)) if isinstance(size, tuple) else not isinstance(size, int)
+
+        return tuple(name for name, size in self.dims.items() if is_symbol(size))
+
+    def signature(self) -> str:
+        """Returns what identifies the call's shapes, dtypes and static options; the key of tuned configurations."""
+        parts = []
+        for name, value in self.arguments.items():
+            if is_traced_argument(value):
+                leaves, tree = jax.tree.flatten(value)
+                shapes = ",".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+                parts.append(f"{name}={shapes}" if is_array(value) else f"{name}={tree}:{shapes}")
+            else:
+                parts.append(f"{name}={value!r}")
+        return ";".join(parts)
+
+
+def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments by name with defaults filled in.
+
+    Raises:
+      ValueError: too many positional arguments, an unknown or doubled name, a missing argument, an array where the
+        contract wants a Python value.
+    """
+    positional = [p.name for p in parameters.values() if p.positional]
+    if len(args) > len(positional):
+        raise ValueError(
+            f"{op_name}: takes {len(positional)} positional arguments ({', '.join(positional)}), got {len(args)}; "
+            "pass the rest by keyword"
+        )
+    given = dict(zip(positional, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in parameters:
+            raise ValueError(f"{op_name}: unknown argument {name!r}; it takes {', '.join(parameters)}")
+        if name in given:
+            raise ValueError(f"{op_name}: argument {name!r} was given twice")
+        given[name] = value
+    bound = {}
+    for name, p in parameters.items():
+        if name not in given:
+            if p.required:
+                raise ValueError(f"{op_name}: argument {name!r} is missing")
+            bound[name] = p.default
+            continue
+        bound[name] = _normalised(op_name, p, given[name])
+    return bound
+
+
+def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
+    if p.kind is None:
+        if p.static and isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+            value = value.item()
+        if wrong := options.of_kind(p.name, value, p.annotation) or options.of_domain(p.name, value):
+            raise ValueError(f"{op_name}: {wrong}")
+        return value
+    if value is None and (p.default is not None or p.required) and type(None) not in options.members(p.annotation):
+        raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got None")
+    if value is None:
+        return value
+    if isinstance(value, (bool, int, float)):
+        # A Python number where the contract wants data travels as data: another value is not another program.
+        return np.asarray(value, {"float": np.float32, "int": np.int32, "bool": np.bool_}.get(p.kind))
+    if isinstance(value, (list, tuple)):
+        try:
+            value = np.asarray(value)
+            value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # as jnp.asarray would have it
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{op_name}: argument {p.name!r} must be an array, got a list that is none; give numbers, rows of one length"
+            ) from None
+    if not is_array(value):
+        raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got {type(value).__name__}")
+    wanted = {"float": np.floating, "int": np.integer, "bool": np.bool_}.get(p.kind, np.number)
+    if not jax.dtypes.issubdtype(value.dtype, wanted) or jax.dtypes.issubdtype(value.dtype, np.complexfloating):
+        kind = f"a {p.kind}" if p.kind != "any" else "an int or float"
+        raise ValueError(f"{op_name}: argument {p.name!r} must have {kind} dtype, got {value.dtype}; cast it")
+    return value
+
+
+def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dim name -> size (a tuple for `*name`), after checking that every array agrees.
+
+    Raises:
+      ValueError: names the argument, the dim, both sizes and who fixed the first.
+    """
+    sizes: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    later: list[tuple[Parameter, Dim, int, tuple[int, ...]]] = []
+
+    def settle(p: Parameter, dim: Dim, size: Any, shape: tuple[int, ...]) -> None:
+        if dim.size is not None:
+            if size != dim.size:
+                raise ValueError(
+                    f"{op_name}: argument {p.name!r} of shape {shape} must have size {dim.size} there, got {size}"
+                )
+            return
+        if not dim.name:
+            return
+        base = size - dim.offset if not dim.variadic else size
+        if dim.name not in sizes:
+            sizes[dim.name], owner[dim.name] = base, p.name
+        elif sizes[dim.name] != base:
+            wanted = sizes[dim.name] if dim.variadic else sizes[dim.name] + dim.offset
+            raise ValueError(
+                f"{op_name}: argument {p.name!r} of shape {shape} has {dim} = {size}, but {dim.name} = "
+                f"{sizes[dim.name]} in argument {owner[dim.name]!r}, so {wanted} is needed"
+                + (" (or 1)" if dim.broadcast else "")
+            )
+
+    for p in parameters.values():
+        value = bound[p.name]
+        if p.kind is None or value is None:
+            continue
+        shape = tuple(value.shape)
+        spread = [i for i, d in enumerate(p.dims) if d.variadic]
+        fixed = len(p.dims) - len(spread)
+        if (not spread and len(shape) != fixed) or len(shape) < fixed:
+            raise ValueError(
+                f"{op_name}: argument {p.name!r} must have dims [{' '.join(map(str, p.dims))}], got shape {shape}"
+            )
+        head = spread[0] if spread else len(p.dims)
+        tail = len(p.dims) - head - 1 if spread else 0
+        pairs = list(zip(p.dims[:head], shape[:head], strict=True))
+        if spread:
+            middle = shape[head : len(shape) - tail]
+            pairs += [(p.dims[head], middle)]
+            pairs += list(zip(p.dims[head + 1 :], shape[len(shape) - tail :], strict=True))
+        for dim, size in pairs:
+            if dim.broadcast:
+                later.append((p, dim, size, shape))
+            else:
+                settle(p, dim, size, shape)
+    # Broadcast dims are judged last, once the argument that fixes the size has been seen.
+    for p, dim, size, shape in later:
+        if size != 1:
+            settle(p, dim, size, shape)
+    for _, dim, size, _ in later:
+        sizes.setdefault(dim.name, size)
+    return sizes

@@ -1,0 +1,107 @@
+"""The dims of the project: one vocabulary, and how an annotation's dims are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# A dim has one name and one meaning in every operation, because a layout says once for each name where it lies on a mesh.
+VOCABULARY = {
+    "B": "rows of the batch",
+    "T": "positions of queries, or of the sequence where there is one",
+    "S": "positions of keys",
+    "N": "heads, of queries where keys have others",
+    "K": "heads of keys and values",
+    "H": "width of a head, of queries and keys",
+    "Hv": "width of a head of values",
+    "Hr": "width of the part of a head that carries its position, where that is apart",
+    "R": "rank of the latent that keys and values are made of",
+    "D": "width of the model",
+    "Dt": "width of a second model, a teacher that the first one learns from",
+    "F": "inner width of a layer: feed-forward, or the channels of a recurrence",
+    "V": "entries of the vocabulary",
+    "E": "experts: groups with weights of their own",
+    "G": "groups or sequences that are counted, not split",
+    "C": "entries of a chunk or page",
+    "M": "rows: tokens of all sequences, one after the other",
+    "L": "layers",
+    "P": "rows of a projection: positions or features that others are projected to",
+    "W": "taps of a convolution",
+    "lead": "any number of leading dims: B, then T, then N",
+    "pages": "pages of a cache",
+    "requests": "requests that are served together",
+    "slots": "states of a pool",
+    "sinks": "attention sinks of a head",
+}
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One entry of a shape annotation. `name` is empty for a fixed size or a wildcard.
+
+    Written as: `T` (a name), `#T` (that size or 1), `*lead` (any number of dims, bound as a tuple), `T+1` (a name and
+    an offset), `4` (a fixed size), `_` (any size), `...` (any number of dims, unbound).
+    """
+
+    name: str = ""
+    size: int | None = None
+    offset: int = 0
+    broadcast: bool = False
+    variadic: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Dim:
+        if text == "...":
+            return cls(variadic=True)
+        if text == "_":
+            return cls()
+        if text.lstrip("-").isdigit():
+            return cls(size=int(text))
+        match = re.fullmatch(r"([#*]?)([A-Za-z_]\w*)(?:([+-]\d+))?", text)
+        if match is None:
+            raise TypeError(
+                f"cannot read dim {text!r}: write a name, '#name', '*name', 'name+1', an integer, '_' or '...'"
+            )
+        mark, name, offset = match.groups()
+        return cls(name=name, offset=int(offset or 0), broadcast=mark == "#", variadic=mark == "*")
+
+    def __str__(self) -> str:
+        if self.size is not None:
+            return str(self.size)
+        sign = f"{self.offset:+d}" if self.offset else ""
+        return ("#" * self.broadcast + "*" * bool(self.variadic and self.name) + self.name + sign) or (
+            "..." if self.variadic else "_"
+        )
+
+
+# Leading dims of an operation that takes any number of them.
+LEADING = ("B", "T", "N")
+
+
+def leading(count: int) -> tuple[str, ...]:
+    """Returns the names of that many leading dims: B, B T, B T N, and unnamed, never split, after these."""
+    return (*LEADING, *("_",) * count)[:count]
+
+
+def named(dims: Iterable[Dim], ndim: int) -> tuple[str, ...]:
+    """Returns the name of each dim of an array of `ndim` dims; `*lead` by its length, see `leading`, and `_` for none."""
+    dims = tuple(dims)
+    lead = ndim - len(dims) + 1
+
+    def names(d: Dim) -> tuple[str, ...]:
+        if d.variadic:
+            return leading(lead) if d.name else ("_",) * lead
+        return (d.name or "_",)
+
+    return tuple(name for d in dims for name in names(d))
+
+
+def check_vocabulary(owner: str, names: Iterable[str]) -> None:
+    """Raises TypeError for a dim that the project has no such name for."""
+    unknown = sorted({n for n in names if n} - set(VOCABULARY))
+    if unknown:
+        raise TypeError(
+            f"{owner}: dims {', '.join(unknown)} are not in the vocabulary ({', '.join(VOCABULARY)}); use the name that has "
+            "this meaning, or give the new meaning a line in kernels/framework/dims.py"
+        )

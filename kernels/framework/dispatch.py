@@ -1,0 +1,187 @@
+"""Dispatch at lowering: one traced program that holds what may run on each platform it may be lowered for.
+
+A call to an operation is one primitive. What it does is looked up, traced and lowered for the platform that the program is
+lowered for, and for no other: a branch that cannot be batched, differentiated or lowered elsewhere is never touched there.
+Whatever holds for the primitive (how it is batched, how it lies inside a `shard_map`, that it is not differentiated) holds
+on every platform alike. A platform for which no backend qualifies refuses, in our words, when it is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from kernels.framework.interpret import interpret, interpreting
+from kernels.framework.platforms import PLATFORMS, Unsupported
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Branches:
+    """What a call does on each platform.
+
+    Attributes:
+      name: of the operation, for profiles and messages.
+      by_platform: for each of PLATFORMS a function of the operands, or the reason why there is none.
+      result: pytree of shapes and dtypes that every branch returns.
+      batched: the same call on operands with one leading dim more, see `apply`; None to map over the rows one by one.
+      interpreted: of which GPU kernels are interpreted; None: they are not.
+    """
+
+    name: str
+    by_platform: Mapping[str, Callable | str]
+    result: Any
+    batched: Callable | None
+    interpreted: int | None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def apply(
+    name: str,
+    by_platform: Mapping[str, Callable | str],
+    result: Any,
+    *operands: Any,
+    batched: Callable | None = None,
+) -> Any:
+    """Returns the result of the branch of the platform that this is lowered for.
+
+    Args:
+      by_platform: for each of PLATFORMS, the function to run, or the reason why there is none.
+      result: pytree of `jax.ShapeDtypeStruct`, what every branch returns.
+      operands: pytrees of arrays, given to the branch.
+      batched: (size, is_batched, operands) -> result or None: the same call under `vmap`, with a leading dim of that size on
+        the operands that `is_batched` (a tree of bool) marks and on all of the result; None where it cannot be one call.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    leaves = [*map(jax.numpy.asarray, leaves)]
+    branches = Branches(name, by_platform, result, batched, interpreting())
+    shapes = tuple((tuple(x.shape), x.dtype) for x in jax.tree.leaves(result))
+    effects = _effects(by_platform["cpu"], operands) if interpreting() else frozenset()
+    flat = _call_p.bind(*vary_alike(leaves), branches=branches, tree=tree, shapes=shapes, acts=effects)
+    return jax.tree.unflatten(jax.tree.structure(result), flat)
+
+
+def varying_axes(x: Any) -> frozenset:
+    """Returns the axes of a surrounding `shard_map` over which x is known to differ; empty outside of one, or where it does
+    not track this (`check_vma=False`)."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
+
+
+def vary_alike(tree: Any, *beside: Any) -> Any:
+    """Returns the arrays typed as varying over every axis that one of them, or of `beside`, varies over.
+
+    Inside a `shard_map` an operation's arrays are then of one kind, and the gradient of an array that was the same on
+    every device is summed over them where this cast is transposed.
+    """
+    every = frozenset().union(*map(varying_axes, jax.tree.leaves((tree, beside))))
+
+    def cast(x: Any) -> Any:
+        missing = every - varying_axes(x)
+        return jax.lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if every else tree
+
+
+_call_p = Primitive("ejdist_call")
+_call_p.multiple_results = True
+
+
+@_call_p.def_impl
+def _run(*args: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # else it would call itself
+        return jax.jit(lambda *a: _call_p.bind(*a, **params))(*args)
+
+
+def _effects(branch: Callable | str, operands: Any) -> frozenset:
+    """Returns the effects of a branch. Only an interpreter has any: that of Pallas makes ordered calls of the host."""
+    if isinstance(branch, str):
+        return frozenset()
+    with _local():
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+        return frozenset(jax.make_jaxpr(branch)(*shapes).effects)
+
+
+@_call_p.def_effectful_abstract_eval
+def _typed(*avals: Any, branches: Branches, tree: Any, shapes: Any, acts: frozenset) -> Any:
+    return _shapes(avals, shapes), acts
+
+
+def _shapes(avals: Any, shapes: Any) -> Any:
+    plain = [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes]
+    kind = getattr(avals[0], "manual_axis_type", None) if avals else None
+    if kind is None or not kind.varying:
+        return plain
+    # Inside a `shard_map` that tracks what varies: the results vary as the operands do, on the same mesh.
+    mesh = avals[0].sharding.mesh
+    lies = [jax.sharding.NamedSharding(mesh, jax.P(*(None,) * len(shape))) for shape, _ in shapes]
+    return [x.update(sharding=at, manual_axis_type=kind) for x, at in zip(plain, lies, strict=True)]
+
+
+def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, tree: Any, **params: Any) -> Any:
+    chosen = branches.by_platform[platform]
+    if isinstance(chosen, str):
+        raise Unsupported(chosen)
+
+    def run(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(chosen(*jax.tree.unflatten(tree, leaves)))
+
+    # A device's own arrays, of whatever the mesh around is: kernels know nothing of it, and their loops carry constants.
+    plain = [jax.core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in ctx.avals_in]
+    inner = ctx.replace(avals_in=plain)
+    with _local(), interpret(branches.interpreted):
+        results = mlir.lower_fun(run, multiple_results=True)(inner, *args)
+    if inner.tokens_out is not None:
+        ctx.set_tokens_out(inner.tokens_out)
+    return results
+
+
+def _local() -> Any:
+    """Inside, JAX tracks neither a mesh nor what varies over its axes."""
+    # JAX turns the check off in this way for the bodies of its own kernels, and has no public way.
+    from jax._src import config
+
+    return config._check_vma(False)
+
+
+for _platform in PLATFORMS:
+    mlir.register_lowering(_call_p, partial(_lower, _platform), platform=_platform)
+
+
+def _batch(args: Any, dims: Any, *, branches: Branches, tree: Any, **params: Any) -> Any:
+    args = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    mapped = [d is not None for d in dims]
+    size = next(x.shape[0] for x, m in zip(args, mapped, strict=True) if m)
+    if branches.batched is not None:
+        with interpret(branches.interpreted):
+            result = branches.batched(size, jax.tree.unflatten(tree, mapped), jax.tree.unflatten(tree, args))
+        if result is not None:
+            return jax.tree.leaves(result), [0] * len(params["shapes"])
+
+    def one(rows: Any) -> Any:
+        own = iter(rows)
+        whole = [next(own) if m else x for x, m in zip(args, mapped, strict=True)]
+        return _call_p.bind(*whole, branches=branches, tree=tree, **params)
+
+    return jax.lax.map(one, [x for x, m in zip(args, mapped, strict=True) if m]), [0] * len(params["shapes"])
+
+
+batching.primitive_batchers[_call_p] = _batch
+
+
+def _no_derivative(primals: Any, tangents: Any, *, branches: Branches, **params: Any) -> Any:
+    raise Unsupported(
+        f"{branches.name}: this derivative is not supported. `jax.grad` and `jax.vjp` of the operation work, to any order; "
+        "forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) does not, nor does differentiating a backward that was given "
+        "residuals of the caller's own"
+    )
+
+
+ad.primitive_jvps[_call_p] = _no_derivative

@@ -1,0 +1,285 @@
+"""Runs a plan: the backends of one call as a differentiable, jitted function. Custom VJPs are wired here, once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from kernels.framework.backend import Backend, Operation, Plan
+from kernels.framework.binding import Call, floats_apart, is_float_array, is_traced_argument, merged
+from kernels.framework.dispatch import apply, vary_alike
+from kernels.framework.platforms import Unsupported
+
+
+class Saved(dict):
+    """What a backward receives beside the inputs: cotangents `d_<output>` and residuals, as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"nothing named {name!r} was saved; there is {', '.join(self)}") from None
+
+
+def _as_tuple(op: Operation, value: Any) -> tuple:
+    return value if len(op.outputs) > 1 else (value,)
+
+
+def _primals(tree: Any) -> Any:
+    """Returns the values of what the forward of a `custom_vjp` with `symbolic_zeros` is given."""
+    return jax.tree.map(lambda leaf: leaf.value, tree)
+
+
+def _cotangent(given: Any) -> jax.Array | None:
+    """Returns the cotangent of an output as such a backward is given it; None where nothing depends on that output."""
+    return None if isinstance(given, SymbolicZero) else given
+
+
+def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
+    return {c.platform: c.reason if c.backend is None else make(c.backend, c.cfg) for c in plan.choices}
+
+
+def _run_forward(
+    op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], keep: bool = False
+) -> Any:
+    """Returns (outputs, what is kept for a backward by name: with `keep` what the contract says, else nothing)."""
+
+    def make(backend: Backend, cfg: Any) -> Callable:
+        def branch(arrays: dict[str, Any]) -> Any:
+            with jax.named_scope(f"{op.name}.{backend.name}"):
+                found = backend.run("keeping" if keep else "forward", {**static, **arrays}, cfg)
+            outputs, kept = found if keep else (found, {})
+            if set(kept) != set(result[1]):
+                raise TypeError(f"{op.name} on {backend.name}: it keeps {sorted(kept)}, not {sorted(result[1])}")
+            return outputs, kept
+
+        return branch
+
+    def meant(arrays: dict[str, Any]) -> Any:
+        return op.function(**static, **arrays), op.kept(**static, **arrays) if keep and op.kept is not None else {}
+
+    result = jax.eval_shape(meant, traced)
+
+    def batched(size: int, is_batched: Any, operands: Any) -> Any:
+        return None if keep else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
+
+    return apply(op.name, _branches(plan, make), result, traced, batched=batched)
+
+
+def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: dict, traced: dict) -> Any:
+    """Returns name -> gradient, for the leaves that have one; the other leaves are None."""
+    floats, _ = floats_apart(traced, op.no_gradient)
+    # A program keeps its branches: with the arrays in them, it would keep what it was traced with.
+    result = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), floats)
+
+    def make(backend: Backend, cfg: Any) -> Callable:
+        def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
+            with jax.named_scope(f"{op.name}.{backend.name}.backward"):
+                gradients = backend.run("backward", {**static, **arrays}, cfg, Saved(saved))
+            return _checked(op, backend, gradients, result)
+
+        return branch
+
+    return apply(f"{op.name}_backward", _branches(plan, make), result, saved, traced)
+
+
+def _checked(op: Operation, backend: Backend, gradients: Mapping[str, Any], floats: dict[str, Any]) -> dict[str, Any]:
+    """Returns the gradients in the dtypes of their inputs, after comparing what there is with what there should be."""
+    what = f"{op.name} on {backend.name}: its backward gives gradients"
+    if set(gradients) != set(floats):
+        raise TypeError(
+            f"{what} of {', '.join(sorted(gradients))}, but the inputs with a gradient are {', '.join(sorted(floats))}; "
+            "what has none is declared by Op(no_gradient=...)"
+        )
+    checked = {}
+    for name, like in floats.items():
+        (wanted, tree), (given, has) = jax.tree.flatten(like), jax.tree.flatten(gradients[name])
+        if tree != has or [g.shape for g in given] != [w.shape for w in wanted]:
+            raise TypeError(f"{what} of {name!r} as {jax.tree.map(jnp.shape, gradients[name])}, not as {like}")
+        checked[name] = jax.tree.unflatten(tree, [g.astype(w.dtype) for g, w in zip(given, wanted, strict=True)])
+    return checked
+
+
+def _batched_forward(
+    op: Operation, plan: Plan, static: Mapping[str, Any], result: Any, size: int, is_batched: dict, traced: dict
+) -> Any:
+    """Returns the operation on operands with one dim more, as one call: it joins the batch B, or the `*lead` dims. None where
+    some batched operand has neither, as a weight has not, or an output has neither, as a sum over the batch has not."""
+    heads = [next(iter(dims), None) for dims in op.output_dims]
+    if any(d is None or not (d.variadic or d.name == "B") for d in heads):
+        return None
+    leads, rows = {}, {}
+    for name, value in traced.items():
+        first = next(iter(op.parameters[name].dims), None)
+        if first is not None and first.variadic:
+            leads[name] = value if is_batched[name] else jnp.broadcast_to(value[None], (size, *value.shape))
+        elif first is not None and first.name == "B":
+            rows[name] = value if is_batched[name] else jnp.broadcast_to(value[None], (size, *value.shape))
+        elif any(jax.tree.leaves(is_batched[name])) or (first is None and jax.tree.leaves(value)):
+            return None
+    if leads and rows:
+        return None
+    largest = max((x.shape[1] for x in rows.values()), default=0)
+    for name, x in rows.items():  # one row for the whole batch is a row for each of its rows
+        rows[name] = jnp.broadcast_to(x, (size, largest, *x.shape[2:])).reshape(size * largest, *x.shape[2:])
+    folded = {**traced, **leads, **rows}
+    again = op.plan(op.bind(**static, **folded), plan.toolchain, plan.cfg, differentiated=False)
+    found = _run_forward(op, again, static, folded)
+    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), found, result)
+
+
+def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str) -> Callable:
+    """Returns the jitted, differentiable function of the arrays of a call -> outputs.
+
+    Args:
+      primal, gradient: what runs as the forward, and as the backward. Where the forward of a differentiated call keeps more
+        than its outputs, it is that of `gradient` too.
+      refusal: why there is no `gradient`.
+    """
+    static = call.static()
+
+    def forward_of(plan: Plan, keep: bool = False) -> Callable:
+        """Returns the forward (inputs, others) -> (outputs, what is kept) of a plan, differentiable as often as one likes."""
+
+        def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+            return _run_forward(op, plan, static, merged(inputs, others), keep)
+
+        def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+            inputs, others = _primals((inputs, others))
+            outputs, residuals, kept = differentiated(inputs, others)
+            return (outputs, kept if keep else {}), (inputs, others, {**residuals, **kept})
+
+        def run_bwd(saved: Any, cotangents: Any) -> Any:
+            # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
+            return pull(*saved, tuple(map(_cotangent, _as_tuple(op, cotangents[0])))), None
+
+        call.__name__ = op.name  # what profiles and programs show
+        run = jax.custom_vjp(call)
+        # An output that nothing depends on has no cotangent, which a backward may be faster for; a zero would say nothing.
+        run.defvjp(run_fwd, run_bwd, symbolic_zeros=True)
+        return run
+
+    def differentiated(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
+        """Returns (outputs, residuals among them, what is kept) of a call that is differentiated."""
+        if gradient is None:
+            raise Unsupported(refusal)
+
+        def known(name: str, value: Any) -> Any:
+            # Named, so that a remat policy can keep what the backward needs instead of running the forward again.
+            return checkpoint_name(value, f"{op.name}.{name}")
+
+        keeps = op.kept is not None
+        outputs, kept = forward_of(gradient if keeps else primal, keeps)(inputs, others)
+        outputs = tuple(
+            known(name, value) if name in op.residuals else value
+            for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
+        )
+        residuals = {n: v for n, v in zip(op.outputs, outputs, strict=True) if n in op.residuals}
+        kept = {name: known(name, value) for name, value in kept.items()}
+        return outputs if len(op.outputs) > 1 else outputs[0], residuals, kept
+
+    @jax.custom_vjp
+    def pull(inputs: Any, others: Any, residuals: Any, cotangents: tuple) -> Any:
+        """Returns the gradients of the inputs."""
+        assert gradient is not None  # else the forward has raised
+        traced = merged(inputs, others)
+        sent = {f"d_{name}": value for name, value in zip(op.outputs, cotangents, strict=True)}
+        d = {name: x for name, x in sent.items() if x is not None and x.dtype != jax.dtypes.float0}
+        if op.backward_inputs is None and any(x is None for x in sent.values()):
+            outputs = _as_tuple(op, jax.eval_shape(lambda x: op.function(**static, **x), traced))
+            unused = [(name, y) for (name, x), y in zip(sent.items(), outputs, strict=True) if x is None]
+            d |= {name: jnp.zeros(y.shape, y.dtype) for name, y in unused if is_float_array(y)}
+        saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
+        return _run_backward(op, gradient, static, saved, traced)
+
+    def pull_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
+        return pull(inputs, others, residuals, cotangents), (inputs, others, cotangents)
+
+    def pull_bwd(kept: Any, d_gradients: Any) -> Any:
+        """The second derivative is that of the contract, on every platform alike. Residuals are functions of the inputs, so
+        all of it reaches the inputs and the cotangents."""
+        inputs, others, cotangents = kept
+
+        def gradients(inputs: Any, cotangents: Any) -> Any:
+            def outputs(x: Any) -> Any:
+                every = _as_tuple(op, op.function(**static, **merged(x, others)))
+                return tuple(None if d is None else y for y, d in zip(every, cotangents, strict=True))
+
+            with jax.default_matmul_precision("highest"):
+                return jax.vjp(outputs, inputs)[1](cotangents)[0]
+
+        d_inputs, d_cotangents = jax.vjp(gradients, inputs, cotangents)[1](d_gradients)
+        return d_inputs, None, None, d_cotangents
+
+    pull.defvjp(pull_fwd, pull_bwd)
+    differentiable = forward_of(primal)
+
+    def run(traced: dict[str, Any]) -> Any:
+        _check_mesh(op, traced)
+        return differentiable(*floats_apart(vary_alike(traced), op.no_gradient))[0]
+
+    run.__name__ = op.name
+    return _jitted(run)
+
+
+def compiled_backward(op: Operation, call: Call, plan: Plan) -> Callable:
+    """Returns the jitted function (saved, arrays) -> gradients of one plan and one set of static options."""
+    static = call.static()
+
+    def run(saved: dict[str, Any], traced: dict[str, Any]) -> Any:
+        _check_mesh(op, (saved, traced))
+        return _run_backward(op, plan, static, *vary_alike((saved, traced)))
+
+    run.__name__ = f"{op.name}_backward"
+    return _jitted(run)
+
+
+def _jitted(run: Callable) -> Callable:
+    """Returns a function compiled, under `jax.disable_jit` too: an operation has no steps to look at, it is one itself."""
+    compiled = jax.jit(run)
+
+    def call(*arrays: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(*arrays)
+
+    return call
+
+
+def backward_of(op: Operation, function: Callable) -> Callable:
+    """Returns a backward that differentiates `function`, a forward in plain `jnp` of all of the contract's parameters."""
+
+    def backward(saved: Saved, **arguments: Any) -> dict[str, Any]:
+        traced = {name: value for name, value in arguments.items() if is_traced_argument(value)}
+        rest = {name: value for name, value in arguments.items() if name not in traced}
+        floats, others = floats_apart(traced, op.no_gradient)
+        outputs, pull = jax.vjp(lambda floats: function(**rest, **merged(floats, others)), floats)
+        d = tuple(saved[f"d_{n}"].astype(y.dtype) for n, y in zip(op.outputs, _as_tuple(op, outputs), strict=True))
+        (gradients,) = pull(d if len(op.outputs) > 1 else d[0])
+        return gradients
+
+    saved = inspect.Parameter("saved", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    backward.__dict__["__signature__"] = inspect.Signature([saved, *parameters])
+    return backward
+
+
+def _check_mesh(op: Operation, tree: Any) -> None:
+    """Raises ValueError for arrays whose type says that they are split over a mesh: where the operation's results would lie
+    is not for it to say."""
+    for x in jax.tree.leaves(tree):
+        lies = jax.typeof(x).sharding  # the mesh of the array, which need not be in force
+        explicit = {
+            n for n, t in zip(lies.mesh.axis_names, lies.mesh.axis_types) if t == jax.sharding.AxisType.Explicit
+        }
+        named = {a for e in lies.spec if e for a in ((e,) if isinstance(e, str) else e)} & explicit
+        if named:
+            raise ValueError(
+                f"{op.name}: an array lies on the explicit mesh axes {', '.join(sorted(named))}, and the operations "
+                "of `kernels` are of a device's own arrays; use the function of that name in `ejdist`"
+            )

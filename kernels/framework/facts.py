@@ -1,0 +1,46 @@
+"""What is stated of an operation beside its contract must fit it: checked once, when it is made."""
+
+from __future__ import annotations
+
+import inspect
+
+from kernels.framework.backend import Operation
+from kernels.framework.binding import Call
+from kernels.framework.dims import check_vocabulary
+
+
+def check_facts(op: Operation) -> None:
+    """Raises TypeError where what is said of an operation does not fit its contract."""
+    dims = {d.name for p in op.parameters.values() for d in p.dims} | {
+        d.name for output in op.output_dims for d in output
+    }
+    check_vocabulary(op.name, dims)
+    said = {"local_dims": op.local_dims, "sum_dims": op.sum_dims, "elsewhere": set(op.elsewhere)}
+    said |= {"tied_dims": {d for pair in op.tied_dims for d in pair}, "offset_of": set(op.offset_of.values())}
+    parts = {"residuals": (set(op.residuals), set(op.outputs))}
+    parts |= {name: (set(found), dims) for name, found in said.items()}
+    names = {"no_gradient": op.no_gradient, "weights": op.weights, "same_dtype": op.same_dtype}
+    names |= {"offset_of": tuple(op.offset_of)}
+    parts |= {f"{name} (arguments)": (set(found), set(op.parameters)) for name, found in names.items()}
+    for what, (found, known) in parts.items():
+        if found - known:
+            raise TypeError(
+                f"{op.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
+            )
+    served = {second for _, second in op.tied_dims}
+    for output, dims_of in zip(op.outputs, op.output_dims, strict=True):
+        has = {d.name for d in dims_of}
+        # Heads of keys are split as those of queries are, so an output that has them lacks nothing.
+        lost = op.local_dims - served - has - {first for first, second in op.tied_dims if second in has}
+        if lost:
+            raise TypeError(
+                f"{op.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: where they are split, "
+                "each device would have it"
+            )
+    if op.kept is not None and [*inspect.signature(op.kept).parameters] != [*op.parameters]:
+        raise TypeError(f"{op.name}: {op.kept.__name__}, given as `kept`, must have the parameters of the contract")
+    taken = sorted(set(op.parameters) & set(vars(Call)))
+    if taken:  # arguments are attributes of a call
+        raise TypeError(f"{op.name}: a parameter cannot be called {', '.join(taken)}")
+    if op.local_dims & op.sum_dims:
+        raise TypeError(f"{op.name}: {sorted(op.local_dims & op.sum_dims)} cannot be local and summed over")

@@ -1,0 +1,251 @@
+"""Runs Gluon kernels for Hopper on the CPU: Python over NumPy, every program of the grid in turn.
+
+A kernel's functions run as they are written, with this module's words in place of Gluon's, on what `simulated_hopper.py` makes
+of a multiprocessor. Layouts of registers mean nothing here: that entries lie where instructions want them is for the compiler
+to say. Words are those that the kernels of this project use; another one says that it is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jax_triton import triton_lib
+from triton import language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.runtime import jit as triton_jit
+
+from kernels.toolchains.simulate.simulated_hopper import (
+    BARRIERS,
+    KERNEL,
+    Descriptor,
+    Pointer,
+    Program,
+    Shared,
+    Tensor,
+    here,
+    poison,
+    tensor,
+)
+
+__all__ = ["run_grid"]
+
+
+def run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+    """Runs every program of a kernel; arrays and the arrays of descriptors among its arguments are changed in place."""
+    given = {}
+    for name, value in arguments.items():
+        if isinstance(value, triton_lib.TensorDescriptor):
+            value = Descriptor(value)
+        elif isinstance(value, np.ndarray):
+            value = Pointer(name, value)
+        given[name] = value
+    count = math.prod(grid)
+    for index in range(count):
+        Program(index, count).run([(functools.partial(_interpretable(kernel.fn), **given), ())])
+
+
+# -- the language ------------------------------------------------------------------------------------------------------
+
+
+class _Words(types.SimpleNamespace):
+    """What a module of Gluon is here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *args, **kwargs: None
+        raise NotImplementedError(f"{name} of Gluon has no meaning in {__name__} yet: give it one there")
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    dtype = np.result_type(*(v if isinstance(v, np.ndarray) else type(v) for v in (x, y)))
+    python = not any(isinstance(v, np.ndarray) for v in (x, y))
+    if python:
+        dtype = {"i": np.int32, "f": np.float32, "b": np.bool_}[np.dtype(dtype).kind]
+    return np.where(condition, x, y).astype(dtype).view(Tensor)
+
+
+def _load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
+    array, at, meant = pointer.entries(mask)
+    other = poison(array.dtype) if other is None else other
+    return tensor(np.where(meant, array[at], np.asarray(other).astype(array.dtype)))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    array, at, meant = pointer.entries(mask)
+    array[at[meant]] = np.broadcast_to(np.asarray(value), at.shape)[meant].astype(array.dtype)
+
+
+def _atomic_add(pointer: Pointer, value: Any, sem: str | None = None) -> Any:
+    array, at, _ = pointer.entries(True)
+    before = tensor(array[at])
+    np.add.at(array, at, value)
+    return before
+
+
+def _tanh_approx(x: Any) -> Any:
+    """Returns tanh, rounded to 11 bits, as inexact as the instruction is at most."""
+    bits = np.tanh(x).view(np.int32)
+    return ((bits + 0x800) & ~0xFFF).view(np.float32).view(Tensor)
+
+
+_INSTRUCTIONS = {"tanh.approx.f32 $0, $1;": _tanh_approx}
+_erf = np.vectorize(math.erf, otypes=[np.float32])
+
+
+def _fence() -> None:
+    for unfenced, at in here.partition.written:
+        unfenced[at] = False
+    here.partition.written.clear()
+
+
+def _wait(barrier: Shared, phase: Any, pred: Any = True) -> None:
+    found = barrier.barrier()
+    if found.count is None:
+        raise RuntimeError("a barrier is waited for that nobody has made")
+    here.program.wait(lambda: not pred or found.phase != phase)
+
+
+def _expect(barrier: Shared, size: int, pred: Any = True) -> None:
+    if pred:
+        barrier.barrier().bytes += size
+        barrier.barrier().arrive()
+
+
+def _arrive(barrier: Shared, count: int = 1, pred: Any = True) -> None:
+    if pred:
+        barrier.barrier().arrive(count)
+        here.program.perhaps_let_others()
+
+
+def _async_load(desc: Descriptor, at: Sequence[Any], barrier: Shared, tile: Shared, pred: Any = True) -> None:
+    if not pred:
+        return
+    desc.check(tile)
+    at, arrived, write = [int(i) for i in at], barrier.barrier(), tile.begin_writing()
+
+    def done() -> None:
+        write(desc.read(at))
+        arrived.bytes -= desc.nbytes_per_cta
+        arrived.pass_on()
+
+    here.program.copies.append(done)
+
+
+def _async_atomic_add(desc: Descriptor, at: Sequence[Any], tile: Shared) -> None:
+    desc.check(tile)
+    at, read = [int(i) for i in at], tile.begin_reading("TMA is")
+    here.partition.sums.append(lambda: desc.add(at, read()))
+
+
+def _warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
+    if a.dtype != b.dtype or list(acc.shape) != [a.shape[0], b.shape[1]]:
+        raise TypeError(f"{a.dtype}{list(a.shape)} times {b.dtype}{b.shape} is added to {list(acc.shape)}")
+    result = np.full(acc.shape, np.nan, np.float32).view(Tensor)
+    left, right = (
+        x.begin_reading("the matrix units are") if isinstance(x, Shared) else functools.partial(np.asarray, x)
+        for x in (a, b)
+    )
+
+    def done() -> None:
+        before = np.asarray(acc) if use_acc else np.float32(0)
+        result.view(np.ndarray)[...] = before + left().astype(np.float32) @ right().astype(np.float32)
+
+    here.partition.products.append(done)
+    if not is_async:
+        here.partition.finish(here.partition.products, 0)
+    return result
+
+
+def _warpgroup_mma_wait(left: int, results: Sequence[Any]) -> Any:
+    here.partition.finish(here.partition.products, left)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _inline_asm(asm: str, constraints: str, operands: Sequence[Any], **rest: Any) -> Any:
+    if asm not in _INSTRUCTIONS:
+        raise NotImplementedError(f"{asm!r} has no meaning in {__name__} yet: give it one there")
+    return _INSTRUCTIONS[asm](*operands)
+
+
+_LANGUAGE = _Words(
+    float32=np.dtype(np.float32),
+    float16=np.dtype(np.float16),
+    bfloat16=np.dtype(ml_dtypes.bfloat16),
+    int64=np.dtype(np.int64),
+    int32=np.dtype(np.int32),
+    program_id=lambda axis: tensor(here.program.index),
+    num_programs=lambda axis: tensor(here.program.count),
+    num_warps=lambda: 4,
+    static_range=range,
+    cdiv=lambda x, y: (x + y - 1) // y,
+    arange=lambda start, end, layout=None: tensor(np.arange(start, end), np.int32),
+    zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
+    zeros_like=np.zeros_like,
+    full=lambda shape, value, dtype, layout=None: tensor(np.full(shape, value, dtype)),
+    convert_layout=lambda x, layout, assert_trivial=False: x,
+    where=_where,
+    minimum=lambda x, y: tensor(np.fmin(x, y)),
+    maximum=lambda x, y: tensor(np.fmax(x, y)),
+    max=lambda x, axis: tensor(np.fmax.reduce(x, axis)),
+    sum=lambda x, axis: tensor(np.add.reduce(x, axis, dtype=x.dtype)),
+    exp=np.exp,
+    exp2=np.exp2,
+    log2=np.log2,
+    sigmoid=lambda x: 1 / (1 + np.exp(-x)),
+    erf=lambda x: _erf(x).view(Tensor),
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    inline_asm_elementwise=_inline_asm,
+    allocate_shared_memory=Shared.allocate,
+    warp_specialize=lambda functions, warps, registers: here.program.run(functions),
+)
+_MEANINGS: dict[int, Any] = {
+    id(gl): _LANGUAGE,
+    id(tl): _LANGUAGE,
+    id(hopper.mbarrier): _Words(
+        MBarrierLayout=lambda: BARRIERS,
+        init=lambda barrier, count: barrier.barrier().init(count),
+        wait=_wait,
+        expect=_expect,
+        arrive=_arrive,
+    ),
+    id(hopper.tma): _Words(
+        async_load=_async_load,
+        async_atomic_add=_async_atomic_add,
+        store_wait=lambda left: here.partition.finish(here.partition.sums, left),
+    ),
+    id(hopper.fence_async_shared): _fence,
+    id(hopper.warpgroup_mma): _warpgroup_mma,
+    id(hopper.warpgroup_mma_wait): _warpgroup_mma_wait,
+}
+
+
+def _meaning(value: Any) -> Any:
+    if isinstance(value, tl.constexpr):
+        return value.value
+    if isinstance(value, triton_jit.JITFunction | triton_jit.ConstexprFunction):
+
+        @functools.wraps(value.fn)
+        def call(*args: Any, **kwargs: Any) -> Any:  # made when it is called: a function may call itself
+            return _interpretable(value.fn)(*args, **kwargs)
+
+        return call
+    return _MEANINGS.get(id(value), value)
+
+
+@functools.cache
+def _interpretable(function: types.FunctionType) -> Any:
+    """Returns the function with this module's words in place of Gluon's."""
+    names = itertools.chain(function.__globals__.items(), inspect.getclosurevars(function).nonlocals.items())
+    scope = {name: _meaning(value) for name, value in names} | {KERNEL: True}
+    return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)

@@ -1,0 +1,201 @@
+"""Launches Triton kernels from JAX: compiled for a GPU, or interpreted on the CPU, by the same call."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import jax
+import jax_triton
+from jax_triton import triton_lib
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from kernels.framework.interpret import interpreting
+from kernels.framework.target import asked_compute_capability
+from kernels.framework.work import Work
+from kernels.toolchains.simulate import gluon_interpreter, triton_interpreter
+from kernels.toolchains.simulate.interpreted import run_interpreted
+
+__all__ = ["compute_capability", "tensor_descriptor", "triton_launch"]
+
+# Bytes of shared memory that one block may have, by compute capability; of those not named, as of 90.
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+
+def triton_launch(
+    kernel: Any,
+    *args: Any,
+    out_shape: Any,
+    grid: tuple[int] | tuple[int, int] | tuple[int, int, int],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    input_output_aliases: Mapping[int, int] | None = None,
+    work: Work | None = None,
+    **named: Any,
+) -> Any:
+    """Returns the outputs of a `@triton.jit` or `@gluon.jit` kernel, as the pytree `out_shape` of shapes and dtypes.
+
+    The kernel's parameters are the inputs, then a pointer for each output, then `tl.constexpr`s. Sizes and strides
+    belong among the constexprs: a run-time scalar tells the compiler nothing about divisibility, and spills follow.
+
+    Args:
+      args: the kernel's inputs in order: arrays, Python scalars, or None for a pointer that the kernel does not use.
+      grid: number of programs in up to three dims.
+      num_warps: of a kernel that specialises its warps, those of its default partition.
+      input_output_aliases: input -> output that is the same buffer, both counted among the non-constexpr inputs and the
+        flat outputs. The kernel has one pointer for the two, at the input; what it leaves unwritten keeps its value.
+      work: what the launch costs, for XLA's scheduler and profilers.
+      named: constexprs, and inputs (None among them) by name.
+    """
+    if any(size < 1 for size in grid):
+        raise ValueError(f"{kernel.fn.__name__}: argument 'grid' = {grid} must have at least one program in every dim")
+    if not isinstance(kernel, GluonJITFunction):
+        _check_powers(kernel.fn.__name__, num_warps, named)
+    if interpreting():
+        of_hopper = isinstance(kernel, GluonJITFunction)
+        if of_hopper and compute_capability() != 90:
+            raise ValueError(f"{kernel.fn.__name__} is for Hopper: launch it inside interpret(90), or another kernel")
+        by = gluon_interpreter if of_hopper else triton_interpreter
+        return run_interpreted(kernel, args, named, out_shape, grid, dict(input_output_aliases or {}), by.run_grid)
+    _complete_jax_triton()
+    cost: triton_lib.CostEstimate = {}
+    if work is not None:
+        cost = {"flops": int(work.flops), "bytes_accessed": int(work.bytes)}
+    with warnings.catch_warnings():
+        # The replacement (a Ref argument) is an effect, which custom VJPs and remat do not allow.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        results = jax_triton.triton_call(
+            *args,
+            kernel=kernel,
+            out_type=out_shape,
+            grid=grid,
+            name=kernel.fn.__name__,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            compute_capability=compute_capability(),
+            # Said outright because Triton is about to change its default.
+            backend_options={"enable_fp_fusion": True},
+            input_output_aliases=dict(input_output_aliases or {}),
+            cost_estimate=cost or None,
+            **named,
+        )
+    # Where a result goes into a stacked array, as what a scan keeps for its backward does, XLA launches the kernel a second
+    # time to write it there, and the first time for everybody else. It does not look through a barrier.
+    return jax.lax.optimization_barrier(results)
+
+
+def _check_powers(kernel: str, num_warps: int, named: Mapping[str, Any]) -> None:
+    """Raises ValueError where warps, or a side of a tile, are no power of 2. Sides are the constexprs whose names begin with
+    BLOCK, and such fields of those that are dataclasses."""
+    sides = {"num_warps": num_warps}
+    for name, value in named.items():
+        inner = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else {name: value}
+        sides |= {n: v for n, v in inner.items() if n.startswith("BLOCK") and isinstance(v, int)}
+    for name, size in sides.items():
+        if size & (size - 1):
+            raise ValueError(
+                f"{kernel}: {name} = {size} is no power of 2, as warps and the sides of a tile must be in Triton: "
+                "give argument 'cfg' sizes that are"
+            )
+
+
+def compute_capability() -> int:
+    """Returns what is compiled for, or interpreted: the GPU of the surrounding `interpret` or `compile_for`, or else that of
+    this machine.
+
+    Raises:
+      RuntimeError: there is neither.
+    """
+    asked = interpreting() or asked_compute_capability()
+    if asked is not None:
+        return asked
+    try:
+        return int(triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch)
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise RuntimeError(
+            "a Triton kernel is lowered for CUDA, and JAX finds no GPU here to compile it for: lower the program inside "
+            "`with kernels.compile_for(90):` (90 is an H100 or H200, 80 an A100), or on a machine with the GPU"
+        ) from error
+
+
+def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[int, ...], layout: Any = None) -> Any:
+    """Returns what a kernel's tensor descriptor is made from: an array, seen in a shape of as many entries, that TMA copies in
+    blocks. None where there is no TMA, and where Triton kernels are interpreted: the kernel makes its own then.
+
+    On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that
+    allocates can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
+
+    Args:
+      layout: of a Gluon kernel, the `NVMMASharedLayout` of a block in shared memory. Triton chooses it for its own kernels.
+    """
+    if compute_capability() < 90 or (interpreting() and layout is None):
+        return None
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return triton_lib.TensorDescriptor(x, shape, strides, block_shape, layout)
+
+
+# -- what jax-triton 0.4 makes of a kernel ----------------------------------------------------------------------------
+
+
+class _GluonBackend(CUDABackend):
+    """Triton's passes for Gluon. jax-triton sends every kernel through those for Triton, which also pipeline loops and choose
+    layouts: what a Gluon kernel says itself."""
+
+    def make_ttir(self, mod: Any, metadata: Any, options: Any, capability: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return mod
+
+    def make_ttgir(self, mod: Any, metadata: Any, options: Any, capability: Any) -> Any:  # pyrefly: ignore[bad-override]
+        return self.gluon_to_ttgir(mod, metadata, options, capability)
+
+
+_compile_by_jax_triton = triton_lib.TritonFunction._compile_kernel
+
+
+def _compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, backend_options: Any) -> Any:
+    """Does what jax-triton does, with the three things that it leaves out:
+
+    - Gluon's own passes for a Gluon kernel.
+    - The warps of a kernel that specialises them. Triton adds those of the workers to the ones asked for, and says in the
+      PTX how many threads it is for; jax-triton launches as many as were asked for (CUDA_ERROR_INVALID_VALUE). Right
+      numbers stay as they are, so a jax-triton that passes them itself changes nothing here.
+    - A limit to shared memory, which Triton does not check before it launches a kernel itself.
+    """
+    cuda = gpu_target.backend == "cuda"
+    if cuda and isinstance(self.fn, GluonJITFunction):
+        backend = _GluonBackend(gpu_target)
+    kernel, ttir, options, made = _compile_by_jax_triton(self, spec, gpu_target, backend, backend_options)
+    if not cuda:
+        return kernel, ttir, options, made
+    limit = SHARED_MEMORY.get(gpu_target.arch, SHARED_MEMORY[90])
+    if made.shared_mem_bytes > limit:
+        raise ValueError(
+            f"{self.name}: {made.shared_mem_bytes:,} bytes of shared memory are more than the {limit:,} that a block may have "
+            f"on compute capability {gpu_target.arch}: use smaller tiles or fewer stages"
+        )
+    threads = re.search(r"^\.reqntid (\d+)", made.binary, re.M)
+    assert threads, made.binary[:200]
+    if (warps := int(threads[1]) // 32) != backend_options["num_warps"]:
+        size, align = made.global_scratch_size, made.global_scratch_align
+        scratch = () if size is None else (size, align)
+        kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
+            made.name,
+            warps,
+            backend_options["num_ctas"],
+            made.shared_mem_bytes,
+            made.binary,
+            ttir,
+            gpu_target.arch,
+            *scratch,
+        )
+    return kernel, ttir, options, made
+
+
+@functools.cache
+def _complete_jax_triton() -> None:
+    triton_lib.TritonFunction._compile_kernel = _compile_kernel
