@@ -76,7 +76,6 @@ def test_more_than_the_budget_has_a_reason():
         (["tests/kernels/test_attention_sinks.py"], ["attention_sinks"]),
         (["tests/kernels/test_attention.py", "tests/gpu/test_rms_norm_gpu.py"], ["attention", "rms_norm"]),
         (["kernels/framework/dims.py"], [*OPERATIONS]),
-        (["kernels/engines/scan/chunks.py"], ["delta_rule", "linear_attention", "recurrent", "state_space"]),
         (["tests/grid.py"], [*OPERATIONS]),
         (["tests/test_ops.py"], [*OPERATIONS]),
         (["kernels/ops/gone/contract.py", "kernels/ops/__init__.py"], []),
@@ -84,6 +83,12 @@ def test_more_than_the_budget_has_a_reason():
 )
 def test_operations_that_changed(files, found):
     assert changed.changed_operations(files, OPERATIONS) == found
+
+
+def test_an_engine_changes_the_operations_that_import_it():
+    recurrences = ["delta_rule", "linear_attention", "recurrent", "state_space"]
+    assert changed.changed_operations(["kernels/engines/scan/chunks.py"], changed.folders()) == recurrences
+    assert changed.changed_operations(["kernels/engines/README.md"], changed.folders()) == []
 
 
 def test_what_is_run_for_a_changed_operation():
