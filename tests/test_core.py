@@ -361,3 +361,14 @@ def test_facts_of_an_operation_are_checked_when_it_is_declared():
         Op(known, no_gradient=("scale",))
     with pytest.raises(TypeError, match="return annotation"):
         Op(known, outputs=("out", "lse"))
+
+
+def test_what_was_accepted_once_is_accepted_for_its_own_type(op):
+    """Checked values are remembered with their types: 1 is a float, True is none, and Python holds them equal."""
+    x = jnp.ones((2, 3))
+    op.bind(x, power=1)
+    with pytest.raises(ValueError, match="'power' must be float, got True"):
+        op.bind(x, power=True)
+    op.bind(x, flip=True)
+    with pytest.raises(ValueError, match="'flip' must be bool, got 1"):
+        op.bind(x, flip=1)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.framework.binding import Call, Parameter, is_float_array
+from kernels.framework.binding import Call, is_float_array
+from kernels.framework.declaration import Parameter
 from kernels.framework.dims import Dim
 from kernels.framework.platforms import PLATFORMS
 

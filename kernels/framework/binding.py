@@ -1,119 +1,45 @@
-"""What a call to an operation is made of: its declared parameters, and one call bound, checked and classified.
+"""One call of an operation, bound to the contract's parameters, checked and classified.
 
-The dims of a contract are written in its jaxtyping annotations (`Float[Array, "B T N H"]`). They are read once,
-here, and every check of shape and dtype, every test array and every sharding spec comes from them.
+The dims of a contract are written in its jaxtyping annotations (`Float[Array, "B T N H"]`) and read once (declaration.py);
+every check of shape and dtype, every test array and every sharding spec comes from them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import typing
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from kernels.framework import options
+from kernels.framework.declaration import STATIC_TYPES, Parameter
 from kernels.framework.dims import Dim
-from kernels.framework.options import is_array
-
-_KINDS = {
-    "Float": "float",
-    "Int": "int",
-    "UInt": "int",
-    "Integer": "int",
-    "Bool": "bool",
-    "Shaped": "any",
-    "Num": "any",
-}
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a contract. `kind` is None for what is not an array by declaration (options, pytrees)."""
-
-    name: str
-    kind: str | None
-    dims: tuple[Dim, ...]
-    default: Any
-    required: bool
-    positional: bool
-    static: bool  # declared as a Python number, string or bool: compiled in, never traced
-    annotation: Any = Any
-
-    def shape(self, dims: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the shape of the argument for those sizes."""
-        sizes: list[int] = []
-        for d in self.dims:
-            sizes.extend(
-                dims.get(d.name, ()) if d.variadic else [d.size if d.size is not None else dims[d.name] + d.offset]
-            )
-        return tuple(sizes)
-
-
-_STATIC_TYPES = (bool, int, float, str)
-
-
-def _array_annotation(annotation: Any) -> tuple[str, tuple[Dim, ...]] | None:
-    for member in options.members(annotation):
-        if hasattr(member, "dim_str") and hasattr(member, "dtypes"):
-            kind = _KINDS.get(member.__name__.split("[")[0], "any")
-            return kind, tuple(Dim.parse(part) for part in member.dim_str.split())
-    return None
-
-
-def parameters_of(function: Callable) -> dict[str, Parameter]:
-    """Returns the parameters of a contract by name, in order, read from its signature and annotations."""
-    hints = typing.get_type_hints(function)
-    result = {}
-    for p in inspect.signature(function).parameters.values():
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            raise TypeError(f"{function.__name__}: a contract names every parameter; *{p.name} is not allowed")
-        annotation = hints.get(p.name, Any)
-        array = _array_annotation(annotation)
-        members = [m for m in options.members(annotation) if m is not type(None)]
-        result[p.name] = Parameter(
-            name=p.name,
-            kind=array[0] if array else None,
-            dims=array[1] if array else (),
-            default=None if p.default is p.empty else p.default,
-            required=p.default is p.empty,
-            positional=p.kind is not p.KEYWORD_ONLY,
-            static=array is None and bool(members) and all(m in _STATIC_TYPES for m in members),
-            annotation=annotation,
-        )
-    return result
-
-
-def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
-    """Returns the dims of each output, read from the return annotation of a contract.
-
-    Raises:
-      TypeError: there is none, or not one for each output.
-    """
-    hint = typing.get_type_hints(function).get("return")
-    hints = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
-    read = [_array_annotation(h) for h in hints]
-    if len(read) != count or None in read:
-        raise TypeError(f"{function.__name__}: its return annotation must give the dims of {count} outputs, got {hint}")
-    return tuple(found[1] for found in read if found is not None)
+from kernels.framework.options import ARRAYS, is_array
 
 
 def is_float_array(value: Any) -> bool:
-    return is_array(value) and jax.dtypes.issubdtype(value.dtype, np.floating)
+    return isinstance(value, ARRAYS) and is_a(value.dtype, np.floating)
+
+
+@functools.lru_cache(maxsize=256)
+def is_a(dtype: Any, kind: Any) -> bool:
+    """Returns whether a dtype is of an abstract kind, such as `np.floating`."""
+    return bool(jax.dtypes.issubdtype(dtype, kind))
 
 
 def is_traced_argument(value: Any) -> bool:
     """Returns whether an argument travels as data: an array, or a pytree whose leaves are all arrays (MaskInfo)."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, STATIC_TYPES):
         return False
+    if isinstance(value, ARRAYS):
+        return True
     leaves = jax.tree.leaves(value)
     if not leaves:
         return not isinstance(value, (tuple, list, dict))
-    return all(is_array(leaf) for leaf in leaves)
+    return all(isinstance(leaf, ARRAYS) for leaf in leaves)
 
 
 def floats_apart(traced: Mapping[str, Any], without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -167,6 +93,11 @@ class Call:
 
     def __init__(self, op_name: str, arguments: Mapping[str, Any], dims: dict[str, Any], dtype: str):
         self.op_name, self.arguments, self.dims, self.dtype = op_name, dict(arguments), dims, dtype
+        self._data = {
+            n
+            for n, v in self.arguments.items()
+            if isinstance(v, ARRAYS) or (v is not None and type(v) not in STATIC_TYPES and is_traced_argument(v))
+        }
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -175,10 +106,10 @@ class Call:
             raise AttributeError(f"{self.__dict__.get('op_name', 'call')} has no parameter {name!r}") from None
 
     def traced(self) -> dict[str, Any]:
-        return {k: v for k, v in self.arguments.items() if is_traced_argument(v)}
+        return {k: v for k, v in self.arguments.items() if k in self._data}
 
     def static(self) -> dict[str, Any]:
-        return {k: v for k, v in self.arguments.items() if not is_traced_argument(v)}
+        return {k: v for k, v in self.arguments.items() if k not in self._data}
 
     def program_key(self) -> tuple:
         """Returns what decides the program of this call: shapes and dtypes of arrays, types and values of options.
@@ -188,9 +119,11 @@ class Call:
         """
         parts: list[Any] = []
         for name, value in self.arguments.items():
-            if is_array(value):
+            if value is None:
+                parts.append((name, None))
+            elif isinstance(value, ARRAYS):
                 parts.append((name, value.shape, value.dtype))
-            elif is_traced_argument(value):
+            elif name in self._data:
                 leaves, tree = jax.tree.flatten(value)
                 parts.append((name, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
             else:
@@ -216,7 +149,7 @@ class Call:
         """Returns what identifies the call's shapes, dtypes and static options; the key of tuned configurations."""
         parts = []
         for name, value in self.arguments.items():
-            if is_traced_argument(value):
+            if name in self._data:
                 leaves, tree = jax.tree.flatten(value)
                 shapes = ",".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
                 parts.append(f"{name}={shapes}" if is_array(value) else f"{name}={tree}:{shapes}")
@@ -252,8 +185,30 @@ def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs:
                 raise ValueError(f"{op_name}: argument {name!r} is missing")
             bound[name] = p.default
             continue
-        bound[name] = _normalised(op_name, p, given[name])
+        value = given[name]
+        if p.kind is not None and isinstance(value, jax.Array) and _fits(value.dtype, p.kind):
+            bound[name] = value
+        elif type(value) in STATIC_TYPES and p.kind is None:
+            if (type(value), value) not in p.accepted:
+                value = _normalised(op_name, p, value)
+                if len(p.accepted) < _MOST_ACCEPTED:
+                    p.accepted.add((type(value), value))
+            bound[name] = value
+        else:
+            bound[name] = _normalised(op_name, p, value)
     return bound
+
+
+_MOST_ACCEPTED = 256
+
+
+_ABSTRACT = {"float": np.floating, "int": np.integer, "bool": np.bool_}
+
+
+@functools.lru_cache(maxsize=256)
+def _fits(dtype: Any, kind: str) -> bool:
+    """Returns whether an array of this dtype is of the kind that a contract declares."""
+    return is_a(dtype, _ABSTRACT.get(kind, np.number)) and not is_a(dtype, np.complexfloating)
 
 
 def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
@@ -280,8 +235,7 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
             ) from None
     if not is_array(value):
         raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got {type(value).__name__}")
-    wanted = {"float": np.floating, "int": np.integer, "bool": np.bool_}.get(p.kind, np.number)
-    if not jax.dtypes.issubdtype(value.dtype, wanted) or jax.dtypes.issubdtype(value.dtype, np.complexfloating):
+    if not _fits(value.dtype, p.kind):
         kind = f"a {p.kind}" if p.kind != "any" else "an int or float"
         raise ValueError(f"{op_name}: argument {p.name!r} must have {kind} dtype, got {value.dtype}; cast it")
     return value
@@ -322,6 +276,13 @@ def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mappi
         if p.kind is None or value is None:
             continue
         shape = tuple(value.shape)
+        if p.plain and len(shape) == len(p.plain):
+            for name, size in zip(p.plain, shape):
+                if sizes.setdefault(name, size) is not size and sizes[name] != size:
+                    break
+                owner.setdefault(name, p.name)
+            else:
+                continue
         spread = [i for i, d in enumerate(p.dims) if d.variadic]
         fixed = len(p.dims) - len(spread)
         if (not spread and len(shape) != fixed) or len(shape) < fixed:

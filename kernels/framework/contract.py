@@ -17,10 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels.framework import execute, measured, select, tuning
 from kernels.framework.backend import Backend, Case, Choice, Plan, case_inputs, make_backend
-from kernels.framework.binding import Call, bind, is_array, is_float_array, output_dims, parameters_of, resolve_dims
+from kernels.framework.binding import ARRAYS, Call, bind, is_a, is_array, is_float_array, resolve_dims
+from kernels.framework.declaration import output_dims, parameters_of
 from kernels.framework.execute import Saved
 from kernels.framework.facts import check_facts
 from kernels.framework.interpret import interpreting
@@ -221,7 +223,7 @@ class Op:
         dims = resolve_dims(self.name, self.parameters, arguments)
         if wrong := of_sizes(arguments, dims):
             raise ValueError(f"{self.name}: {wrong}")
-        floats = {k: v for k, v in arguments.items() if is_float_array(v)}
+        floats = {k: v for k, v in arguments.items() if isinstance(v, ARRAYS) and is_a(v.dtype, np.floating)}
         dtype = str(next(iter(floats.values())).dtype) if floats else ""
         first = next((n for n in self.same_dtype if n in floats), "")
         for name in self.same_dtype:

@@ -8,9 +8,12 @@ on every platform alike. A platform for which no backend qualifies refuses, in o
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +22,9 @@ from jax.interpreters import ad, batching, mlir
 
 from kernels.framework.interpret import interpret, interpreting
 from kernels.framework.platforms import PLATFORMS, Unsupported
+
+_MOST_FRAMES = 32  # of the stack shown with an error at lowering
+_JAX = f"{Path(jax.__file__).parent}/"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,6 +37,8 @@ class Branches:
       result: pytree of shapes and dtypes that every branch returns.
       batched: the same call on operands with one leading dim more, see `apply`; None to map over the rows one by one.
       interpreted: of which GPU kernels are interpreted; None: they are not.
+      stack: who made the call when it was traced. Lowering runs under another stack, which shows neither the caller nor, in
+        a ring, the scheme and its hop.
     """
 
     name: str
@@ -38,6 +46,7 @@ class Branches:
     result: Any
     batched: Callable | None
     interpreted: int | None
+    stack: tuple[tuple[str, int, str], ...]
 
     def __repr__(self) -> str:
         return self.name
@@ -61,7 +70,7 @@ def apply(
     """
     leaves, tree = jax.tree.flatten(operands)
     leaves = [*map(jax.numpy.asarray, leaves)]
-    branches = Branches(name, by_platform, result, batched, interpreting())
+    branches = Branches(name, by_platform, result, batched, interpreting(), _stack())
     shapes = tuple((tuple(x.shape), x.dtype) for x in jax.tree.leaves(result))
     effects = _effects(by_platform["cpu"], operands) if interpreting() else frozenset()
     flat = _call_p.bind(*vary_alike(leaves), branches=branches, tree=tree, shapes=shapes, acts=effects)
@@ -125,8 +134,15 @@ def _shapes(avals: Any, shapes: Any) -> Any:
     return [x.update(sharding=at, manual_axis_type=kind) for x, at in zip(plain, lies, strict=True)]
 
 
-def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, tree: Any, **params: Any) -> Any:
-    chosen = branches.by_platform[platform]
+def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: Any) -> Any:
+    try:
+        return _lowered(branches.by_platform[platform], ctx, args, branches, params["tree"])
+    except Exception as error:
+        error.add_note(f"{branches.name} was first called (most recent call last):\n{_shown(branches.stack)}")
+        raise
+
+
+def _lowered(chosen: Callable | str, ctx: Any, args: Any, branches: Branches, tree: Any) -> Any:
     if isinstance(chosen, str):
         raise Unsupported(chosen)
 
@@ -141,6 +157,22 @@ def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, tree: Any, *
     if inner.tokens_out is not None:
         ctx.set_tokens_out(inner.tokens_out)
     return results
+
+
+def _stack() -> tuple[tuple[str, int, str], ...]:
+    """Returns (file, line, function) of the callers, the nearest first, without JAX's own frames."""
+    frames: list[tuple[str, int, str]] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(frames) < _MOST_FRAMES:
+        file = frame.f_code.co_filename
+        if not file.startswith((_JAX, "<")):
+            frames.append((file, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def _shown(stack: tuple[tuple[str, int, str], ...]) -> str:
+    return "".join(traceback.StackSummary.from_list([(*entry, None) for entry in reversed(stack)]).format()).rstrip()
 
 
 def _local() -> Any:

@@ -126,8 +126,11 @@ def _shown(value: Any) -> str:
     return shown if len(shown) < 80 else f"a {type(value).__name__}"
 
 
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.Tracer)
+
+
 def is_array(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.Tracer))
+    return isinstance(value, ARRAYS)
 
 
 def no_array(value: Any) -> str:
@@ -157,12 +160,22 @@ def checked(function: Callable) -> Callable:
     """
     names = tuple(inspect.signature(function).parameters)
     kinds: dict[str, Any] = {}
+    take_arrays: set[str] = set()
+    take_none: set[str] = set()
 
     def check_all(given: dict[str, Any], said: str = "") -> None:
         """Raises ValueError for an argument that cannot be what it is declared as, unless `said` names such a one."""
         if not kinds:  # once all modules are there that the annotations name
             kinds.update(kinds_of(function))
-        found = {name: _complaint(name, value, kinds.get(name)) for name, value in given.items()}
+            take_arrays.update(n for n, a in kinds.items() if {Any, jax.Array} & {*members(a)})
+            take_none.update(n for n, a in kinds.items() if {Any, None, type(None)} & {*members(a)})
+        # Most arguments are arrays where arrays are declared, or left out; no call is made for those.
+        doubtful = {
+            name: value
+            for name, value in given.items()
+            if not (name in take_none if value is None else isinstance(value, jax.Array) and name in take_arrays)
+        }
+        found = {name: _complaint(name, value, kinds.get(name)) for name, value in doubtful.items()}
         wrong = {name: what for name, what in found.items() if what}
         if wrong and not any(f"'{name}'" in said for name in wrong):
             raise ValueError(f"{function.__name__}: {next(iter(wrong.values()))}")

@@ -4,6 +4,34 @@ from faults import Fault
 
 FAULTS = (
     Fault(
+        "an error of a kernel does not show who called it",
+        "kernels/framework/dispatch.py",
+        "        error.add_note(",
+        "        str(",
+        "tests/test_lowering_errors.py",
+    ),
+    Fault(
+        "the stack of a call is that of its lowering",
+        "kernels/framework/dispatch.py",
+        "{_shown(branches.stack)}",
+        "{_shown(_stack())}",
+        "tests/test_lowering_errors.py",
+    ),
+    Fault(
+        "an option that was accepted as a float is accepted as a bool",
+        "kernels/framework/binding.py",
+        "            if (type(value), value) not in p.accepted:",
+        "            if value not in {v for _, v in p.accepted}:",
+        "tests/test_core.py -k accepted",
+    ),
+    Fault(
+        "an array that differs in a dim goes by the quick way",
+        "kernels/framework/binding.py",
+        "                if sizes.setdefault(name, size) is not size and sizes[name] != size:",
+        "                if sizes.setdefault(name, size) is not size and False:",
+        "tests/test_core.py -k wrong_call",
+    ),
+    Fault(
         "Triton: sides of tiles that are no power of 2 go on",
         "kernels/toolchains/triton.py",
         "        if size & (size - 1):\n",
