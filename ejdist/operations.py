@@ -16,6 +16,7 @@ from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.experts import moe
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
+from ejdist.projection import project
 from ejdist.sequence import delta_rule, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
@@ -84,6 +85,7 @@ def bind_ops(
     attend = {"order": order, "scheme": scheme, "deterministic": deterministic_attention}
     functions["attention"] = functools.partial(ring_attention, **attend, **where)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
+    functions["project"] = functools.partial(project, mesh=mesh)
     given = dict(experts or {})
     on = {
         "axis": given.get("axes"),

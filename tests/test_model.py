@@ -13,6 +13,7 @@ from ejdist.models.config import ROPE_SCALING
 from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, loss
 from ejdist.models.parameters import initialise, num_parameters, shapes
 from ejdist.operations import bind_ops
+from ejdist.projection import parsed, project
 from kernels.ops.rotary_embedding import RopeScaling
 
 TINY = DecoderConfig(
@@ -377,7 +378,12 @@ def test_a_model_places_its_activations_by_logical_dims_only():
     def note(x, dims):
         return seen.append((dims, x.ndim)) or x
 
-    ops = OPS.replace()
+    def product(x, weight, subscripts, **bias):
+        for array, dims in zip((x, weight), parsed(subscripts)):
+            note(array, " ".join(dims))
+        return note(project(x, weight, subscripts, **bias), " ".join(parsed(subscripts)[2]))
+
+    ops = OPS.replace(project=product)
     ops.constrain = ops.gather = note
     mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)
     assert {"B T D", "B T N H", "B T K H", "D N H"} <= {d for d, _ in seen}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext, Part, einsum, residual_std
+from ejdist.models.part import LayerContext, Part, residual_std
 
 
 def _scaled(c: DecoderShape) -> dict[str, float]:
@@ -51,18 +51,14 @@ class Attention(Part):
         return declared
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, batch = at.config, at.ops, at.batch
-        declared = self.declare(c)
-        p = {name: ops.gather(w, declared[name].dims) for name, w in params.items()}
-        h = ops.rms_norm(x, p["attention_norm"], eps=c.norm_eps)
+        c, ops, batch, norms = at.config, at.ops, at.batch, self.norms(params, at)
+        h = ops.rms_norm(x, norms["attention_norm"], eps=c.norm_eps)
         q, k, v = (
-            ops.constrain(einsum(f"btd,d{n}h->bt{n}h", h, p[name]), f"B T {n.upper()} H")
+            ops.project(h, params[name], f"btd,d{n}h->bt{n}h", bias=params.get(f"{name}_bias"))
             for name, n in (("query", "n"), ("key", "k"), ("value", "k"))
         )
-        if c.attention_bias:
-            q, k, v = q + p["query_bias"], k + p["key_bias"], v + p["value_bias"]
         if c.qk_norm:
-            q, k = (ops.rms_norm(y, p[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
+            q, k = (ops.rms_norm(y, norms[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
         turned = functools.partial(
             ops.rotary_embedding, positions=batch["positions"], base=float(c.rope_base), scaling=c.scaling()
         )
@@ -76,12 +72,11 @@ class Attention(Part):
             sliding_window=self.window(c),
             logits_soft_cap=c.attention_soft_cap,
             **_scaled(c),
-            **({"softmax_aux": p["sinks"]} if c.attention_sinks else {}),
+            **({"softmax_aux": ops.gather(params["sinks"], "N _")} if c.attention_sinks else {}),
             q_segment_ids=batch["segment_ids"],
             kv_segment_ids=batch["segment_ids"],
         )
-        out = ops.constrain(einsum("btnh,nhd->btd", out, p["output"]), "B T D")
-        return x + (out + p["output_bias"] if c.attention_output_bias else out), {}
+        return x + ops.project(out, params["output"], "btnh,nhd->btd", bias=params.get("output_bias")), {}
 
     def window(self, c: DecoderShape) -> int | None:
         """Returns how many keys a query sees; None for all before it."""
@@ -122,16 +117,14 @@ class LatentAttention(Part):
         }
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, batch, m = at.config, at.ops, at.batch, at.config.latent
-        declared = self.declare(c)
-        p = {name: ops.gather(w, declared[name].dims) for name, w in params.items()}
-        h = q = ops.rms_norm(x, p["latent_attention_norm"], eps=c.norm_eps)
+        c, ops, batch, m, p, norms = at.config, at.ops, at.batch, at.config.latent, params, self.norms(params, at)
+        h = q = ops.rms_norm(x, norms["latent_attention_norm"], eps=c.norm_eps)
         if m.query_rank:
-            q = ops.rms_norm(einsum("btd,dr->btr", h, p["query_down"]), p["query_latent_norm"], eps=c.norm_eps)
-        q = ops.constrain(einsum("btr,rnh->btnh", q, p["latent_query"]), "B T N H")
-        latent, shared = jnp.split(einsum("btd,dr->btr", h, p["latent_down"]), [m.kv_rank], axis=-1)
-        latent = ops.rms_norm(latent, p["latent_norm"], eps=c.norm_eps)
-        k, v = (ops.constrain(einsum("btr,rnh->btnh", latent, p[name]), "B T N H") for name in ("key_up", "value_up"))
+            q = ops.rms_norm(ops.project(h, p["query_down"], "btd,dr->btr"), norms["query_latent_norm"], eps=c.norm_eps)
+        q = ops.project(q, p["latent_query"], "btr,rnh->btnh" if m.query_rank else "btd,dnh->btnh")
+        latent, shared = jnp.split(ops.project(h, p["latent_down"], "btd,dr->btr"), [m.kv_rank], axis=-1)
+        latent = ops.rms_norm(latent, norms["latent_norm"], eps=c.norm_eps)
+        k, v = (ops.project(latent, p[name], "btr,rnh->btnh") for name in ("key_up", "value_up"))
         scaling = c.scaling()
 
         def turned(y: jax.Array) -> jax.Array:
@@ -152,7 +145,7 @@ class LatentAttention(Part):
             q_segment_ids=batch["segment_ids"],
             kv_segment_ids=batch["segment_ids"],
         )
-        return x + ops.constrain(einsum("btnh,nhd->btd", out, p["latent_output"]), "B T D"), {}
+        return x + ops.project(out, p["latent_output"], "btnh,nhd->btd"), {}
 
     def flops(self, c: DecoderShape) -> Flops:
         m, D, N = c.latent, c.model_dim, c.num_heads

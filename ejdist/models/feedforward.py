@@ -13,7 +13,7 @@ from ejdist.experts.metrics import Stats, dead_experts, max_violation
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext, Part, einsum, residual_std
+from ejdist.models.part import LayerContext, Part, residual_std
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,14 @@ class MLP(Part):
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops = at.config, at.ops
-        norm = ops.gather(params["mlp_norm"], "norm")
-        h = ops.rms_norm(x, norm, eps=c.norm_eps)
+        h = ops.rms_norm(x, self.norms(params, at)["mlp_norm"], eps=c.norm_eps)
         matrices = {name: params[name] for name in ("gate", "up", "down")}
         if c.remat not in ("none", "dots"):  # the operation gathers its weights itself, and keeps nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
         # Its backward would compute two of the three products again, which these policies have the memory to keep.
-        declared = self.declare(c)
-        p = {name: ops.gather(w, declared[name].dims) for name, w in matrices.items()}
-        gate, up = (ops.constrain(einsum("btd,df->btf", h, p[name]), "B T F") for name in ("gate", "up"))
+        gate, up = (ops.project(h, params[name], "btd,df->btf") for name in ("gate", "up"))
         product = ops.gated_activation(gate, up, activation=c.activation)
-        return x + ops.constrain(einsum("btf,fd->btd", product, p["down"]), "B T D"), {}
+        return x + ops.project(product, params["down"], "btf,fd->btd"), {}
 
     def flops(self, c: DecoderShape) -> Flops:
         return Flops(2 * 3 * c.model_dim * c.ffn_dim)
@@ -97,14 +94,13 @@ class Experts(Part):
             for n, d in self.declare(c).items()
             if n.startswith(("router", "shared_expert"))
         }
-        norm = ops.gather(params["experts_norm"], "norm")
         key = None
         if m.jitter:
             key = jax.random.key(0)
             for number in (at.step, at.microbatch, at.layer):
                 key = jax.random.fold_in(key, number)
         out, stats = ops.moe(
-            ops.rms_norm(x, norm, eps=c.norm_eps),
+            ops.rms_norm(x, self.norms(params, at)["experts_norm"], eps=c.norm_eps),
             whole["router"],
             params["experts_gate_up"],
             down=params["experts_down"],

@@ -11,7 +11,8 @@ class Ops:
     """The public operations as attributes, `ops.rms_norm(x, weight, eps=...)`, bound to a mesh and a backend.
 
     Each takes what the function of that name takes. The weights that an operation declares (`gated_mlp`'s matrices,
-    `lm_head`, the weight of a norm) are given as the model stores them. `attention` is `ring_attention`.
+    `lm_head`, the weight of a norm) are given as the model stores them. `attention` is `ring_attention`. `project` multiplies
+    with any other matrix, also as it is stored.
 
     Args:
       functions: name -> function.

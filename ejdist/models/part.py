@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
@@ -56,6 +55,10 @@ class Part:
         dtype."""
         raise NotImplementedError
 
+    def norms(self, params: dict[str, jax.Array], at: LayerContext) -> dict[str, jax.Array]:
+        """Returns the weights of the norms, from where they are stored to where they are used."""
+        return {n: at.ops.gather(params[n], d.dims) for n, d in self.declare(at.config).items() if n.endswith("_norm")}
+
     def update(self, c: DecoderShape, buffers: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
         """Returns the buffers of one layer after a step, from its "update" metrics, summed over the microbatches."""
         return buffers
@@ -67,12 +70,6 @@ class Part:
     def flops(self, c: DecoderShape) -> Flops:
         """Returns the forward FLOPs of one layer."""
         raise NotImplementedError
-
-
-def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product; of float32 arrays in true float32 on every device."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision)
 
 
 def residual_std(c: DecoderShape) -> float:

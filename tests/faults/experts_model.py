@@ -12,6 +12,34 @@ def step(cases: str) -> str:
 
 FAULTS = (
     Fault(
+        "a projection leaves its bias out",
+        "ejdist/projection.py",
+        '    return product + gather(bias, " ".join(dims_bias), mesh)',
+        "    return product",
+        "tests/test_projection.py -k mesh",
+    ),
+    Fault(
+        "a projection's weight is not gathered, so its gradient is not scattered",
+        "ejdist/projection.py",
+        'gather(weight, " ".join(dims_weight), mesh)',
+        "weight",
+        "tests/test_projection.py -k mesh",
+    ),
+    Fault(
+        "a projection lies where the compiler likes",
+        "ejdist/projection.py",
+        'product = constrain(product, " ".join(dims_out), mesh)',
+        "product = product",
+        "tests/test_projection.py -k mesh",
+    ),
+    Fault(
+        "a projection by a weight of another size",
+        "ejdist/projection.py",
+        "        if sizes.setdefault(dim, size) != size:",
+        "        if False:",
+        "tests/test_projection.py -k refused",
+    ),
+    Fault(
         "the losses of experts counted again where a layer is computed again",
         EXPERTS,
         'metrics["experts/auxiliary_loss"] = Metric(loss * share, "loss")',
@@ -56,15 +84,15 @@ FAULTS = (
     Fault(
         "sinks that nothing reads",
         ATTENTION,
-        '{"softmax_aux": p["sinks"]} if c.attention_sinks',
-        '{"softmax_aux": p["sinks"] - 1e9} if c.attention_sinks',
+        'ops.gather(params["sinks"], "N _")',
+        'ops.gather(params["sinks"], "N _") - 1e9',
         step("gpt_oss"),
     ),
     Fault(
         "the bias of the output projection left out",
         ATTENTION,
-        'out + p["output_bias"] if c.attention_output_bias',
-        'out + 0 * p["output_bias"] if c.attention_output_bias',
+        ', bias=params.get("output_bias")',
+        "",
         step("gpt_oss"),
     ),
     Fault(
