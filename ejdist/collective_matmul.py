@@ -21,7 +21,7 @@ from ejdist.mesh import TP, axis_is_bound, check_axis, is_explicit
 from ejdist.placement import mesh_of
 from ejdist.sharded import map_shards
 from kernels.framework.binding import is_float_array
-from kernels.framework.dispatch import vary_alike
+from kernels.framework.dispatch import reverse_only, vary_alike
 from kernels.framework.platforms import Unsupported
 from kernels.framework.public import module_class
 
@@ -169,7 +169,7 @@ def _run(name: str, local: Callable, x: Any, w: Any, gathers: bool, axis_name: s
                 f"{axis_name!r} already and has a rank's own: leave them out"
             )
         _check_rows(name, x, lax.axis_size(axis_name), gathers)
-        return local(*vary_alike((x, w), lax.axis_index(axis_name)), axis_name)
+        return local(*reverse_only(name, vary_alike((x, w), lax.axis_index(axis_name))), axis_name)
     check_axis(axis_name, where["mesh"])
     mesh = mesh_of(**where)
     for argument, a in (("x", x), ("w", w)):
@@ -185,7 +185,7 @@ def _run(name: str, local: Callable, x: Any, w: Any, gathers: bool, axis_name: s
     in_specs, out_spec = _specs(name, x, w, gathers, axis_name, mesh, where["in_specs"])
     if where["out_specs"] is not None:
         check_out_specs(where["out_specs"], (out_spec,), mesh)
-    return _compiled(local, axis_name, mesh, in_specs, out_spec)(x, w)
+    return _compiled(local, axis_name, mesh, in_specs, out_spec)(*reverse_only(name, (x, w)))
 
 
 def _check_rows(name: str, x: jax.Array, ranks: int, gathers: bool) -> None:

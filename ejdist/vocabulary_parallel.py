@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import kernels
 from ejdist.sharded import sharded
-from kernels.ops.cross_entropy.contract import logits_op, op, summed, sums_op, token_losses
+from kernels.ops.cross_entropy.contract import logits_op, op, summed, sums_op, terms_of_tokens
 from kernels.ops.kl_divergence import contract as kl
 
 
@@ -62,7 +62,8 @@ def _sums(
     if not axes["V"]:
         return sums_op(targets=targets, weights=weights, **how, **arguments)
     size = arguments["lm_head"].shape[-1] * math.prod(map(jax.lax.axis_size, axes["V"]))
-    return summed(token_losses(*_joined(axes, targets, **arguments), targets=targets, vocabulary=size, **how), weights)
+    terms = terms_of_tokens(*_joined(axes, targets, **arguments), targets=targets, vocabulary=size, **how)
+    return summed(terms, weights)
 
 
 def _reduced(axes: dict[str, tuple[str, ...]], **arguments: Any) -> tuple[jax.Array, ...]:

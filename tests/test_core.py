@@ -3,6 +3,8 @@
 import inspect
 import subprocess
 import sys
+import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -293,6 +295,44 @@ def test_a_backend_whose_import_fails_says_so_every_time(op, monkeypatch):
     for _ in range(3):
         with pytest.raises(ImportError, match=r"toy: the backend triton_gpu cannot be imported .*no such symbol"):
             fresh(jnp.ones((2, 5)))
+
+
+def test_kernels_that_are_missing_on_a_gpu_are_named_once(op, monkeypatch):
+    """Dispatch takes XLA where Triton cannot be imported, many times slower: a process says so, on a GPU and there only."""
+    from kernels.framework import contract, dispatch
+
+    def without(error):
+        """Returns a fresh operation whose Triton backend fails to be imported so."""
+
+        def load(name):
+            raise error
+
+        fresh = make_op()
+        fresh._backends.pop("triton_gpu")
+        monkeypatch.setattr(fresh, "package", "kernels.ops.rms_norm")
+        monkeypatch.setattr(fresh, "order", ("triton_gpu",))
+        monkeypatch.setattr(contract.importlib, "import_module", load)
+        return fresh
+
+    def warned(operation, device="NVIDIA H200", lowered_for="cuda", **how):
+        """Returns the warnings of a program that is lowered twice, with its gradient, in a process of its own."""
+        monkeypatch.setattr(dispatch, "device_kind", lambda platform: device)
+        monkeypatch.setattr(dispatch, "_silent", threading.Lock())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss = jax.jit(jax.grad(lambda x: operation(x, jnp.ones(5), **how)[0].sum()))
+                loss.trace(jnp.ones((2, 5))).lower(lowering_platforms=(lowered_for,))
+        return [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+    absent = without(ModuleNotFoundError("no", name="jax_triton"))
+    (said,) = warned(absent)
+    assert said.startswith("toy: jax_triton is not installed: pip install 'ejdist[cuda]'. Without it")
+    (said,) = warned(without(ModuleNotFoundError("no", name="triton.experimental.gluon")))
+    assert said.startswith("toy: the installed triton has no triton.experimental.gluon: pip install 'ejdist[cuda]'")
+    # Not without a GPU, not for a CPU, not where XLA was asked for, not where nothing is missing.
+    assert not warned(absent, device=None) and not warned(absent, lowered_for="cpu")
+    assert not warned(absent, platform="xla") and not warned(op)
 
 
 # -- what is differentiable -------------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from grid import as_tuple, differentiable, error, on_this_machine
 from jax.sharding import PartitionSpec as P
 
+import ejdist
 import kernels
 from kernels import Unsupported
 from kernels.framework.binding import floats_apart, is_array, is_float_array, merged
@@ -186,7 +188,7 @@ def test_second_derivatives_are_those_of_the_contract(op, backend):
 @pytest.mark.parametrize("op", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
 def test_forward_mode_and_foreign_residuals_are_refused_by_name(op):
     floats, others, rest = parts(op)
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(Unsupported, match=f"^{op.name}: forward-mode differentiation .* use reverse mode"):
         jax.jvp(lambda f: call(op, None, f, others, rest), (floats,), (floats,))
     shapes = jax.eval_shape(lambda: call(op, None, floats, others, rest))
     saved = {f"d_{n}": jnp.ones(y.shape, y.dtype) for n, y in zip(op.outputs, shapes)}
@@ -199,6 +201,47 @@ def test_forward_mode_and_foreign_residuals_are_refused_by_name(op):
 
     with pytest.raises(Unsupported, match=f"{op.name}_backward: this derivative is not supported"):
         jax.grad(total)(saved)
+
+
+X = jnp.ones((1, 4, 2, 8))
+ON_DEVICES = {  # name in the message -> function of one array
+    "flash_attention": lambda x: kernels.flash_attention(x, x, x, causal=True),
+    "ring_attention": lambda x: ejdist.ring_attention(x, x, x, causal=True, mesh=ejdist.make_mesh(sp=2)),
+    "moe": lambda x: ejdist.moe(x[:, :, 0], jnp.ones((8, 2)), *(jnp.ones((2, 8, 8)),) * 3, top_k=1)[0],
+    "all_gather_matmul": lambda x: ejdist.all_gather_matmul(x[0], jnp.ones((8, 2)), mesh=ejdist.make_mesh(tp=2)),
+}
+
+
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_forward_mode_is_refused_by_name_through_every_transformation(name):
+    function = ON_DEVICES[name]
+
+    def jvp(f):
+        return lambda x: jax.jvp(f, (x,), (x,))[1]
+
+    def scanned(x):
+        return jax.lax.scan(lambda carry, _: (carry + jnp.sum(function(x * carry)), None), 1.0, None, length=2)[0]
+
+    ways = {
+        "jvp": jvp(function),
+        "jit of jvp": jax.jit(jvp(function)),
+        "jvp of jit": jvp(jax.jit(function)),
+        "scan": jvp(scanned),
+        "remat": jvp(jax.checkpoint(function)),
+        "linearize": lambda x: jax.linearize(function, x)[1](x),
+        "jacfwd": jax.jacfwd(lambda x: function(X * x)),
+    }
+    if name == "flash_attention":
+        ways |= {
+            "vmap": lambda x: jvp(jax.vmap(function))(x[None]),
+            "jvp of grad": jvp(jax.grad(lambda x: function(x).sum())),
+        }
+        ways["hessian"] = jax.hessian(lambda x: function(X * x).sum())
+    for way, run in ways.items():
+        with pytest.raises(Unsupported, match=f"^{name}: forward-mode differentiation") as refused:
+            run(jnp.float32(1) if way in ("jacfwd", "hessian") else X)
+        assert "jax.grad" in str(refused.value), way
+    assert np.isfinite(jax.grad(lambda x: jnp.sum(function(x)))(X)).all()
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=name, marks=marks_of(op)) for name, op in OPS.items()])

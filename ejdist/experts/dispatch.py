@@ -25,7 +25,7 @@ from ejdist.experts.rows import Job, Scheme, inverse, order_of
 from ejdist.experts.schemes import SCHEMES, Local, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
 from kernels.framework.binding import is_float_array
-from kernels.framework.dispatch import vary_alike, varying_axes
+from kernels.framework.dispatch import reverse_only, vary_alike, varying_axes
 from kernels.framework.platforms import Unsupported
 
 
@@ -98,6 +98,7 @@ def exchange(
     axis = axis if ranks > 1 else ()  # a collective of one rank is none
     job = Job(apply, axis, fitting, num_experts, float(buffer), int(chunks))
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
+    x, weights, params = reverse_only("exchange", (x, weights, params))
     experts = experts.astype(jnp.int32)  # num_experts may be no number of a narrower one
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     counts, dropped = expert_counts(experts, num_experts), vary_alike(jnp.int32(0), experts)

@@ -17,6 +17,7 @@ from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout
 from ejdist.sharded import sharded
 from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.dispatch import reverse_only
 from kernels.framework.options import checked
 from kernels.framework.public import module_class
 from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
@@ -219,13 +220,14 @@ def moe(
         raise _refuse("platform", f"must be None or a name, got {platform!r}")
     E = router.shape[1]
     place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
+    x, router = reverse_only("moe", (x, router))
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     _check_experts(x, router, params, place.ranks if place.mesh is None else 1)
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
     shares = _check_shared(x, shared, shared_expert_gate, activation)
     # What lies in padding reaches no sum and no gradient, of shared experts neither.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
-    given = {name: p for name, p in params.items() if p is not None}
+    given = reverse_only("moe", {name: p for name, p in params.items() if p is not None})
     how = Travel(dispatch, buffer, chunks, capacity)
     apply = _expert(activation, alpha, limit, platform)
     out, traffic = through_experts(x, experts, weights, given, apply, num_experts=E, place=place, how=how, told=told)

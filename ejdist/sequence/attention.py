@@ -31,7 +31,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
 from kernels.framework.contract import Op
-from kernels.framework.dispatch import vary_alike
+from kernels.framework.dispatch import reverse_only, vary_alike
 from kernels.framework.platforms import Unsupported
 from kernels.framework.public import Prepared, module_class
 from kernels.ops.flash_attention import flash_attention
@@ -40,16 +40,20 @@ from kernels.ops.flash_attention import op as flash
 Arrays = dict[str, jax.Array]
 
 
+def _name(op: Op) -> str:
+    """Returns the public name of the ring of an operation."""
+    return "ring_attention" if op is flash else op.name
+
+
 def _differentiated_once(function: Callable) -> Callable:
     """Returns the function, whose own differentiation is refused by name: as part of a gradient it was one already."""
     once = jax.custom_jvp(function, nondiff_argnums=(0,))
 
     @once.defjvp
     def refuse(static: Static, primals: Any, tangents: Any) -> Any:
-        name = "ring_attention" if static.op is flash else static.op.name
         raise Unsupported(
-            f"{name}: second derivatives are not supported; differentiate {static.op.name} on one device, or stop the outer "
-            "derivative by jax.lax.stop_gradient"
+            f"{_name(static.op)}: second derivatives are not supported; differentiate {static.op.name} on one device, or "
+            "stop the outer derivative by jax.lax.stop_gradient"
         )
 
     return once
@@ -151,7 +155,8 @@ def on_shard(
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, lse)
     # An input that is alike on some ranks has cotangents that are not; the rank itself says whether that is checked here.
-    return _ring(static, *vary_alike((arrays, mask), exchange.rank(axis)))
+    arrays, mask = vary_alike((arrays, mask), exchange.rank(axis))
+    return _ring(static, reverse_only(_name(op), arrays), mask)
 
 
 def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:

@@ -78,6 +78,8 @@ class Operation(Protocol):
 
     def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan: ...
 
+    def unavailable(self) -> dict[str, str]: ...
+
     def used_options(self, call: Call) -> list[str]: ...
 
     def used_features(self, call: Call) -> list[str]: ...
@@ -211,15 +213,39 @@ def make_backend(
     return Backend(name=stem, forward=forward, backward=backward, keeping=keeping, **sets, **rest)
 
 
+# Packages whose absence makes a backend unavailable, with what to install. Any other import error is raised.
+OPTIONAL_PACKAGES = {"triton": "ejdist[cuda]", "jax_triton": "ejdist[cuda]"}
+
+
+def not_installed(error: ModuleNotFoundError) -> str | None:
+    """Returns why a backend whose import ended in this error is unavailable, with the remedy; None where it is no optional
+    package that is missing."""
+    name = error.name or ""
+    package = name.split(".")[0]
+    if package not in OPTIONAL_PACKAGES:
+        return None
+    # Parents are imported first: a module inside of the package is missing because the package is of another version.
+    what = f"{package} is not installed" if name == package else f"the installed {package} has no {name}"
+    return f"{what}: pip install '{OPTIONAL_PACKAGES[package]}'"
+
+
+def missing(op: Operation, chosen: Backend, platform: str) -> str:
+    """Returns why no kernel runs on a GPU where XLA was chosen for want of its toolchain; empty where that is not so."""
+    if platform != "cuda" or chosen.toolchain != "xla":
+        return ""
+    return "; ".join(dict.fromkeys(op.unavailable().values()))
+
+
 @dataclass(frozen=True)
 class Choice:
     """What runs on one platform: a backend with its configuration, and the measurement that chose it, if one did; or the
-    reason why none does."""
+    reason why none does. `missing`: why none of the kernels does that come before it, where their toolchain is missing."""
 
     platform: str
     backend: Backend | None
     cfg: Any
     reason: str
+    missing: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.framework import execute, measured, select, tuning
-from kernels.framework.backend import Backend, Case, Choice, Plan, case_inputs, make_backend
+from kernels.framework.backend import Backend, Case, Choice, Plan, case_inputs, make_backend, missing, not_installed
 from kernels.framework.binding import ARRAYS, Call, bind, is_a, is_array, is_float_array, resolve_dims
 from kernels.framework.declaration import output_dims, parameters_of
 from kernels.framework.execute import Saved
@@ -33,8 +33,6 @@ from kernels.framework.work import Work
 
 __all__ = ["Backend", "Call", "Case", "Op", "Saved", "Unsupported"]
 
-# Packages whose absence makes a backend unavailable, with what to install. Any other import error is raised.
-_OPTIONAL_PACKAGES = {"triton": "ejdist[cuda]", "jax_triton": "ejdist[cuda]"}
 _MOST_PROGRAMS = 4096
 
 
@@ -175,7 +173,8 @@ class Op:
         return {n: self._backends[n] for n in (*self.order, *self._backends) if n in self._backends}
 
     def unavailable(self) -> dict[str, str]:
-        """Returns the backends whose toolchain is not installed, with what to install."""
+        """Returns the backends whose toolchain is not installed, or not in a version that has what they need, with what to
+        install."""
         return dict(self._unavailable) if self.backends else {}
 
     def _load(self, stem: str) -> None:
@@ -185,11 +184,11 @@ class Op:
         try:
             importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            package = (error.name or "").split(".")[0]
-            if package not in _OPTIONAL_PACKAGES:
+            reason = not_installed(error)
+            if reason is None:
                 raise
             sys.modules.pop(module_name, None)
-            self._unavailable[stem] = f"{package} is not installed: pip install '{_OPTIONAL_PACKAGES[package]}'"
+            self._unavailable[stem] = reason
         except Exception as error:
             raise ImportError(
                 f"{self.name}: the backend {stem} cannot be imported ({type(error).__name__}: {error}); mend the installation "
@@ -282,7 +281,8 @@ class Op:
             if toolchain is None:  # what is asked for by name is not ranked
                 fit, why = measured.ranked(self, call, p, fit, differentiated)
             none = f"{self.name} cannot be compiled for {p}{asked}: {cannot}"
-            choices.append(Choice(p, fit[0], None, why) if fit else Choice(p, None, None, none))
+            lacks = missing(self, fit[0], p) if fit and toolchain is None else ""
+            choices.append(Choice(p, fit[0], None, why, lacks) if fit else Choice(p, None, None, none))
         return choices
 
     def _no_such_backend(self, toolchain: str) -> None:

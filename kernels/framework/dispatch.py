@@ -9,7 +9,9 @@ on every platform alike. A platform for which no backend qualifies refuses, in o
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from kernels.framework.interpret import interpret, interpreting
 from kernels.framework.platforms import PLATFORMS, Unsupported
+from kernels.framework.target import device_kind
 
 _MOST_FRAMES = 32  # of the stack shown with an error at lowering
 _JAX = f"{Path(jax.__file__).parent}/"
@@ -36,6 +39,7 @@ class Branches:
       by_platform: for each of PLATFORMS a function of the operands, or the reason why there is none.
       result: pytree of shapes and dtypes that every branch returns.
       batched: the same call on operands with one leading dim more, see `apply`; None to map over the rows one by one.
+      missing: for a platform why no kernels run there, where it is a toolchain that is missing.
       interpreted: of which GPU kernels are interpreted; None: they are not.
       stack: who made the call when it was traced. Lowering runs under another stack, which shows neither the caller nor, in
         a ring, the scheme and its hop.
@@ -45,6 +49,7 @@ class Branches:
     by_platform: Mapping[str, Callable | str]
     result: Any
     batched: Callable | None
+    missing: Mapping[str, str]
     interpreted: int | None
     stack: tuple[tuple[str, int, str], ...]
 
@@ -58,6 +63,7 @@ def apply(
     result: Any,
     *operands: Any,
     batched: Callable | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> Any:
     """Returns the result of the branch of the platform that this is lowered for.
 
@@ -67,14 +73,29 @@ def apply(
       operands: pytrees of arrays, given to the branch.
       batched: (size, is_batched, operands) -> result or None: the same call under `vmap`, with a leading dim of that size on
         the operands that `is_batched` (a tree of bool) marks and on all of the result; None where it cannot be one call.
+      missing: for a platform why no kernels run there, which is said once when a program is lowered for a device of it.
     """
     leaves, tree = jax.tree.flatten(operands)
     leaves = [*map(jax.numpy.asarray, leaves)]
-    branches = Branches(name, by_platform, result, batched, interpreting(), _stack())
+    branches = Branches(name, by_platform, result, batched, missing or {}, interpreting(), _stack())
     shapes = tuple((tuple(x.shape), x.dtype) for x in jax.tree.leaves(result))
     effects = _effects(by_platform["cpu"], operands) if interpreting() else frozenset()
     flat = _call_p.bind(*vary_alike(leaves), branches=branches, tree=tree, shapes=shapes, acts=effects)
     return jax.tree.unflatten(jax.tree.structure(result), flat)
+
+
+def reverse_only(name: str, tree: Any) -> Any:
+    """Returns the arrays, whose derivatives in forward mode are refused in the name of that operation.
+
+    JAX refuses them of a `custom_vjp` too, but without a name, so arrays that go into one go through here before. Nothing of it
+    is left in a compiled program.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [i for i, x in enumerate(leaves) if jax.numpy.issubdtype(jax.numpy.result_type(x), jax.numpy.inexact)]
+    if floats:
+        for i, x in zip(floats, _reverse_only_p.bind(*(leaves[i] for i in floats), name=name), strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
 
 
 def varying_axes(x: Any) -> frozenset:
@@ -145,6 +166,8 @@ def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: An
 def _lowered(chosen: Callable | str, ctx: Any, args: Any, branches: Branches, tree: Any) -> Any:
     if isinstance(chosen, str):
         raise Unsupported(chosen)
+    if platform in branches.missing and device_kind(platform) is not None:
+        _say_once(branches.name, branches.missing[platform])
 
     def run(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(chosen(*jax.tree.unflatten(tree, leaves)))
@@ -173,6 +196,20 @@ def _stack() -> tuple[tuple[str, int, str], ...]:
 
 def _shown(stack: tuple[tuple[str, int, str], ...]) -> str:
     return "".join(traceback.StackSummary.from_list([(*entry, None) for entry in reversed(stack)]).format()).rstrip()
+
+
+_silent = threading.Lock()  # taken for good by what says it first
+
+
+def _say_once(name: str, reason: str) -> None:
+    """Warns, once in a process, that operations run on XLA for want of a toolchain."""
+    if _silent.acquire(blocking=False):
+        warnings.warn(
+            f"{name}: {reason}. Without it this and every other operation that has Triton kernels runs on XLA, which may be "
+            "many times slower on this GPU; where that is meant, platform='xla' says so",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _local() -> Any:
@@ -217,3 +254,42 @@ def _no_derivative(primals: Any, tangents: Any, *, branches: Branches, **params:
 
 
 ad.primitive_jvps[_call_p] = _no_derivative
+
+
+_reverse_only_p = Primitive("ejdist_reverse_only")
+_reverse_only_p.multiple_results = True
+_reverse_only_p.def_impl(lambda *args, name: list(args))
+_reverse_only_p.def_abstract_eval(lambda *avals, name: list(avals))
+mlir.register_lowering(_reverse_only_p, lambda ctx, *args, name: list(args))
+batching.primitive_batchers[_reverse_only_p] = lambda args, dims, name: (_reverse_only_p.bind(*args, name=name), dims)
+
+# What tangents go through: a linear map that has a transpose, and that nothing can compute.
+_tangents_p = Primitive("ejdist_tangents")
+_tangents_p.multiple_results = True
+_tangents_p.def_abstract_eval(lambda *avals, name: list(avals))
+ad.primitive_transposes[_tangents_p] = lambda cotangents, *args, name: list(cotangents)
+
+
+def _refuse_forward_mode(*args: Any, name: str) -> Any:
+    raise Unsupported(
+        f"{name}: forward-mode differentiation (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) is not supported; use reverse mode: "
+        "`jax.grad`, `jax.vjp` or `jax.jacrev`"
+    )
+
+
+_tangents_p.def_impl(_refuse_forward_mode)
+batching.primitive_batchers[_tangents_p] = lambda args, dims, name: _refuse_forward_mode(name=name)
+mlir.register_lowering(_tangents_p, lambda ctx, *args, name: _refuse_forward_mode(name=name))
+
+
+def _marked(tangents: Any, name: str) -> list[Any]:
+    some = iter(_tangents_p.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), name=name))
+    return [t if isinstance(t, ad.Zero) else next(some) for t in tangents]
+
+
+# Primals are handed on as they are: what a backward keeps stays the array that its caller has too.
+ad.primitive_jvps[_reverse_only_p] = lambda primals, tangents, name: (list(primals), _marked(tangents, name))
+ad.primitive_jvps[_tangents_p] = lambda primals, tangents, name: (
+    _tangents_p.bind(*primals, name=name),
+    _marked(tangents, name),
+)

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from kernels.framework.backend import Backend, Operation, Plan
 from kernels.framework.binding import Call, floats_apart, is_float_array, is_traced_argument, merged
-from kernels.framework.dispatch import apply, vary_alike
+from kernels.framework.dispatch import apply, reverse_only, vary_alike
 from kernels.framework.platforms import Unsupported
 
 
@@ -45,6 +45,10 @@ def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str,
     return {c.platform: c.reason if c.backend is None else make(c.backend, c.cfg) for c in plan.choices}
 
 
+def _missing(plan: Plan) -> dict[str, str]:
+    return {c.platform: c.missing for c in plan.choices if c.missing}
+
+
 def _run_forward(
     op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], keep: bool = False
 ) -> Any:
@@ -69,7 +73,7 @@ def _run_forward(
     def batched(size: int, is_batched: Any, operands: Any) -> Any:
         return None if keep else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
 
-    return apply(op.name, _branches(plan, make), result, traced, batched=batched)
+    return apply(op.name, _branches(plan, make), result, traced, batched=batched, missing=_missing(plan))
 
 
 def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: dict, traced: dict) -> Any:
@@ -86,7 +90,7 @@ def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: d
 
         return branch
 
-    return apply(f"{op.name}_backward", _branches(plan, make), result, saved, traced)
+    return apply(f"{op.name}_backward", _branches(plan, make), result, saved, traced, missing=_missing(plan))
 
 
 def _checked(op: Operation, backend: Backend, gradients: Mapping[str, Any], floats: dict[str, Any]) -> dict[str, Any]:
@@ -157,13 +161,16 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
 
         def run_bwd(saved: Any, cotangents: Any) -> Any:
             # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
-            return pull(*saved, tuple(map(_cotangent, _as_tuple(op, cotangents[0])))), None
+            sent = tuple(map(_cotangent, _as_tuple(op, cotangents[0])))
+            inputs, others, residuals = saved
+            inputs, residuals, sent = reverse_only(op.name, (inputs, residuals, sent))
+            return pull(inputs, others, residuals, sent), None
 
         call.__name__ = op.name  # what profiles and programs show
         run = jax.custom_vjp(call)
         # An output that nothing depends on has no cotangent, which a backward may be faster for; a zero would say nothing.
         run.defvjp(run_fwd, run_bwd, symbolic_zeros=True)
-        return run
+        return lambda inputs, others: run(reverse_only(op.name, inputs), others)
 
     def differentiated(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
         """Returns (outputs, residuals among them, what is kept) of a call that is differentiated."""

@@ -32,6 +32,20 @@ FAULTS = (
         "tests/test_core.py -k wrong_call",
     ),
     Fault(
+        "forward mode is refused without a name",
+        "kernels/framework/dispatch.py",
+        "(list(primals), _marked(tangents, name))",
+        "(list(primals), list(tangents))",
+        "tests/test_transformations.py -k refused_by_name",
+    ),
+    Fault(
+        "kernels whose toolchain is missing are missing in silence",
+        "kernels/framework/backend.py",
+        'if platform != "cuda" or chosen.toolchain',
+        'if platform == "cuda" or chosen.toolchain',
+        "tests/test_core.py -k missing_on",
+    ),
+    Fault(
         "Triton: sides of tiles that are no power of 2 go on",
         "kernels/toolchains/triton.py",
         "        if size & (size - 1):\n",

@@ -9,6 +9,34 @@ BLOCKS = "kernels/ops/cross_entropy/blocks.py"
 SUMS = "tests/kernels/test_cross_entropy.py -k sums"
 FAULTS = (
     Fault(
+        "the sums: a gradient of the loss by itself is that of the total",
+        BLOCKS,
+        "return of_loss * terms.cross_entropy + of_z * terms.z_loss",
+        "return (of_loss + of_z) * (terms.cross_entropy + terms.z_loss)",
+        "tests/kernels/test_cross_entropy.py -k every_field",
+    ),
+    Fault(
+        "the sums: without a z_loss only the total has a gradient",
+        BLOCKS,
+        "d_total, d_loss, d_z_loss = _added(d_total, d_loss), None, None",
+        "d_total, d_loss, d_z_loss = _added(d_total), None, None",
+        "tests/kernels/test_cross_entropy.py -k every_field",
+    ),
+    Fault(
+        "the sums on a split vocabulary: reports have no gradient",
+        "kernels/ops/cross_entropy/contract.py",
+        "return loss + z_loss, loss, z_loss",
+        "return loss + z_loss, jax.lax.stop_gradient(loss), z_loss",
+        "tests/kernels/test_cross_entropy.py -k every_field",
+    ),
+    Fault(
+        "the loss of a token leaves z_loss out",
+        "kernels/ops/cross_entropy/contract.py",
+        "TokenLosses(terms.cross_entropy + terms.z_loss, ",
+        "TokenLosses(terms.cross_entropy, ",
+        "tests/kernels/test_cross_entropy.py -k includes_z_loss",
+    ),
+    Fault(
         "cross_entropy in Triton: a lane's sum is not rescaled",
         TRITON,
         "total = total * rescaled + ",
@@ -109,7 +137,7 @@ FAULTS = (
     Fault(
         "cross_entropy: the cotangent of the sum is one",
         BLOCKS,
-        "saved.d_total * x.astype",
+        "{name: d_total * x.astype",
         "x.astype",
         "tests/kernels/test_cross_entropy.py -k float64",
     ),

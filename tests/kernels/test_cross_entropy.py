@@ -1,5 +1,7 @@
 """Cross entropy against optax and NumPy float64; blocks, vocabulary shards, and memory."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -295,8 +297,8 @@ def sums_and_gradients(function, dtype="float32", **how):
 def summed_terms(hidden, head, targets, weights, **how):
     """The same by `fused_token_losses`, which computes logits twice."""
     terms = fused_token_losses(hidden, head, targets, **how)
-    loss, z_loss, counted = (jnp.sum(x * weights) for x in terms)
-    return LossSums(loss + z_loss, loss, z_loss, counted)
+    total, z_loss, counted = (jnp.sum(x * weights) for x in terms)
+    return LossSums(total, total - z_loss, z_loss, counted)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(None, "float32"), (5, "float32"), (5, "bfloat16")])
@@ -315,15 +317,15 @@ def test_sums_on_a_mesh(mesh):
     )
 
 
-def products(function, differentiated=True, **how):
-    """Returns how many matmuls a program has."""
+def products(function, differentiated=True, field=None, **how):
+    """Returns how many matmuls a program has: one that differentiates all of the result, or a field and reports the rest."""
     x, w, t = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.zeros(4, jnp.int32)
 
     def loss(x, w):
         result = function(x, w, t, **how)
-        return sum(map(jnp.sum, jax.tree.leaves(result)))
+        return sum(map(jnp.sum, jax.tree.leaves(getattr(result, field) if field else result))), result
 
-    run = jax.grad(loss, (0, 1)) if differentiated else loss
+    run = jax.grad(loss, (0, 1), has_aux=True) if differentiated else loss
     return jax.jit(run).lower(x, w).as_text().count("stablehlo.dot_general")
 
 
@@ -333,6 +335,10 @@ def test_logits_are_computed_twice_only_where_it_is_said():
     assert products(ejdist.fused_loss_sums, mesh=make_mesh(dp=2)) == products(fused_cross_entropy) == 3
     assert products(fused_token_losses) == products(fused_cross_entropy, reduction="none") == 4
     assert products(ejdist.fused_loss_sums, **split) == products(ejdist.fused_cross_entropy, **split) == 4
+    assert products(fused_loss_sums, field="total", z_loss=0.1) == products(fused_loss_sums, field="loss") == 3
+    assert products(ejdist.fused_loss_sums, field="total", z_loss=0.1, mesh=make_mesh(dp=2)) == 3
+    for field in ("loss", "z_loss"):  # the gradient of one part by itself is not what the forward kept
+        assert products(fused_loss_sums, field=field, z_loss=0.1) == 6
     # Without a derivative nothing is made for one.
     assert products(fused_loss_sums, differentiated=False) == products(fused_token_losses, differentiated=False) == 1
 
@@ -351,10 +357,73 @@ def test_what_a_forward_keeps_is_what_the_contract_says(backend):
         assert error(got[name], want) < (1e-4 if name == "losses" else 1e-2), name
 
 
-def test_reports_have_no_gradient_and_flags_are_weights():
+FIELDS = ("total", "loss", "z_loss")
+
+
+def dense_sums(hidden, head, targets, weights, z_loss):
+    """The sums in plain JAX, of whole logits."""
+    logits = jnp.dot(hidden, head, precision="highest")
+    lse, counts = jax.nn.logsumexp(logits, axis=-1), weights * (targets >= 0)
+    each = lse - jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+    loss, of_z = jnp.sum(counts * each), jnp.sum(counts * z_loss * lse**2)
+    return LossSums(loss + of_z, loss, of_z, jnp.sum(counts))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("where", ["xla", "triton", "dp", "tp"])
+def test_every_field_of_the_sums_has_its_gradient(where, z_loss):
+    hidden, head, targets, weights = inputs()
+    arrays = tuple(jnp.asarray(x, jnp.float32) for x in (hidden[:22], head[:, :36], weights[:22]))
+    targets = jnp.asarray(np.where(targets[:22] < 0, -1, targets[:22] % 36))
+    on_mesh = where in ("dp", "tp")
+    how = {"mesh": make_mesh(**{where: 2})} if on_mesh else {"platform": where, "cfg": CrossEntropyConfig(block_rows=5)}
+    function = ejdist.fused_loss_sums if on_mesh else fused_loss_sums
+
+    def pulled(sums_of):
+        """Returns the sums, and the gradients of each field by itself and of all together with different cotangents."""
+        sums, pull = jax.vjp(lambda h, w, each: sums_of(h, w, each)[:3], *arrays)
+        return sums, [pull(tuple(map(jnp.float32, d))) for d in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0.5, -2, 3))]
+
+    def alone(sums_of):
+        """Returns the gradients of each field where nothing depends on the others."""
+        return [jax.grad(lambda *a, f=f: getattr(sums_of(*a), f), (0, 1, 2))(*arrays) for f in FIELDS]
+
+    with interpret() if where == "triton" else contextlib.nullcontext():
+        got = [
+            jax.jit(lambda f=f: f(lambda h, w, e: function(h, w, targets, weights=e, z_loss=z_loss, **how)))()
+            for f in (pulled, alone)
+        ]
+    want = [f(lambda h, w, e: dense_sums(h, w, targets, e, z_loss)) for f in (pulled, alone)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), got, want)
+    assert np.any(got[1][1][0])
+
+
+@pytest.mark.parametrize("where", ["xla", "triton", "pallas", "tp"])
+def test_the_loss_of_a_token_includes_z_loss(where):
+    """Value and gradient of `fused_token_losses(...).loss` are those of `reduction="none"`, which float64 has checked."""
+    hidden, head, targets, _ = inputs()
+    x, w, t = jnp.asarray(hidden, jnp.float32), jnp.asarray(head[:, :36], jnp.float32), jnp.asarray(targets) % 36
+    how = {"mesh": make_mesh(tp=2)} if where == "tp" else {"platform": where}
+    of_tokens = ejdist.fused_token_losses if where == "tp" else fused_token_losses
+    of_arrays = {"hidden": x, "lm_head": w} if where != "pallas" else {}  # which has a kernel for logits only
+    for arrays in filter(None, (of_arrays, {"logits": x @ w})):
+
+        def pulled(losses_of, arrays=arrays, **how):
+            losses, pull = jax.vjp(lambda arrays: losses_of(**arrays, targets=t, z_loss=0.1, **how), arrays)
+            return losses, pull(jnp.arange(T, dtype=jnp.float32))
+
+        with interpret() if where in ("triton", "pallas") else contextlib.nullcontext():
+            got = pulled(lambda **a: of_tokens(**a).loss, **how)
+        want = pulled(lambda **a: fused_cross_entropy(**a, reduction="none"))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
+    value = {z: float(jnp.mean(fused_token_losses(x, w, t, z_loss=z).loss)) for z in (0.0, 0.1)}
+    assert value[0.1] == pytest.approx(float(fused_cross_entropy(x, w, t, z_loss=0.1)), rel=1e-6)
+    assert value[0.1] > value[0.0] + 0.1
+
+
+def test_flags_are_weights():
     hidden, head, targets, _ = inputs()
     x, w, t = jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(targets)
-    assert not np.any(jax.grad(lambda x: fused_loss_sums(x, w, t).loss)(x))
     flags = jnp.asarray(np.arange(T) % 2 == 0)
     got, want = (fused_loss_sums(x, w, t, weights=f) for f in (flags, flags.astype(jnp.float32)))
     assert got == want and got.counted == jnp.sum(flags & (t >= 0))

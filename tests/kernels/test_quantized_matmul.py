@@ -101,7 +101,7 @@ def test_ties_go_to_even_and_zeros_stay():
     got = dequantize(*quantize(ties, "mxfp4"), mode="mxfp4")
     assert got[:9, 0].tolist() == [0, 1, 1, 2, 2, 4, 4, -1, 6] and not got[9:].any()
     for mode, options in MODES.items():
-        assert not dequantize(*quantize(np.zeros((64, 2), np.float32), mode, **options), mode=mode).any()
+        assert not dequantize(*quantize(np.zeros((64, 2), np.float32), mode, **options), mode=mode, **options).any()
     constant = np.full((64, 2), 0.3, np.float32)
     np.testing.assert_array_equal(dequantize(*quantize(constant, bits=1), bits=1), constant)
 
@@ -279,6 +279,18 @@ def test_what_quantize_refuses(said, args, options):
 def test_what_dequantize_refuses(said, args, options):
     with pytest.raises(ValueError, match=f"dequantize: argument {said}"):
         dequantize(*args, **options)
+
+
+@pytest.mark.parametrize("options", [{"bits": 8, "group_size": 64}, {"bits": 3}, {"bits": 4}, {}], ids=str)
+def test_affine_codes_of_unknown_width_are_not_guessed(options):
+    """8 bits were read as 4, of twice as many rows."""
+    packed = quantize(W, **options)
+    with pytest.raises(ValueError, match=r"dequantize: argument 'bits' is missing: .* give 'bits' or 'group_size'"):
+        dequantize(*packed)
+    bits, group_size = options.get("bits", 4), options.get("group_size", 64)
+    want = numpy_weights(*packed, "affine", bits)
+    for how in ({"bits": bits}, {"group_size": group_size}, {"bits": bits, "group_size": group_size}):
+        np.testing.assert_allclose(dequantize(*packed, **how), want, rtol=1e-6, atol=1e-6)
 
 
 def test_numbers_of_numpy_are_what_they_hold():

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kernels.engines.matmul.dot import dot
 from kernels.engines.rows.vocabulary import in_blocks, out_of_blocks
-from kernels.ops.cross_entropy.contract import ALSO_IGNORED, TokenLosses, op, summed, sums_op, token_losses
+from kernels.ops.cross_entropy.contract import ALSO_IGNORED, Terms, op, summed, sums_op, terms_of_tokens
 
 # Logits of one block: 2^26 float32 are 256 MiB.
 BLOCK_ELEMENTS, MOST_ROWS = 2**26, 8192
@@ -54,13 +54,13 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
     def forward_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
         how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
         outputs = forward(hidden, lm_head, targets, logits_soft_cap, cfg)
-        return summed(token_losses(*outputs, targets=targets, vocabulary=lm_head.shape[1], **how), weights)
+        return summed(terms_of_tokens(*outputs, targets=targets, vocabulary=lm_head.shape[1], **how), weights)
 
-    def keeping_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
+    def walked(hidden, lm_head, targets, weights, how, logits_soft_cap, cfg, of_token: Callable) -> Any:
+        """Returns (terms of each token, gradients of the sum of `of_token(terms)` times weights: of hidden and of lm_head)."""
         lead, rows = targets.shape, cfg.block_rows
         flat, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         each = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.reshape(-1).astype(jnp.float32)
-        how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
 
         def block(d_head: jax.Array, x: Any) -> Any:
             h, t, w = x
@@ -68,8 +68,8 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
             outputs = outputs_of(logits, t, logits_soft_cap, cfg)
 
             def losses(*outputs: jax.Array) -> Any:
-                terms = token_losses(*outputs, targets=t, vocabulary=lm_head.shape[1], **how)
-                return terms.loss + terms.z_loss, terms
+                terms = terms_of_tokens(*outputs, targets=t, vocabulary=lm_head.shape[1], **how)
+                return of_token(terms), terms
 
             _, pull_losses, terms = jax.vjp(losses, *outputs, has_aux=True)
             d = pull(logits, t, (outputs[0], *pull_losses(w)), h.dtype, logits_soft_cap, cfg)
@@ -78,21 +78,43 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
         # A row of padding is ignored, whatever else is.
         xs = (in_blocks(flat, rows), in_blocks(targets, rows, ALSO_IGNORED), in_blocks(each, rows))
         d_head, (terms, d_hidden) = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), xs)
-        terms = TokenLosses(*(out_of_blocks(x, flat.shape[0]).reshape(lead) for x in terms))
-        kept = {
-            "hidden_gradient": out_of_blocks(d_hidden, flat.shape[0]).reshape(hidden.shape),
-            "lm_head_gradient": d_head,
-            "losses": terms.loss + terms.z_loss,
-        }
+        terms = Terms(*(out_of_blocks(x, flat.shape[0]).reshape(lead) for x in terms))
+        return terms, out_of_blocks(d_hidden, flat.shape[0]).reshape(hidden.shape), d_head
+
+    def keeping_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
+        how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        terms, d_hidden, d_head = walked(hidden, lm_head, targets, weights, how, logits_soft_cap, cfg, _together)
+        kept = {"hidden_gradient": d_hidden, "lm_head_gradient": d_head, "losses": _together(terms)}
         return summed(terms, weights), kept
 
+    def backward_sums(
+        saved, hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg
+    ):
+        d_total, d_loss, d_z_loss = (saved.get(f"d_{output}") for output in sums_op.outputs)
+        if z_loss == 0:  # then the loss is the total, and z_loss a constant
+            d_total, d_loss, d_z_loss = _added(d_total, d_loss), None, None
+        if d_loss is None and d_z_loss is None:
+            gradients = {"hidden": saved.hidden_gradient, "lm_head": saved.lm_head_gradient, "weights": saved.losses}
+            gradients = {name: d_total * x.astype(jnp.float32) for name, x in gradients.items()}
+        else:  # what the forward kept is of both terms together
+            of_loss, of_z = _added(d_total, d_loss), _added(d_total, d_z_loss)
+
+            def of_token(terms: Terms) -> jax.Array:
+                return of_loss * terms.cross_entropy + of_z * terms.z_loss
+
+            how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+            terms, d_hidden, d_head = walked(hidden, lm_head, targets, weights, how, logits_soft_cap, cfg, of_token)
+            gradients = {"hidden": d_hidden, "lm_head": d_head, "weights": of_token(terms)}
+        return {name: x for name, x in gradients.items() if name != "weights" or weights is not None}
+
     op.register(forward, backward, name=name, **facts)
-    sums_op.register(forward_sums, _scaled, keeping=keeping_sums, name=name, **facts)
+    sums_op.register(forward_sums, backward_sums, keeping=keeping_sums, name=name, **facts)
 
 
-def _scaled(saved, hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap):
-    """Returns the gradients of the sum from what its forward kept."""
-    kept = {"hidden": saved.hidden_gradient, "lm_head": saved.lm_head_gradient}
-    if weights is not None:
-        kept["weights"] = saved.losses
-    return {name: saved.d_total * x.astype(jnp.float32) for name, x in kept.items()}
+def _together(terms: Terms) -> jax.Array:
+    return terms.cross_entropy + terms.z_loss
+
+
+def _added(*cotangents: jax.Array | None) -> Any:
+    """Returns the sum of those that there are; 0 where there is none."""
+    return sum((x for x in cotangents if x is not None), start=jnp.float32(0))

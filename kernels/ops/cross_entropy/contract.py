@@ -69,11 +69,19 @@ ALSO_IGNORED = -100
 
 
 class TokenLosses(NamedTuple):
-    """Per-token terms, float32, zero where the target is ignored."""
+    """Per-token terms, float32, zero where the target is ignored. Each has its gradient."""
 
-    loss: jax.Array
-    z_loss: jax.Array
+    loss: jax.Array  # what `fused_cross_entropy` adds up: cross entropy, and z_loss with it
+    z_loss: jax.Array  # the part of loss that the argument z_loss adds; zero without it
     counted: jax.Array  # 1 where the token counts, 0 where it is ignored
+
+
+class Terms(NamedTuple):
+    """Per-token terms as the sums need them, each by itself."""
+
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    counted: jax.Array
 
 
 def is_counted(targets: jax.Array, ignore_index: int) -> jax.Array:
@@ -81,7 +89,7 @@ def is_counted(targets: jax.Array, ignore_index: int) -> jax.Array:
     return (targets != ignore_index) & (targets != ALSO_IGNORED)
 
 
-def token_losses(
+def terms_of_tokens(
     lse: jax.Array,
     target_logit: jax.Array,
     mean_logit: jax.Array,
@@ -91,10 +99,10 @@ def token_losses(
     ignore_index: int = -1,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> TokenLosses:
+) -> Terms:
     """Returns the terms of cross entropy from the outputs of the operation, for a vocabulary of that many tokens.
 
-    loss = lse - (1 - s) target_logit - s mean_logit with smoothing s; z_loss = z lse^2. An ignored token is selected
+    cross_entropy = lse - (1 - s) target_logit - s mean_logit with smoothing s; z_loss = z lse^2. An ignored token is selected
     away, not multiplied by zero: an infinite lse of padding would otherwise make the loss NaN, and squared its gradient.
     """
     counted = is_counted(targets, ignore_index)
@@ -106,14 +114,27 @@ def token_losses(
     # the loss and in the gradients.
     stray = counted & ((targets < 0) | (targets >= vocabulary))
     loss = loss * jnp.where(stray, jnp.nan, 1.0)
-    return TokenLosses(jnp.where(counted, loss, 0.0), z_loss * lse * lse, counted.astype(jnp.float32))
+    return Terms(jnp.where(counted, loss, 0.0), z_loss * lse * lse, counted.astype(jnp.float32))
 
 
-def summed(terms: TokenLosses, weights: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def token_losses(
+    lse: jax.Array, target_logit: jax.Array, mean_logit: jax.Array, targets: jax.Array, **options: Any
+) -> TokenLosses:
+    """Returns what `fused_token_losses` does, from the outputs of the operation. Arguments are those of `terms_of_tokens`."""
+    terms = terms_of_tokens(lse, target_logit, mean_logit, targets, **options)
+    return TokenLosses(terms.cross_entropy + terms.z_loss, terms.z_loss, terms.counted)
+
+
+def summed(terms: Terms, weights: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the outputs of `cross_entropy_sums` from the terms of its tokens."""
-    sums = [jnp.sum(x if weights is None else x * weights) for x in (terms.loss, terms.z_loss)]
-    loss, z_loss = map(jax.lax.stop_gradient, sums)
-    return sums[0] + sums[1], loss, z_loss
+    loss, z_loss = (jnp.sum(x if weights is None else x * weights) for x in (terms.cross_entropy, terms.z_loss))
+    return loss + z_loss, loss, z_loss
+
+
+def cotangents_of_sums(residuals: dict, cotangents: dict) -> dict:
+    """Returns what the backward of `cross_entropy_sums` receives. Cotangents that are absent stay absent: only where `loss` or
+    `z_loss` has one by itself are the gradients of the total not enough."""
+    return residuals | cotangents
 
 
 def check_options(owner: str, label_smoothing: float, z_loss: float, logits_soft_cap: float | None) -> None:
@@ -142,13 +163,13 @@ def cross_entropy_sums(
     """Returns, in float32, sums over the tokens that count, each times its weight: cross entropy and z-loss together, and each
     by itself.
 
-    The first alone has a gradient; the other two are for reports. With one cotangent for all tokens a differentiated forward
-    can make the gradients while it has the logits, and no logits are computed twice.
+    All three have gradients. With one cotangent for all tokens, that of the total, a differentiated forward can make the
+    gradients while it has the logits, and no logits are computed twice. Gradients of one part by itself need them again.
     """
     check_options("cross_entropy_sums", label_smoothing, z_loss, logits_soft_cap)
     outputs = cross_entropy(hidden, lm_head, targets, logits_soft_cap=logits_soft_cap)
     how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    return summed(token_losses(*outputs, targets=targets, vocabulary=lm_head.shape[1], **how), weights)
+    return summed(terms_of_tokens(*outputs, targets=targets, vocabulary=lm_head.shape[1], **how), weights)
 
 
 def kept_of_sums(
@@ -257,6 +278,7 @@ sums_op = Op(
     cross_entropy_sums,
     outputs=("total", "loss", "z_loss"),
     kept=kept_of_sums,
+    backward_inputs=cotangents_of_sums,
     sum_dims={"lead"},
     elsewhere=ELSEWHERE,
     weights=("lm_head",),

@@ -24,11 +24,11 @@ from kernels.ops.cross_entropy.contract import (
 
 
 class LossSums(NamedTuple):
-    """Sums over the counted tokens, each times its weight; float32 scalars."""
+    """Sums over the counted tokens, each times its weight; float32 scalars. Each has its gradient."""
 
-    total: jax.Array  # loss and z_loss together: the one that is differentiated
-    loss: jax.Array  # cross entropy, for reports: it has no gradient
-    z_loss: jax.Array  # for reports too
+    total: jax.Array  # loss + z_loss: what a training step differentiates
+    loss: jax.Array  # cross entropy by itself, without z_loss
+    z_loss: jax.Array  # what the argument z_loss adds; zero without it
     counted: jax.Array  # the weights of the tokens, or their number
 
 
@@ -73,6 +73,9 @@ def fused_token_losses(
 ) -> Prepared:
     """Returns the terms of `fused_cross_entropy` for each token, `TokenLosses` of [*lead], for a caller who sums and counts
     on its own.
+
+    `loss` is what `reduction="none"` gives, z_loss included; `z_loss` is that part of it; `counted` is 1 where a token counts.
+    Cross entropy by itself is the loss of a call without z_loss, or `loss - z_loss`.
 
     Their cotangents are known only after it, so a backward computes the logits again; `fused_loss_sums` does not.
 
@@ -120,6 +123,9 @@ def fused_loss_sums(
 ) -> Prepared:
     """Returns the terms of `fused_cross_entropy` summed over the tokens, `LossSums`. A training step wants this: with gradient
     accumulation the mean is over the tokens of all its parts.
+
+    `total` is what `reduction="sum"` gives: `loss`, the cross entropy, and `z_loss` together. Differentiate `total`: one of its
+    two parts by itself has the right gradient too, but with a z_loss its backward computes the logits again.
 
     All tokens of `total` have one cotangent, so a differentiated call makes its gradients block by block while it has the
     logits, and the backward only scales them: three products where `fused_token_losses` has four. From forward to backward it
@@ -211,7 +217,7 @@ def fused_cross_entropy(
         if isinstance(terms, LossSums):
             total, count = terms.total, terms.counted
         else:
-            each, count = terms.loss + terms.z_loss, terms.counted
+            each, count = terms.loss, terms.counted
             if weights is not None:
                 each, count = each * weights, count * weights
             if reduction == "none":

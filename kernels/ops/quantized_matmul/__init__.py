@@ -24,17 +24,24 @@ _quantized = functools.partial(jax.jit, static_argnames=_HOW)(quantized)
 _dequantized = functools.partial(jax.jit, static_argnames=_HOW)(dequantized)
 
 
+def _of_mode(function: str, mode: Any, bits: Any = None) -> Format:
+    """Returns the format of a mode, after checking that it has such bits, where they are given."""
+    if mode not in FORMATS:
+        raise ValueError(f"{function}: argument 'mode' = {mode!r} is unknown; use one of {', '.join(FORMATS)}")
+    form = FORMATS[mode]
+    if bits is not None and (bits not in form.bits or isinstance(bits, bool)):
+        some = " or ".join(map(str, form.bits))
+        raise ValueError(f"{function}: argument 'bits' = {bits!r} is not of mode {mode!r}; use {some}")
+    return form
+
+
 def _format(function: str, mode: Any, bits: Any, group_size: Any, D: int) -> Format:
     """Returns the format of a mode, after checking that it has such bits and groups."""
 
     def refuse(argument: str, what: str) -> ValueError:
         return ValueError(f"{function}: argument {argument!r} {what}")
 
-    if mode not in FORMATS:
-        raise refuse("mode", f"= {mode!r} is unknown; use one of {', '.join(FORMATS)}")
-    form = FORMATS[mode]
-    if bits not in form.bits or isinstance(bits, bool):
-        raise refuse("bits", f"= {bits!r} is not of mode {mode!r}; use {' or '.join(map(str, form.bits))}")
+    form = _of_mode(function, mode, bits)
     if not isinstance(group_size, int) or group_size < 1 or (form.group_sizes and group_size not in form.group_sizes):
         some = " or ".join(map(str, form.group_sizes)) or "a positive integer"
         raise refuse("group_size", f"= {group_size!r} is not of mode {mode!r}; use {some}")
@@ -145,13 +152,29 @@ def dequantize(
 ) -> jax.Array:
     """Returns the float32 weights [..., D, F] that quantised ones stand for; arguments as of `quantized_matmul`.
 
-    One of `bits` and `group_size` is needed; the other follows from the shapes.
+    Here no x says what D is. Mode "affine" needs `bits` or `group_size`, as given to `quantize`; the other follows from the
+    shapes. The other modes have codes of one width, so neither is needed.
+
+    Raises:
+      ValueError: naming the argument, also where neither is given and the mode has several widths.
+
+    >>> import jax.numpy as jnp
+    >>> w = jnp.arange(32.0)[:, None]
+    >>> bool(jnp.allclose(dequantize(*quantize(w, bits=8, group_size=32), bits=8), w, atol=0.1))
+    True
     """
     _check_packed("dequantize", w, scales)
     bits, group_size = _integer(bits), _integer(group_size)
-    default = FORMATS.get(mode, FORMATS["affine"])
+    form = _of_mode("dequantize", mode)
+    if bits is None and len(form.bits) == 1:
+        bits = form.default_bits
+    if bits is None and group_size is None:
+        raise ValueError(
+            f"dequantize: argument 'bits' is missing: nothing in words of mode {mode!r} says how many bits a code has; give "
+            "'bits' or 'group_size', as `quantize` was given them"
+        )
     if bits is None:
-        bits = 32 * w.shape[-2] // (group_size * scales.shape[-2]) if group_size else default.default_bits
+        bits = 32 * w.shape[-2] // (group_size * scales.shape[-2])
         if not bits:
             raise ValueError(
                 f"dequantize: argument 'group_size' = {group_size} is more than 'w' of shape {w.shape} has codes for"
@@ -182,7 +205,8 @@ def quantized_matmul(
       w, scales, biases: as `quantize` returns them: uint32 [D * bits / 32, F], and [D / group_size, F].
       zeros: instead of biases, the code that stands for zero: bias = -scale * zero.
       mode: "affine", "nf4", "mxfp4" or "mxfp8", see `quantize`.
-      bits, group_size: follow from the shapes; given, they must agree with them.
+      bits, group_size: follow from the D of x and the shapes; given, they must agree with them. Give one of mode "affine" where
+        x may have another D than the weights: half of it fits codes of twice the bits.
 
     x has a gradient; the weights have none.
 
