@@ -32,6 +32,7 @@ from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import reverse_only, vary_alike
+from kernels.framework.padding import zeroed
 from kernels.framework.platforms import Unsupported
 from kernels.framework.public import Prepared, module_class
 from kernels.ops.flash_attention import flash_attention
@@ -104,6 +105,8 @@ def _ring_bwd(static, kept, cotangents):
     arrays, mask, out, lse = kept
     assert static.op.backward_inputs is not None
     sent = dict(zip(("d_out", "d_lse") if static.lse else ("d_out",), cotangents, strict=False))
+    # Here too, before the hops see to it: the gradient of sinks is made of these.
+    sent = {n: zeroed(d, mask.q_segment_ids) for n, d in sent.items()}
     saved = static.op.backward_inputs({"out": out, "lse": lse}, sent)
     grads = _backward(static, saved, arrays, mask)
     return {n: grads[n].astype(x.dtype) if is_float_array(x) else None for n, x in arrays.items()}, None

@@ -61,6 +61,7 @@ class Operation(Protocol):
     output_dims: tuple[tuple[Dim, ...], ...]
     residuals: tuple[str, ...]
     kept: Callable | None
+    padding: Any
     no_gradient: tuple[str, ...]
     local_dims: frozenset[str]
     sum_dims: frozenset[str]

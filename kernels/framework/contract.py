@@ -27,6 +27,7 @@ from kernels.framework.execute import Saved
 from kernels.framework.facts import check_facts
 from kernels.framework.interpret import interpreting
 from kernels.framework.options import of_sizes
+from kernels.framework.padding import Padding, of_contract
 from kernels.framework.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
 from kernels.framework.registry import Platform
 from kernels.framework.work import Work
@@ -63,6 +64,8 @@ class Op:
         measured for it goes before `order` (measured.py); None for a call of no class.
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both, zero for outputs
         that nothing depends on. Of these it is given no cotangent itself.
+      padding: where segment ids are negative, and which arguments backends are given with zeros there, because 0 times NaN
+        would reach others (padding.py). None: nothing is promised here.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
       work: call -> (Work of the forward, Work of the backward), see work.py: what each direction must at least compute and
@@ -91,13 +94,15 @@ class Op:
         order: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
         classes: Callable[[Call], str | None] | None = None,
         backward_inputs: Callable[[dict, dict], dict] | None = None,
+        padding: Padding | None = None,
         config: type | None = None,
         cases: tuple[Case, ...] = (),
         work: Callable[[Call], tuple[Work, Work]] | None = None,
     ):
-        self.function, self.name, self.outputs, self.residuals = function, function.__name__, outputs, residuals
+        self.name, self.outputs, self.residuals = function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
-        self.kept = kept
+        self.kept, self.padding = kept, padding
+        self.function = of_contract(self, function)
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
         self.elsewhere, self.offset_of, self.weights = dict(elsewhere or {}), dict(offset_of or {}), weights

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from kernels.framework import padding
 from kernels.framework.backend import Backend, Operation, Plan
 from kernels.framework.binding import Call, floats_apart, is_float_array, is_traced_argument, merged
 from kernels.framework.dispatch import apply, reverse_only, vary_alike
@@ -57,7 +58,8 @@ def _run_forward(
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}"):
-                found = backend.run("keeping" if keep else "forward", {**static, **arrays}, cfg)
+                given = padding.of_forward(op, arrays)
+                found = backend.run("keeping" if keep else "forward", {**static, **given}, cfg)
             outputs, kept = found if keep else (found, {})
             if set(kept) != set(result[1]):
                 raise TypeError(f"{op.name} on {backend.name}: it keeps {sorted(kept)}, not {sorted(result[1])}")
@@ -85,6 +87,7 @@ def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: d
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}.backward"):
+                saved, arrays = padding.of_backward(op, saved, arrays)
                 gradients = backend.run("backward", {**static, **arrays}, cfg, Saved(saved))
             return _checked(op, backend, gradients, result)
 

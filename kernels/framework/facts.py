@@ -20,7 +20,7 @@ def check_facts(op: Operation) -> None:
     parts = {"residuals": (set(op.residuals), set(op.outputs))}
     parts |= {name: (set(found), dims) for name, found in said.items()}
     names = {"no_gradient": op.no_gradient, "weights": op.weights, "same_dtype": op.same_dtype}
-    names |= {"offset_of": tuple(op.offset_of)}
+    names |= {"offset_of": tuple(op.offset_of), "padding": op.padding.forward if op.padding else ()}
     parts |= {f"{name} (arguments)": (set(found), set(op.parameters)) for name, found in names.items()}
     for what, (found, known) in parts.items():
         if found - known:

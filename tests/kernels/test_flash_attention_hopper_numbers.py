@@ -126,3 +126,28 @@ def test_a_row_of_nan_is_nan():
     for x in ours(MaskInfo(causal=True), {}, **floats):
         bad = np.isnan(np.asarray(x, "float32").reshape(B, T, -1)).all(-1)
         assert bad[0, 7] and bad.sum() == 1
+
+
+@pytest.mark.parametrize("kind", ["64", pytest.param("256", marks=pytest.mark.slow)])
+def test_what_lies_in_padding_reaches_nothing_else(kind):
+    """The bits that zeros give, outputs and gradients, with NaN there in inputs and cotangents."""
+    ids = jnp.where(jnp.arange(200)[None] % 90 < 70, jnp.arange(200)[None] // 90, -1)
+    mask, there = MaskInfo(causal=True, q_segment_ids=ids, kv_segment_ids=ids), (ids >= 0)[..., None, None]
+    floats = arrays(1, (200, 200), (2, 1), KINDS[kind][0], "bfloat16")
+
+    @jax.jit
+    def run(fill):
+        filled = jax.tree.map(lambda x: jnp.where(there, x, fill.astype(x.dtype)), floats)
+        (out, lse), pull = jax.vjp(lambda x: ours(mask, {}, **x), filled)
+        return (
+            out,
+            lse,
+            pull(
+                (
+                    jnp.where(there, jnp.cos(out), fill.astype(out.dtype)),
+                    jnp.where(there[..., 0], jnp.ones_like(lse), fill),
+                )
+            ),
+        )
+
+    jax.tree.map(np.testing.assert_array_equal, run(jnp.float32(np.nan)), run(jnp.float32(0)))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.contract import Op
+from kernels.framework.padding import Padding
 from kernels.ops.attention_variants import cases, work
 from kernels.ops.attention_variants.dense import attention, check_heads, dot, softmax, visible_of
 from kernels.ops.attention_variants.quantize import dequantized
@@ -181,10 +182,17 @@ def centred(key: jax.Array) -> jax.Array:
 
 
 _HEADS: Any = {"local_dims": {"B", "N", "K"}, "tied_dims": (("N", "K"),)}
+
+
+def _of_key_mask(key_mask: jax.Array | None, **others: Any) -> dict[str, Any]:
+    return {} if key_mask is None else {"S": key_mask.astype(jnp.int32) - 1}
+
+
 differential_op = Op(
     differential_attention,
     outputs=("out", "out_2", "lse", "lse_2"),
     residuals=("out", "out_2", "lse", "lse_2"),
+    padding=Padding(("value",)),
     same_dtype=("query", "key", "query_2", "key_2", "value"),
     cases=cases.DIFFERENTIAL,
     work=work.differential,
@@ -192,6 +200,7 @@ differential_op = Op(
 )
 linformer_op = Op(
     linformer_attention,
+    padding=Padding(("key", "value"), _of_key_mask),
     weights=("key_projection", "value_projection"),
     same_dtype=("query", "key", "value", "key_projection", "value_projection"),
     cases=cases.LINFORMER,
@@ -200,6 +209,7 @@ linformer_op = Op(
 )
 performer_op = Op(
     performer_attention,
+    padding=Padding(("key", "value"), _of_key_mask),
     same_dtype=("query", "key", "value", "features"),
     cases=cases.PERFORMER,
     work=work.performer,
@@ -207,6 +217,7 @@ performer_op = Op(
 )
 mixture_op = Op(
     mixture_of_attention_heads,
+    padding=Padding(("x", "router_logits", "value")),
     local_dims={"B"},
     weights=("w_query", "w_out"),
     same_dtype=("x", "key", "value", "w_query", "w_out"),
@@ -215,6 +226,7 @@ mixture_op = Op(
 )
 quantized_op = Op(
     quantized_attention,
+    padding=Padding(("query", "key", "value")),  # a block has one scale
     same_dtype=("query", "key", "value"),
     cases=cases.QUANTIZED,
     work=work.quantized,

@@ -17,6 +17,7 @@ from kernels.engines.attention.softmax import backward_inputs
 from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
+from kernels.framework.padding import Padding
 from kernels.framework.work import Work, nbytes
 from kernels.ops.blocksparse_attention.cases import CASES
 
@@ -175,6 +176,7 @@ op = Op(
     outputs=("out", "lse"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
+    padding=Padding(("value",)),
     features=FEATURES,
     # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
     local_dims={"B", "N", "K"},

@@ -18,6 +18,7 @@ from kernels.framework.binding import Call
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.contract import Op
 from kernels.framework.measured import bucket, power_of_two
+from kernels.framework.padding import Padding
 from kernels.framework.work import Work, nbytes
 from kernels.ops.flash_attention.cases import CASES, SLOW, WITH_WEIGHTS
 
@@ -207,6 +208,9 @@ op = Op(
     order=("cudnn_gpu", "triton_gpu", "pallas_tpu", "xla"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
+    padding=Padding(
+        ("value",)
+    ),  # masked logits are selected away, whatever they are; a weight of 0 times a value is not
     features=FEATURES,
     classes=classes,
     config=FlashAttentionConfig,
@@ -219,6 +223,7 @@ op = Op(
 attention_op = Op(
     attention,
     outputs=("out", "weights"),
+    padding=Padding(("value",)),
     features=FEATURES,
     cases=tuple(
         dataclasses.replace(c, tags=c.tags if "smoke" in c.tags else SLOW) for c in CASES if c.name in WITH_WEIGHTS

@@ -14,6 +14,7 @@ from kernels.engines.attention.pairs import visible_pairs
 from kernels.engines.attention.softmax import backward_inputs
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
+from kernels.framework.padding import Padding
 from kernels.framework.segments import searchsorted
 from kernels.framework.work import Work, nbytes
 from kernels.ops.multi_latent_attention.cases import CASES, DECODE_CASES, PAGED_CASES
@@ -232,6 +233,7 @@ op = Op(
     outputs=("out", "lse"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
+    padding=Padding(("key_value",)),
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
     elsewhere={"T": "flash_mla", "S": "flash_mla"},

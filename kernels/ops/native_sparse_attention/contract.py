@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
+from kernels.framework.padding import Padding
 from kernels.framework.work import Work, nbytes
 from kernels.ops.native_sparse_attention.cases import CASES
 
@@ -171,8 +173,20 @@ def work(call: Call) -> tuple[Work, Work]:
 
 
 _HERE = "native_sparse_attention"
+
+
+def _padding(query: Any, starts: jax.Array | None, q_start: jax.Array | None, **others: Any) -> dict[str, Any]:
+    if starts is None:
+        return {}
+    T, S = query.shape[1], starts.shape[1]
+    places = (S - T if q_start is None else q_start) + jnp.arange(T)
+    return {"T": jnp.take(starts, places, axis=1, mode="clip"), "S": starts}
+
+
 op = Op(
     native_sparse_attention,
+    # A weight of 0 times a value; and a block's mean key is of all of its tokens.
+    padding=Padding(("key", "value", "g_cmp", "g_slc", "g_swa"), _padding),
     # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
