@@ -156,6 +156,8 @@ def _shapes(avals: Any, shapes: Any) -> Any:
 
 
 def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: Any) -> Any:
+    if platform in branches.missing and device_kind(platform) is not None:
+        _say_once(branches.name, branches.missing[platform])
     try:
         return _lowered(branches.by_platform[platform], ctx, args, branches, params["tree"])
     except Exception as error:
@@ -166,8 +168,6 @@ def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: An
 def _lowered(chosen: Callable | str, ctx: Any, args: Any, branches: Branches, tree: Any) -> Any:
     if isinstance(chosen, str):
         raise Unsupported(chosen)
-    if platform in branches.missing and device_kind(platform) is not None:
-        _say_once(branches.name, branches.missing[platform])
 
     def run(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(chosen(*jax.tree.unflatten(tree, leaves)))
