@@ -43,7 +43,8 @@ def flash_attention(
     logits = cap(softmax_scale * q.k) + bias - slope * |i - j|, cap(x) = c tanh(x / c); softmax_scale defaults to
     1/sqrt(H). Query head n reads key head n // (N / K). Sinks `softmax_aux` join the denominator once, uncapped, and have
     no value. A query with no key (and no sink) gives out = 0 and lse = -inf. Dropout scales kept weights by 1/(1-p) and
-    leaves lse alone. Accumulation is in float32.
+    leaves lse alone. Accumulation is in float32. What lies at positions of negative segment ids, NaN too, reaches nothing
+    else, and the outputs there have no gradient (`Op(padding=...)`).
 
     `deterministic` asks for the same bits whenever the same program runs on the same inputs and device, in both directions. It
     is no part of the meaning: here it changes nothing, and a backend that adds in any order does not name it.

@@ -62,7 +62,8 @@ def flash_attention(
       softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
       alibi_slopes: [N] or [B, N]; slope * |i - j| is subtracted from the logits.
       mask_info: `MaskInfo`.
-      q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding.
+      q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding: whatever lies there, NaN too,
+        reaches no other output and no gradient.
       q_positions, kv_positions: int [B, T], [B, S]; what causal, window and chunk compare, where not 0, 1, 2, ...
       deterministic: the same bits whenever the same program runs on the same inputs and device, forward and backward, at the
         cost of speed if need be: a backend that adds gradients in any order is passed over, and refuses if asked for by name.
