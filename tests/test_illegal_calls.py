@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejdist
 import kernels
 from kernels import Unsupported
 from kernels.framework import options
@@ -293,3 +294,27 @@ def test_a_wrong_call_of_a_public_function_is_refused_by_name(function):
         found.append(judged(owners, wrong, refusal(function, wrong.apply(a), traced=bool(i % 2))))
     bad = sorted({f for f in found if f})
     assert legal and not bad, "\n".join(bad)
+
+
+ROWS = jnp.ones((1, 8, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda cuts: kernels.flash_attention(ROWS, ROWS, ROWS, cum_seqlens_q=cuts), "cum_seqlens_q"),
+        (lambda cuts: kernels.mean_pooling(ROWS[..., 0], cu_seqlens=cuts), "cu_seqlens"),
+        (lambda sizes: kernels.grouped_matmul(jnp.ones((4, 4)), jnp.ones((2, 4, 4)), sizes), "group_sizes"),
+    ],
+)
+def test_a_list_of_integers_past_an_int32_is_named(call, argument):
+    with pytest.raises(ValueError, match=f"argument '{argument}' holds {2**40}, which is no int32"):
+        call([0, 2**40])
+
+
+def test_an_unknown_option_is_one_of_what_was_called():
+    x, many = jnp.ones((1, 4, 8)), jnp.ones((2, 8, 8))
+    with pytest.raises(TypeError, match=r"^ring_attention\(\) got an unexpected keyword argument 'casual'"):
+        ejdist.ring_attention(ROWS, ROWS, ROWS, casual=True)
+    with pytest.raises(TypeError, match=r"^moe\(\) got an unexpected keyword argument 'scores'"):
+        ejdist.moe(x, jnp.ones((8, 2)), many, many, many, top_k=1, scores="sigmoid")

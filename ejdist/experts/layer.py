@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,14 @@ from ejdist.layout import Specs, current_layout
 from ejdist.sharded import sharded
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.dispatch import reverse_only
-from kernels.framework.options import checked
+from kernels.framework.options import check_names, checked
 from kernels.framework.public import module_class
 from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
 
 CLAMPED = "clamped_swiglu"
 ACTIVATIONS = (*PLAIN, CLAMPED)
 _gated_mlp = sharded(kernels.gated_mlp)
+_ROUTING = frozenset(inspect.signature(route).parameters)
 
 
 def _refuse(argument: str, what: str) -> ValueError:
@@ -220,6 +222,7 @@ def moe(
         raise _refuse("platform", f"must be None or a name, got {platform!r}")
     E = router.shape[1]
     place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
+    check_names("moe", routing, _ROUTING)
     x, router = reverse_only("moe", (x, router))
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     _check_experts(x, router, params, place.ranks if place.mesh is None else 1)

@@ -32,6 +32,7 @@ from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import reverse_only, vary_alike
+from kernels.framework.options import check_names
 from kernels.framework.padding import zeroed
 from kernels.framework.platforms import Unsupported
 from kernels.framework.public import Prepared, module_class
@@ -300,6 +301,7 @@ def ring_attention(
     axis, bound = _bound_axis(axis_name, mesh)
     if bound and jax.lax.axis_size(axis) > 1:
         _check_cuts(options, f"are those of one rank of {axis!r}")
+    check_names("ring_attention", options, flash_attention.__signature__.parameters)
     prepared = flash_attention.prepare(query, key, value, **options)
     _check(prepared.call)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}

@@ -11,7 +11,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -187,6 +187,12 @@ def checked(function: Callable) -> Callable:
             prepared = function(*args, **kwargs)
         except Exception as error:
             check_all(given, said=str(error) if isinstance(error, ValueError) else "")
+            if isinstance(error, OverflowError):  # JAX names no argument whose Python integers are past an int32
+                for name, value in given.items():
+                    if (number := _past_int32(value)) is not None:
+                        raise ValueError(
+                            f"{function.__name__}: argument {name!r} holds {number}, which is no int32"
+                        ) from error
             if not isinstance(error, ValueError):
                 raise
             owner, mark, said = str(error).partition(": ")
@@ -196,6 +202,19 @@ def checked(function: Callable) -> Callable:
         return prepared
 
     return prepare
+
+
+def _past_int32(value: Any) -> int | None:
+    """Returns an integer among the Python numbers of a value that is no int32, if there is one."""
+    if isinstance(value, (list, tuple)):
+        return next((x for x in map(_past_int32, value) if x is not None), None)
+    return value if isinstance(value, int) and not -(2**31) <= value < 2**31 else None
+
+
+def check_names(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises TypeError, as Python does, for keyword arguments of a function that another one is to take for it."""
+    if strange := given.keys() - set(known):
+        raise TypeError(f"{owner}() got an unexpected keyword argument {min(strange)!r}")
 
 
 def kinds_of(function: Callable) -> dict[str, Any]:

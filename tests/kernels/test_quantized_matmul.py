@@ -293,6 +293,19 @@ def test_affine_codes_of_unknown_width_are_not_guessed(options):
         np.testing.assert_allclose(dequantize(*packed, **how), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "far", "bits"), [("float32", 3e38, 4), ("float16", 6e4, 1)])
+def test_a_group_that_spans_more_than_its_scales_reach_is_refused(dtype, far, bits):
+    w = jnp.repeat(jnp.array([[far], [-far]], dtype), 16, axis=0)
+    with pytest.raises(
+        ValueError, match=f"quantize: argument 'w' has a group that spans more than its {bits} bits of {dtype}"
+    ):
+        quantize(w, bits=bits, group_size=32)
+    np.testing.assert_allclose(dequantize(*quantize(w / 4, bits=bits, group_size=32), bits=bits), w / 4, rtol=1e-3)
+    # What has no number has none, as under a trace.
+    assert np.isnan(dequantize(*quantize(w.at[0].set(jnp.nan), bits=bits, group_size=32), bits=bits)).any()
+    jax.jit(lambda w: quantize(w, bits=bits, group_size=32))(w)
+
+
 def test_numbers_of_numpy_are_what_they_hold():
     for function, arrays in ((quantize, (W,)), (dequantize, (Q, S, B))):
         got = function(*arrays, bits=np.int64(4), group_size=np.int32(32))

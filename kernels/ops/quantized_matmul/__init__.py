@@ -12,6 +12,7 @@ import numpy as np
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
 from kernels.framework.public import Prepared, public
+from kernels.framework.requests import known
 from kernels.ops.quantized_matmul.contract import op
 from kernels.ops.quantized_matmul.formats import FORMATS, RUN, Format, dequantized, quantized
 
@@ -60,7 +61,8 @@ def quantize(
     `bits` uint32 words, code i in the bits i * bits and on, counted from the lowest bit of the first word.
 
     Args:
-      w: float [..., D, F]; D is what is summed over, and a multiple of 32 and of group_size.
+      w: float [..., D, F]; D is what is summed over, and a multiple of 32 and of group_size. Of "affine" the largest less the
+        least of a group must be finite in float32; one that is not is NaN where values are not known, under a trace or on a GPU.
       mode: "affine": scale * code + bias, code of 1 to 8 bits, from the least and the largest of a group. "nf4": scale times a
         quantile of the normal distribution, scale the largest magnitude. "mxfp4", "mxfp8": 2 ** (scale - 127) times an e2m1 or
         e4m3 number, rounded to nearest even; groups of 32, scales uint8 (e8m0).
@@ -88,7 +90,14 @@ def quantize(
     bits = default.default_bits if bits is None else _integer(bits)
     group_size = default.default_group if group_size is None else _integer(group_size)
     _format("quantize", mode, bits, group_size, w.shape[-2])
-    return _quantized(jnp.asarray(w), mode=mode, bits=bits, group_size=group_size)
+    words, scales, biases = _quantized(jnp.asarray(w), mode=mode, bits=bits, group_size=group_size)
+    steps = known(scales) if mode == "affine" else None
+    if steps is not None and not np.isfinite(steps.astype(np.float32) * (2**bits - 1)).all() and jnp.isfinite(w).all():
+        raise ValueError(
+            f"quantize: argument 'w' has a group that spans more than its {bits} bits of {w.dtype} scales reach; divide w by a "
+            "number first, and multiply the product by it"
+        )
+    return words, scales, biases
 
 
 def _integer(value: Any) -> Any:
