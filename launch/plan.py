@@ -90,7 +90,7 @@ def asked_of(argv: Sequence[str]) -> Asked:
 
 def given_keys(words: Sequence[str]) -> set[str]:
     """Returns the keys of the search that a command line gives; `mesh=VARIANT` gives every axis."""
-    from ejdist.planning.search import SEARCHED
+    from ejdist.planning.candidates import SEARCHED
 
     names = {key_of(w) for w in words}
     return {k for k in SEARCHED if k in names or ("mesh" in names and k.startswith("mesh."))}
@@ -158,7 +158,8 @@ def plan_of(
     Args:
       given: keys of the search that stay as the recipe has them.
     """
-    from ejdist.planning.search import SEARCHED, Predictor, as_given, nearest, overrides_text, search
+    from ejdist.planning.candidates import SEARCHED
+    from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
 
     wide, notes = searches(asked, sections, given, target.count), len(compiler.notes)
     predictor = Predictor(sections, target, measured)

@@ -17,8 +17,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+
+from ejdist.costs import ALL_TO_ALL, RAGGED_ALL_TO_ALL, Traffic
+from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of
+from ejdist.experts.schemes import LOCAL, SCHEMES
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,13 @@ class Links:
     latency: float = 1e-5
 
     def rate(self, collective: str, ranks: int) -> float:
-        rate = getattr(self, collective)
-        return rate * 4 / max(ranks, 4) if self.torus and collective.endswith("all_to_all") else rate
+        """Returns bytes/s of a device in a collective of so many; one without a rate of its own has that of an all-gather."""
+        rate = getattr(self, collective, self.all_gather)
+        return rate * 4 / max(ranks, 4) if self.torus and collective in _BETWEEN_ALL else rate
+
+
+# In these a device sends other rows to each other device; in the rest messages are passed on or joined.
+_BETWEEN_ALL = (ALL_TO_ALL, RAGGED_ALL_TO_ALL)
 
 
 def _torus(rate: float, what: str) -> Links:
@@ -58,7 +68,7 @@ LINKS = {
     "TPU v5": _torus(200e9, "4800 Gbit/s a chip over 6 links"),
     "TPU v6 lite": _torus(224e9, "3584 Gbit/s a chip over 4 links"),
 }
-# Rows that `all_gather` may bring to a device, over those of the buffer.
+# Rows that a scheme may bring to a device, over those of the buffer.
 GATHERED = 2.0
 # Nothing is known: bytes are compared as if every collective were as fast; not the ragged one, which few devices have.
 UNKNOWN = Links(100e9, 1e9, 100e9, 100e9, "no rates known: bytes alone")
@@ -102,13 +112,13 @@ def choose(
     """
     ranks = math.prod(axis_sizes)
     if ranks == 1:
-        return Choice("local", "local: one rank has all experts, and nothing travels", {"local": 0.0})
+        return Choice(LOCAL, f"{LOCAL}: one rank has all experts, and nothing travels", {LOCAL: 0.0})
     if hosts is None:
         hosts = axis_sizes[0] if len(axis_sizes) > 1 and jax.process_count() > 1 else 1
     kind = jax.local_devices()[0].device_kind if device_kind is None else device_kind
-    seconds = _seconds(links_of(kind), ranks, hosts, len(axis_sizes) > 1, tokens, top_k, width * itemsize, buffer)
-    if ranks > GATHERED * buffer * top_k and pinned != "all_gather":
-        seconds.pop("all_gather")
+    levels = (hosts, ranks // hosts) if len(axis_sizes) > 1 and hosts > 1 else (ranks,)
+    call = {"tokens": tokens, "top_k": top_k, "width": width, "hidden": 0, "itemsize": itemsize, "buffer": buffer}
+    seconds = _seconds(links_of(kind), hosts, levels, pinned, call)
     if pinned is not None and pinned not in seconds:
         raise ValueError(
             f"argument 'pinned' = {pinned!r} is no scheme for this axis; use one of {', '.join(sorted(seconds))}"
@@ -122,32 +132,41 @@ def choose(
     return Choice(best, f"{best} ({why}): {times}, over {over} of {kind} ({links_of(kind).source})", seconds)
 
 
+# What stands for the axes: between hosts, between the devices of a host, and all at once.
+_HOSTS, _DEVICES, _ALL = "hosts", "devices", "all"
+
+
 def _seconds(
-    links: Links, ranks: int, hosts: int, levels: bool, tokens: int, top_k: int, row: int, buffer: float
+    links: Links, hosts: int, levels: tuple[int, ...], pinned: str | None, call: dict[str, Any]
 ) -> dict[str, float]:
-    inner = ranks // hosts
-
-    def between(rows: float, name: str, messages: int) -> float:
-        """Seconds of one all-to-all of rows that a rank has for all ranks; the two kinds of links work side by side."""
-        here = rows * row * (inner - 1) / ranks / links.rate(name, ranks)
-        if links.network is None or hosts == 1:
-            here = rows * row * (ranks - 1) / ranks / links.rate(name, ranks)
-            return here + messages * links.latency
-        return max(here, rows * row * (ranks - inner) / ranks / links.network) + messages * links.latency
-
-    def gathered(name: str) -> float:
-        rate = getattr(links, name)
-        rate = min(rate, links.network * inner) if links.network and hosts > 1 else rate
-        return tokens * row * (ranks - 1) / rate + links.latency * math.log2(ranks)
-
-    pairs = tokens * top_k
-    found = {
-        "all_to_all": 4 * between(buffer * pairs, "all_to_all", ranks - 1),
-        "ragged_all_to_all": 4 * between(pairs, "ragged_all_to_all", ranks - 1),
-        "all_gather": 2 * gathered("all_gather") + 2 * gathered("reduce_scatter"),
-    }
-    if levels and hosts > 1:
-        within = buffer * pairs * row * (inner - 1) / inner / links.rate("all_to_all", inner)
-        far = buffer * pairs * row * (hosts - 1) / hosts / (links.network or links.rate("all_to_all", hosts))
-        found["two_level"] = 4 * (within + far + (inner + hosts - 2) * links.latency)
+    """Returns the time of each scheme that fits: what it sends, over what the links give."""
+    ranks, found = math.prod(levels), {}
+    for name, of in SCHEMES.items():
+        scheme = of()
+        if scheme.refusal(levels) is not None:
+            continue
+        over = zip((_HOSTS, _DEVICES), levels, strict=True) if scheme.stepwise else ((_ALL, ranks),)
+        shape = ExchangeShape(over=tuple(over), **call)
+        if arriving_of(scheme, shape) > GATHERED * shape.rows and name != pinned:
+            continue
+        found[name] = _time(links, cost_of(scheme, shape), {**dict(shape.over), _HOSTS: hosts}, ranks)
     return found
+
+
+def _time(links: Links, sent: Traffic, sizes: dict[str, int], ranks: int) -> float:
+    """Returns the seconds of all collectives, one after the other. Over all ranks the two kinds of links work side by side."""
+    hosts, total = sizes[_HOSTS], 0.0
+    for (axis, collective), many in sent.bytes.items():
+        size, inner = sizes[axis], ranks // hosts
+        if links.network is None or (axis == _ALL and hosts == 1) or axis == _DEVICES:
+            seconds = many / links.rate(collective, size)
+        elif axis == _HOSTS:
+            seconds = many / links.network
+        elif collective in _BETWEEN_ALL:
+            near, far = (inner - 1) / (ranks - 1), (ranks - inner) / (ranks - 1)
+            seconds = max(many * near / links.rate(collective, size), many * far / links.network)
+        else:
+            seconds = many / min(links.rate(collective, size), links.network * inner)
+        messages = size - 1 if collective in _BETWEEN_ALL else math.log2(size)
+        total += seconds + sent.calls[axis, collective] * messages * links.latency
+    return total

@@ -218,7 +218,7 @@ def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
     if isinstance(scheme, Local) and ranks > 1:
         raise ValueError(
             f"exchange: argument 'scheme' ('dispatch' of `moe`) = 'local' is for one rank, and 'axis' = {axis} has {ranks}; "
-            f"use one of {', '.join(n for n in SCHEMES if n != 'local')}"
+            f"use one of {', '.join(n for n, s in SCHEMES.items() if s is not Local)}"
         )
     return Local() if ranks == 1 else scheme
 

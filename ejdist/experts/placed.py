@@ -15,7 +15,7 @@ from ejdist.experts.choice import choose
 from ejdist.experts.dispatch import check_buffer, exchange
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
-from ejdist.experts.schemes import SCHEMES
+from ejdist.experts.schemes import LOCAL, SCHEMES
 from ejdist.layout import (
     Axes,
     axes_in,
@@ -221,9 +221,9 @@ class _Program:
 def _check(how: Travel, top_k: int, alike: bool) -> None:
     """Raises ValueError for what `exchange` would refuse, on one device too, where nothing travels."""
     same = "all ranks of the experts have the same tokens"
-    if alike and how.scheme not in ("auto", "local"):
+    if alike and how.scheme not in ("auto", LOCAL):
         raise _refuse(
-            "dispatch", f"= {how.scheme!r} takes tokens to other ranks, and here {same}; use 'auto' or 'local'"
+            "dispatch", f"= {how.scheme!r} takes tokens to other ranks, and here {same}; use 'auto' or {LOCAL!r}"
         )
     if alike and how.capacity is not None:
         raise _refuse("capacity", f"= {how.capacity} has no form where {same}; leave it out")
@@ -259,7 +259,7 @@ def through_experts(
     split = [a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes[d]]
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for a in split)
     if place.alike:
-        how = replace(how, scheme="local")
+        how = replace(how, scheme=LOCAL)
     how = _chosen(how, place, tokens, weights.shape[-1], x, told)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))

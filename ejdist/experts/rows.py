@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejdist.experts.cost import Costed
 from ejdist.experts.metrics import expert_counts
 from kernels.framework.binding import is_float_array
 from kernels.framework.dispatch import vary_alike
@@ -56,7 +57,7 @@ class Job:
         return self.num_experts // self.ranks
 
 
-class Scheme:
+class Scheme(Costed):
     """How tokens meet experts, forward and backward. Stateless, frozen, hashable; never differentiated.
 
     Below, x is [M, D], weights [M, k] and experts [M, k] of this rank; an expert of num_experts is none.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, RAGGED_ALL_TO_ALL, REDUCE_SCATTER, Traffic
+from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.rows import ByExpert, Job, Plan, Rows, Scheme, Window, add, before, plan_of, room, wide, within
 from kernels.framework.dispatch import vary_alike
+
+
+def _sent(shape: ExchangeShape, rows: float, collective: str) -> Traffic:
+    """Returns the traffic of rows that are spread over all ranks: there and back, forward and backward."""
+    sent, times = Traffic(), 4 + shape.again
+    for axis, size in shape.over:  # of these rows, those that go to another place along this axis
+        sent.add(axis, collective, times * rows * shape.row * (size - 1) / size, times)
+    return sent
+
+
+def _rows_at_work(shape: ExchangeShape) -> int:
+    """Returns the bytes of rows that were sent, that arrived, in the order of experts, what was made of them, and gradients; of
+    gate, up and their product."""
+    return 5 * shape.wide + 5 * shape.narrow
 
 
 @dataclass(frozen=True)
@@ -56,10 +73,25 @@ class AllToAll(Rows):
     def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
         return self.there(job, window, x)
 
+    def cost(self, shape: ExchangeShape) -> Traffic:
+        return _sent(shape, shape.rows, ALL_TO_ALL)
+
+    def memory(self, shape: ExchangeShape) -> int:
+        return _rows_at_work(shape)
+
+    def arriving(self, shape: ExchangeShape) -> float:
+        return shape.rows
+
 
 @dataclass(frozen=True)
 class Local(AllToAll):
     """One device has all experts: nothing travels."""
+
+    def refusal(self, sizes: tuple[int, ...]) -> str | None:
+        return "one device" if math.prod(sizes) > 1 else None
+
+    def cost(self, shape: ExchangeShape) -> Traffic:
+        return Traffic()
 
 
 @dataclass(frozen=True)
@@ -67,12 +99,20 @@ class TwoLevel(AllToAll):
     """The dense all-to-all in two steps, for an axis (hosts, devices of a host): first among the devices of a host, then
     between hosts, so that a device sends one message to another host, and not one for each device there."""
 
+    stepwise = True
+
     def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
         outer, inner = job.axis[:1], job.axis[1:]
         x = x.reshape(lax.axis_size(outer), lax.axis_size(inner), -1, *x.shape[1:])
         x = lax.all_to_all(x, inner, 1, 1, tiled=True)
         x = lax.all_to_all(x, outer, 0, 0, tiled=True)
         return x.reshape(-1, *x.shape[3:])
+
+    def refusal(self, sizes: tuple[int, ...]) -> str | None:
+        return "two axes" if len(sizes) < 2 else None
+
+    def cost(self, shape: ExchangeShape) -> Traffic:
+        return _sent(shape, shape.rows, ALL_TO_ALL)
 
 
 @dataclass(frozen=True)
@@ -111,6 +151,15 @@ class RaggedAllToAll(Rows):
     def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
         home, sizes, away = window.moves
         return _ragged(x, window.pair.size, away.T, sizes.T, home.T, job)
+
+    def cost(self, shape: ExchangeShape) -> Traffic:
+        return _sent(shape, shape.pairs, RAGGED_ALL_TO_ALL)
+
+    def memory(self, shape: ExchangeShape) -> int:
+        return _rows_at_work(shape)
+
+    def arriving(self, shape: ExchangeShape) -> float:
+        return shape.rows
 
 
 def _ragged(x: jax.Array, rows: int, start: jax.Array, sizes: jax.Array, to: jax.Array, job: Job) -> jax.Array:
@@ -204,6 +253,22 @@ class AllGather(Scheme):
             d_params.append(jax.tree.map(wide, found[2]))
         return jnp.concatenate(d_x), jnp.concatenate(d_weights), functools.reduce(add, d_params)
 
+    def cost(self, shape: ExchangeShape) -> Traffic:
+        sent, gathered = Traffic(), shape.tokens
+        for axis, size in shape.over:  # each device of an inner axis brings its own tokens over the outer ones
+            other, gathered = gathered * shape.row * (size - 1), gathered * size
+            sent.add(axis, ALL_GATHER, (2 + shape.again) * other, 2 + shape.again)
+            sent.add(axis, REDUCE_SCATTER, 2 * other, 2)
+        return sent
+
+    def memory(self, shape: ExchangeShape) -> int:
+        tokens = shape.tokens * shape.row
+        # Tokens and cotangents of all ranks, the latter sorted, and sums in float32; rows are made of them on the spot.
+        return 3 * shape.wide + 3 * shape.narrow + shape.ranks * (3 * tokens + 4 * tokens // shape.itemsize)
+
+    def arriving(self, shape: ExchangeShape) -> float:
+        return shape.tokens * shape.ranks
+
     @staticmethod
     def _inner(job: Job) -> Job:
         """Returns the exchange of gathered tokens with this rank's own experts, in which nothing travels."""
@@ -225,13 +290,20 @@ class AllGather(Scheme):
             return lax.psum_scatter(x, job.axis, scatter_dimension=0, tiled=True)
 
 
+LOCAL = "local"
+# The first is where a plan begins.
 SCHEMES: dict[str, type[Scheme]] = {
-    "local": Local,
-    "all_gather": AllGather,
     "all_to_all": AllToAll,
     "ragged_all_to_all": RaggedAllToAll,
+    "all_gather": AllGather,
     "two_level": TwoLevel,
+    LOCAL: Local,
 }
+
+
+def fitting(sizes: tuple[int, ...]) -> list[str]:
+    """Returns the schemes that experts over axes of these sizes may have, as `SCHEMES` lists them."""
+    return [name for name, scheme in SCHEMES.items() if scheme().refusal(sizes) is None]
 
 
 def scheme_of(scheme: Any) -> Scheme:

@@ -8,14 +8,46 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ejdist.costs import Traffic
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, residual_std
+from ejdist.models.remat import PartBytes, Remat
+from ejdist.models.share import Share
+from ejdist.sequence.cost import AttentionShape
 
 
 def _scaled(c: DecoderShape) -> dict[str, float]:
     return {} if c.attention_scale is None else {"softmax_scale": c.attention_scale}
+
+
+def _memory(c: DecoderShape, share: Share, shape: AttentionShape, narrow: int = 0, normed: int = 0) -> PartBytes:
+    """Returns the bytes of attention of that shape, `narrow` of products before its arrays, and `normed` of what norms make of
+    them."""
+    x, lse = share.tokens * c.model_dim * share.itemsize, 4 * share.tokens * c.num_heads // share.features
+    arrays = shape.query + shape.key + shape.value
+    # Inputs and gradients of queries, keys and values, of the output, and the residual stream with its gradient.
+    work, zeros = 2 * arrays + 2 * shape.out + narrow + normed + 3 * x, 0
+    if share.sequence > 1:
+        held = share.scheme_bytes(shape)
+        work, zeros = work + held.work, held.gpu_zeros
+    # The projection of the output is a product as wide as the residual stream.
+    return PartBytes(lse, shape.out, arrays + narrow + x, normed + x, work, gpu_zeros=zeros)
+
+
+def _traffic(c: DecoderShape, share: Share, shape: AttentionShape, window: int | None = None) -> Traffic:
+    """Returns the traffic of attention of that shape: sums of its result, of that computed again, and of its input's gradient;
+    keys and values, and their gradients."""
+    sent = share.sums_over_features(c.model_dim, 3 - share.remat.products)
+    if share.sequence > 1:
+        sent.add_all(share.scheme_traffic(shape, window))
+    return sent
+
+
+def _recomputed(remat: Remat) -> float:
+    """Returns the share of the four projections that the backward computes again: all, or none where their results are kept."""
+    return float(not remat.products)
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,22 @@ class Attention(Part):
         # Two matmuls of head_dim per pair and head.
         return Flops(projections, pair=2 * 2 * c.num_heads * c.head_dim, window=self.window(c))
 
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        shape = self._shape(c, share)
+        return _memory(c, share, shape, normed=shape.query + shape.key if c.qk_norm else 0)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return _traffic(c, share, self._shape(c, share), self.window(c))
+
+    def recomputed(self, remat: Remat) -> float:
+        return _recomputed(remat)
+
+    @staticmethod
+    def _shape(c: DecoderShape, share: Share) -> AttentionShape:
+        head = share.tokens * c.head_dim * share.itemsize
+        query, key = head * c.num_heads // share.features, head * c.num_kv_heads // share.features
+        return share.attention(query, key, key, query)
+
 
 @dataclass(frozen=True)
 class LatentAttention(Part):
@@ -153,3 +201,21 @@ class LatentAttention(Part):
         query = D * m.query_rank + m.query_rank * N * H if m.query_rank else D * N * H
         keys = D * (m.kv_rank + m.rope_dim) + m.kv_rank * N * (m.nope_dim + m.value_dim)
         return Flops(2 * (query + keys + N * m.value_dim * D), pair=2 * N * (H + m.value_dim))
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        m, shape = c.latent, self._shape(c, share)
+        narrow = share.tokens * share.itemsize * (m.query_rank + m.kv_rank + m.rope_dim)
+        return _memory(c, share, shape, narrow)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return _traffic(c, share, self._shape(c, share))
+
+    def recomputed(self, remat: Remat) -> float:
+        return _recomputed(remat)
+
+    @staticmethod
+    def _shape(c: DecoderShape, share: Share) -> AttentionShape:
+        """Keys and values are those of all heads: the narrow vector that they are projected from does not travel."""
+        m, heads = c.latent, share.tokens * share.itemsize * (c.num_heads // share.features)
+        query, value = heads * (m.nope_dim + m.rope_dim), heads * m.value_dim
+        return share.attention(query, query, value, value)

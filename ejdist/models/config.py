@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
+from ejdist.models.remat import REMAT
 from kernels.ops.gated_mlp import ACTIVATIONS
 from kernels.ops.rotary_embedding import RopeScaling
 
@@ -31,7 +32,6 @@ ROPE_SCALING = {
 }
 # Of numbers that are computed with in float32, where up to three times init_std is drawn.
 _LEAST, _MOST = 2.0**-126, 2.0**126
-REMAT = ("none", "dots", "attention", "offload", "full")  # from most memory to least, see `stack.rematerialised`
 
 
 @dataclass(unsafe_hash=True)
@@ -182,7 +182,7 @@ class DecoderShape:
     norm_eps: float = 1e-6
     init_std: float = 0.02
     compute_dtype: str = "float32"  # of activations and matmuls; parameters stay float32
-    remat: str = "attention"  # what the backward does not compute again: see `stack.rematerialised`
+    remat: str = "attention"  # what the backward does not compute again: see `REMAT` of ejdist/models/remat.py
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
 

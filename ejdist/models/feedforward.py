@@ -8,12 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejdist.costs import Traffic
+from ejdist.experts.cost import ExchangeShape, cost_of, memory_of
 from ejdist.experts.losses import update_bias
 from ejdist.experts.metrics import Stats, dead_experts, max_violation
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, residual_std
+from ejdist.models.remat import REMAT, PartBytes, Remat
+from ejdist.models.share import Share
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class MLP(Part):
         c, ops = at.config, at.ops
         h = ops.rms_norm(x, self.norms(params, at)["mlp_norm"], eps=c.norm_eps)
         matrices = {name: params[name] for name in ("gate", "up", "down")}
-        if c.remat not in ("none", "dots"):  # the operation gathers its weights itself, and keeps nothing of width F
+        if not REMAT[c.remat].products:  # the operation gathers its weights itself, and keeps nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
         # Its backward would compute two of the three products again, which these policies have the memory to keep.
         gate, up = (ops.project(h, params[name], "btd,df->btf") for name in ("gate", "up"))
@@ -44,6 +48,19 @@ class MLP(Part):
 
     def flops(self, c: DecoderShape) -> Flops:
         return Flops(2 * 3 * c.model_dim * c.ffn_dim)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """Gate, up and their product are as wide as `ffn_dim`, and so are the three gradients."""
+        x, f = share.tokens * c.model_dim * share.itemsize, share.tokens * c.ffn_dim // share.features * share.itemsize
+        work = 5 * f + 3 * x + 4 * x // share.itemsize
+        # There the kernel of the activation's product has three results of that width beside its three operands.
+        return PartBytes(0, 0, products=2 * f, rest=f + x, work=work, gpu_work=f)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient
+
+    def recomputed(self, remat: Remat) -> float:
+        return 2 / 3 * (not remat.products)  # the gradient needs two of the three products
 
 
 @dataclass(frozen=True)
@@ -170,4 +187,28 @@ class Experts(Part):
 
     def flops(self, c: DecoderShape) -> Flops:
         m, D = c.experts, c.model_dim
-        return Flops(2 * D * m.num + 2 * 3 * D * (m.top_k * m.ffn_dim + m.shared_dim) + 2 * D * m.shared_gate)
+        products = 2 * D * m.num + 2 * 3 * D * (m.top_k * m.ffn_dim + m.shared_dim) + 2 * D * m.shared_gate
+        return Flops(products, grouped=True)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """Rows of a pass are those of its buffer, on one device those of all choices."""
+        m, x = c.experts, share.tokens * c.model_dim * share.itemsize
+        shape = self._shape(c, share)
+        shared = share.tokens * m.shared_dim // share.features * share.itemsize
+        choices = 4 * share.tokens * m.top_k
+        rest = 2 * shape.wide + 3 * shape.narrow + 3 * shared
+        work = memory_of(share.dispatch, shape) + 5 * shared + 3 * x + 4 * x // share.itemsize
+        return PartBytes(choices, 0, products=0, rest=rest, work=work)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        sent = share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient
+        if share.experts:
+            sent.add_all(cost_of(share.dispatch, self._shape(c, share)))
+        return sent
+
+    def recomputed(self, remat: Remat) -> float:
+        return float(not remat.rest)
+
+    @staticmethod
+    def _shape(c: DecoderShape, share: Share) -> ExchangeShape:
+        return share.exchange(c.experts.top_k, c.model_dim, c.experts.ffn_dim // share.features)

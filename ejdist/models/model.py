@@ -76,12 +76,13 @@ class Flops:
     """Forward FLOPs, a multiply-add counted as 2, of a layer's part or of the output projection.
 
     token: in matmuls with parameters, of every position. pair: of every (query, key) pair of causal attention. window: keys
-    that a query sees, itself counted; None for all before it.
+    that a query sees, itself counted; None for all before it. grouped: the matmuls are of rows grouped by expert.
     """
 
     token: int
     pair: int = 0
     window: int | None = None
+    grouped: bool = False
 
 
 @dataclass(frozen=True)

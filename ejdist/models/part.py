@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 
+from ejdist.costs import Traffic, declared
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
+from ejdist.models.remat import PartBytes, Remat
+from ejdist.models.share import Share
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,11 @@ class Part:
     """One residual block of a layer.
 
     name: parts of one name share a stack of parameters, a row for each layer that has one, so they declare the same.
-    saves: names of values that the backward needs and that are costly to compute again; every remat policy but "full" keeps
-    them. offloads: the large ones among such, which wait in the host's memory under "offload".
+    saves: names of values that the backward needs and that are costly to compute again; policies with `Remat.asked` keep
+    them. offloads: the large ones among such, which wait in the host's memory under a policy with `Remat.host`.
+
+    `memory`, `traffic` and `recomputed` are for the planner alone, which refuses a part that declares none (`Costs`); a part
+    trains without them.
     """
 
     name: str
@@ -70,6 +76,38 @@ class Part:
     def flops(self, c: DecoderShape) -> Flops:
         """Returns the forward FLOPs of one layer."""
         raise NotImplementedError
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """Returns the bytes of one layer on a device, for one microbatch: what its backward reads, and what is alive there."""
+        raise NotImplementedError
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        """Returns what a device sends for one layer in one microbatch, forward and backward, beside the layer's weights, whose
+        gathers and sums follow from `declare`: bytes along each axis, by collective."""
+        raise NotImplementedError
+
+    def recomputed(self, remat: Remat) -> float:
+        """Returns what share of the forward's matmuls with parameters (`Flops.token`) the backward computes again."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a part, refused by name where its class declares none, or overrides `apply` and inherits them."""
+
+    part: Part
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """Returns `Part.memory`. Raises `Undeclared`."""
+        return declared(self.part, "memory", ("apply",), "its ejdist.models.remat.PartBytes on a Share")(c, share)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        """Returns `Part.traffic`. Raises `Undeclared`."""
+        return declared(self.part, "traffic", ("apply",), "the ejdist.costs.Traffic of a layer on a Share")(c, share)
+
+    def recomputed(self, remat: Remat) -> float:
+        """Returns `Part.recomputed`. Raises `Undeclared`."""
+        return declared(self.part, "recomputed", ("apply",), "the share of its matmuls that run again")(remat)
 
 
 def residual_std(c: DecoderShape) -> float:

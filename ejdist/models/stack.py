@@ -17,6 +17,7 @@ from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.parts import PARTS
+from ejdist.models.remat import REMAT, Remat
 
 _LAYER_INPUT = "decoder.layer_input"
 
@@ -82,30 +83,13 @@ def report(c: DecoderShape, numbers: dict[str, jax.Array]) -> dict[str, jax.Arra
     return {name: value for part in parts_of(c).values() for name, value in part.report(c, numbers).items()}
 
 
-def rematerialised(layer: Callable, policy: str, parts: list[Part], *, in_scan: bool) -> Callable:
-    """Returns the layer under a policy for what its backward keeps, beside the layer's input.
-
-    "none" keeps everything. "dots": the results of the projections, and what the parts ask to keep, such as attention's
-    output and lse. "attention": the latter alone, so that no attention runs twice. "offload": the same, but what is large of
-    it, and the layer's input, wait in the host's memory. "full": nothing.
-    """
-    if policy == "none":
-        return layer
+def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan: bool) -> Callable:
+    """Returns the layer under a policy for what its backward keeps, beside the layer's input."""
     saves = [name for part in parts for name in part.saves]
     offloads = [name for part in parts for name in part.offloads]
-    policies = jax.checkpoint_policies
-    asked = policies.save_only_these_names(*offloads, *saves)
-    keep = {
-        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, asked),
-        "attention": asked,
-        "offload": policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=saves,
-            names_which_can_be_offloaded=[*offloads, _LAYER_INPUT],
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-        "full": policies.nothing_saveable,
-    }[policy]
+    keep = remat.policy(saves, offloads, _LAYER_INPUT)
+    if keep is None:
+        return layer
     # Forward and backward of a scan are separate loops. Elsewhere the compiler would merge the two computations.
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
 
@@ -188,7 +172,7 @@ def run_layers(
             layer = partial(_layer, parts=parts, at=at)
             w, b = ({name: both[k] for name, both in mine.items()} for k in (0, 1))
             with jax.named_scope("layer"):
-                x, given = rematerialised(layer, c.remat, parts, in_scan=in_scan)(x, w, b, first + i)
+                x, given = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)(x, w, b, first + i)
             metrics.append(given)
         return x, _stacked(metrics)
 

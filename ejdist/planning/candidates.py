@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from ejdist.mesh import AXES, BATCH_AXES
+from ejdist.experts.schemes import fitting
+from ejdist.mesh import AXES, BATCH_AXES, SP
+from ejdist.models.remat import REMAT as POLICIES
+from ejdist.planning.activations import has_experts
+from ejdist.sequence.order import NAMES as ORDERS
+from ejdist.sequence.order import Order
+from ejdist.sequence.schemes import SCHEMES
+
+# The keys that are searched.
+REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
+SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
+SEARCHED = (*(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH)
 
 
 @dataclass(frozen=True)
@@ -54,9 +66,8 @@ class Candidate:
     def overrides(self) -> dict[str, str]:
         """Returns key -> value, as a command line has them."""
         found = {f"mesh.{axis}": str(size) for axis, size in self.sizes.items()}
-        found |= {"model.remat": self.remat, "accumulation": str(self.accumulation)}
-        found["data.global_batch"] = str(self.global_batch)
-        chosen = {"sequence.scheme": self.scheme, "sequence.order": self.order, "experts.dispatch": self.dispatch}
+        found |= {REMAT: self.remat, ACCUMULATION: str(self.accumulation), BATCH: str(self.global_batch)}
+        chosen = {SCHEME: self.scheme, ORDER: self.order, DISPATCH: self.dispatch}
         return found | {key: value for key, value in chosen.items() if value is not None}
 
 
@@ -69,3 +80,31 @@ def candidate_of(sections: Any, sizes: Mapping[str, int]) -> Candidate:
 def rows_over(sizes: Mapping[str, int]) -> int:
     """Returns over how many devices the rows of a microbatch are split."""
     return math.prod(sizes[a] for a in BATCH_AXES)
+
+
+def policies_searched() -> tuple[str, ...]:
+    """Returns the remat policies that are searched: of the host's memory neither size nor speed is known."""
+    return tuple(name for name, remat in POLICIES.items() if not remat.host)
+
+
+def orders_searched(length: int, ranks: int) -> list[str]:
+    """Returns the orders that are searched for a sequence of that length, the most even first: those that divide it and join
+    whole parts of tokens. How long it takes to compare tokens one by one is not predicted."""
+    orders = [Order(name, ranks) for name in ORDERS]
+    fit = [o for o in orders if o.balance.in_parts and length % o.multiple == 0]
+    fit.sort(key=lambda o: o.imbalance(length))
+    return [o.name for o in fit] or [*ORDERS[:1]]  # where none fits, the first is refused with its reason
+
+
+def ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:
+    """Yields (scheme, order, dispatch) of what a mesh leaves to choose; None as the recipe has it."""
+    sizes = dict(zip(AXES, mesh, strict=True))
+    split = sizes[SP] > 1
+    orders = orders_searched(s.data.sequence_length, sizes[SP])
+    over = tuple(sizes.get(a, 1) for a in s.experts.axes)
+    mixed = has_experts(s.model) and math.prod(over) > 1
+    yield from itertools.product(
+        SCHEMES if split and SCHEME not in given else (None,),
+        orders if split and ORDER not in given else (None,),
+        fitting(over) if mixed and DISPATCH not in given else (None,),
+    )

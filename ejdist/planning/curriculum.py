@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ejdist.mesh import AXES
-from ejdist.planning.search import ACCUMULATION, BATCH, DISPATCH, ORDER, REMAT, SCHEME
+from ejdist.planning.candidates import ACCUMULATION, BATCH, DISPATCH, ORDER, REMAT, SCHEME
 from ejdist.training.curriculum import Stage, StageSection, named, stages_of, unused
 
 _MESH = tuple(f"mesh.{axis}" for axis in AXES)

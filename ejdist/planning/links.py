@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, NETWORK, RAGGED_ALL_TO_ALL, Traffic
 from ejdist.experts.choice import links_of
 from ejdist.mesh import AXES, DP, FSDP
 from ejdist.planning.chips import Chip
@@ -18,32 +19,6 @@ from ejdist.planning.measured import COLLECTIVES, Measured, MeasuredAxis
 
 # Of a link's rate by the data sheet, what collectives of training steps reached on H200s.
 LINK = 0.45
-# What stands for an axis where it goes over TPU slices, beside the part of it inside of one.
-NETWORK = "network"
-
-
-class Traffic:
-    """What a device sends in a step: (axis, collective) -> bytes, and collectives that they go in."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[tuple[str, str], float] = {}
-        self.calls: dict[tuple[str, str], float] = {}
-
-    def add(self, axis: str, collective: str, sent: float, calls: float = 1) -> None:
-        """Adds `sent` bytes, of `calls` collectives together."""
-        key = axis, collective
-        self.bytes[key] = self.bytes.get(key, 0) + sent
-        self.calls[key] = self.calls.get(key, 0) + calls
-
-    def add_all(self, other: Traffic, times: int) -> None:
-        """Adds what another has, so many times."""
-        for (axis, collective), sent in other.bytes.items():
-            self.add(axis, collective, times * sent, times * other.calls[axis, collective])
-
-    def along(self) -> dict[str, int]:
-        """Returns axis -> bytes, of the axes along which something is sent."""
-        found = {axis: sum(n for (a, _), n in self.bytes.items() if a == axis) for axis in (*AXES, NETWORK)}
-        return {axis: int(n) for axis, n in found.items() if n}
 
 
 @dataclass(frozen=True)
@@ -115,7 +90,7 @@ class Links:
     def _slower(self, axis: str, collective: str, sizes: Mapping[str, int], there: MeasuredAxis | None) -> float:
         """Returns how many times as long an exchange takes as one of the same bytes at the known rate."""
         slower = 1.0
-        if collective.endswith("all_to_all") and self.chip.network is None and axis != NETWORK:
+        if collective in (ALL_TO_ALL, RAGGED_ALL_TO_ALL) and self.chip.network is None and axis != NETWORK:
             # On a ring most rows pass several links. A longer axis lies along several sides of the slice, each a ring.
             ring, known_ring = (min(n, self.side or n) for n in (sizes[axis], there.size if there else 4))
             slower = max(ring, 4) / max(known_ring, 4)
@@ -141,7 +116,7 @@ class Links:
             where = f"inside of a {inside}" if over == "devices" else f"between {over}"
             return Source(False, f"{sheet}, as nothing was measured {where}")
         # The axis itself; else the one of the size nearest to it, and of two such the slower.
-        best = min(alike, key=lambda a: (a.name != axis, abs(math.log(a.size / size)), -a.seconds("all_gather", 2**24)))
+        best = min(alike, key=lambda a: (a.name != axis, abs(math.log(a.size / size)), -a.seconds(ALL_GATHER, 2**24)))
         between = (
             f"; its processes are taken for ones of a host of {self.per_host}"
             if self.chip.network is not None and best.crosses != over == "devices"

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ejdist.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from ejdist.mesh import AXES
 from ejdist.planning.chips import Chip, chip_of_kind
 from ejdist.training.places import check_folder
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PERMUTE)  # that the doctor measures
 CROSSES = ("devices", "hosts", "slices")
 
 
@@ -29,7 +30,7 @@ class MeasuredAxis:
     def seconds(self, collective: str, sent: float) -> float:
         """Returns the time of one collective in which a device sends so many bytes; one that is not in `COLLECTIVES` has that
         of an all-to-all."""
-        points = self.points.get(collective) or self.points["all_to_all"]
+        points = self.points.get(collective) or self.points[ALL_TO_ALL]
         at = bisect.bisect_left(points, (sent, 0.0))
         if at == 0:
             return points[0][1]
@@ -40,7 +41,7 @@ class MeasuredAxis:
 
     def told(self) -> str:
         """Returns its size, and what an all-gather reached."""
-        (least, latency), (most, seconds) = self.points["all_gather"][0], self.points["all_gather"][-1]
+        (least, latency), (most, seconds) = self.points[ALL_GATHER][0], self.points[ALL_GATHER][-1]
         return (
             f"{self.size} devices: all-gathers {most / seconds / 1e9:.0f} GB/s of {most / 2**20:.3g} MiB, "
             f"{latency * 1e6:.0f} us of {least / 2**20:.3g} MiB"

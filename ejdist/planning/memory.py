@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from ejdist.layout import axes_in
-from ejdist.mesh import SP, TP
+from ejdist.mesh import TP
 from ejdist.models.model import Model
 from ejdist.models.parameters import Param
-from ejdist.models.part import Part
-from ejdist.planning.activations import Share, bytes_of, counted_parts
-from ejdist.planning.candidates import rows_over
+from ejdist.models.remat import PartBytes
+from ejdist.planning.activations import bytes_of, counted_parts
+from ejdist.planning.share import share_of
 from ejdist.training.program import check_sizes, stored_places
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.ops.cross_entropy.blocks import BLOCK_ELEMENTS
@@ -74,22 +74,6 @@ def stored(sections: Any, declared: Any, mesh: Any, kind: str = "parameter") -> 
     return found
 
 
-def share_of(sections: Any, mesh: Any) -> Share:
-    """Returns what a device has of a microbatch."""
-    s = sections
-    rows = s.data.global_batch // s.accumulation // rows_over(mesh.shape)
-    return Share(
-        tokens=rows * s.data.sequence_length // mesh.shape[SP],
-        itemsize=2 if s.model.compute_dtype == "bfloat16" else 4,
-        features=mesh.shape[TP],
-        sequence=mesh.shape[SP],
-        gathers=s.sequence.scheme == "all_gather",
-        experts=math.prod(mesh.shape[a] for a in s.experts.axes),
-        buffer=s.experts.buffer,
-        gathers_tokens=s.experts.dispatch == "all_gather",
-    )
-
-
 @dataclass(frozen=True)
 class Held:
     """What a mesh holds of a recipe's model, whatever the batch and remat: parameters, and buffers."""
@@ -112,8 +96,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     """Returns the bytes of a recipe's step on a mesh, which may be abstract.
 
     Args:
-      of: `held(sections, model, mesh)`, also of another batch and remat. `experts.dispatch` is a scheme; auto counts as one
-        that gathers nothing.
+      of: `held(sections, model, mesh)`, also of another batch and remat. With `experts.dispatch=auto` the first scheme that
+        fits is counted.
       platform: tpu or gpu.
     """
     s, c, parameters = sections, sections.model, of.parameters
@@ -131,9 +115,9 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     }
     arguments = sum(always.values())
     parts, each = counted_parts(c), bytes_of(c, share)
-    inputs = 0 if c.remat == "offload" else c.num_layers * x  # under which they wait in the host's memory
-    kept = inputs + sum(n * each[part].kept[c.remat] for part, n in parts.items())
-    work = max(p.work + (_more_on_a_gpu(c, part, share) if platform == "gpu" else 0) for part, p in each.items())
+    inputs = 0 if share.remat.host else c.num_layers * x
+    kept = inputs + sum(n * share.remat.kept(each[part]) for part, n in parts.items())
+    work = _at_work(list(each.values()), platform)
     stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
     copies = b * sum(p.local for p in stacks) if b < 4 else 0
     gradients = b * sum(p.local for p in stacks)
@@ -174,13 +158,11 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     return Memory({**always, **{name: n for name, n in classes.items() if n}}, moment, arguments)
 
 
-def _more_on_a_gpu(c: Any, part: Part, share: Share) -> int:
-    """Returns the bytes that a part's backward has there beside those of `bytes_of`."""
-    # A ring's sums begin as zeros in float32, which XLA takes out of the loop over layers: of two kernels, in every layer.
-    query = share.tokens * c.num_heads * c.head_dim // share.features
-    zeros = 2 * 4 * query if share.sequence > 1 else 0
-    # The kernel of the activation's product has three results of width F beside its three operands.
-    return zeros + (share.tokens * c.ffn_dim // share.features * share.itemsize if part.name == "mlp" else 0)
+def _at_work(parts: list[PartBytes], platform: str) -> int:
+    """Returns the bytes at the height of the backward of the part that needs most."""
+    if platform != "gpu":
+        return max(p.work for p in parts)
+    return max(p.work + p.gpu_work for p in parts) + max(p.gpu_zeros for p in parts)
 
 
 def _gathered(c: Any, stacks: list[Stored], itemsize: int) -> dict[str, int]:

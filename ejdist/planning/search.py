@@ -1,7 +1,7 @@
 """The search: every legal mesh, remat policy, accumulation and batch, by predicted memory and time; the best are compiled.
 
 How keys travel over sp, how tokens lie there and how tokens get to experts change little of a plan, so the fastest plans alone
-are looked at with each of these: all begin as a zigzag ring, and with an all-to-all.
+are looked at with each of these: all begin with the first scheme, the most even order and the first dispatch that fit.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejdist.mesh import AXES, EP, SP, between_slices, mesh_shape
-from ejdist.models.config import KINDS
-from ejdist.planning.candidates import Candidate, candidate_of, rows_over
+from ejdist.experts.schemes import SCHEMES as DISPATCHES
+from ejdist.mesh import AXES, EP, between_slices, mesh_shape
+from ejdist.models.share import hides
+from ejdist.planning.activations import has_experts
+from ejdist.planning.candidates import (
+    ACCUMULATION,
+    BATCH,
+    DISPATCH,
+    REMAT,
+    Candidate,
+    candidate_of,
+    policies_searched,
+    rows_over,
+    ways,
+)  # fmt: skip
 from ejdist.planning.compiled import Compiled
 from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
-from ejdist.planning.memory import Held, Memory, held, memory, share_of
-from ejdist.planning.step_time import StepTime, dispatch_of, step_time
+from ejdist.planning.memory import Held, Memory, held, memory
+from ejdist.planning.share import dispatch_of
+from ejdist.planning.step_time import StepTime, step_time
 from ejdist.planning.targets import Target
+from ejdist.sequence.schemes import scheme_of
 
-REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
-# What is searched; offload waits for the host's memory, whose size and speed are not known.
-SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
-SEARCHED = (*(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH)
-POLICIES = ("none", "dots", "attention", "full")
-# The first is where a plan begins. Striped tokens lie as evenly as a zigzag's, and are compared one by one.
-SCHEMES, ORDERS, DISPATCHES = (
-    ("ring", "all_gather"),
-    ("zigzag", "contiguous"),
-    ("all_to_all", "ragged_all_to_all", "all_gather"),
-)
 VARIED = 50  # plans that are looked at with each of these
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
 # 405B's largest batch; a step has one row at least.
@@ -106,10 +109,11 @@ class Predictor:
         if (n := self.target.slices) > 1:
             slices = [range(self.target.count // n)] * n
             between_slices(candidate.sizes, slices, s.mesh.fsdp_across_slices)
-        ranks = math.prod(candidate.sizes[a] for a in s.experts.axes if a in AXES)
-        way, axes = s.experts.dispatch, list(s.experts.axes)
-        if ranks > 1 and s.model.experts.num and (way == "local" or (way == "two_level" and len(axes) < 2)):
-            needs = "one device" if way == "local" else "two axes"
+        sizes = tuple(candidate.sizes[a] for a in s.experts.axes if a in AXES)
+        way, axes, ranks = s.experts.dispatch, list(s.experts.axes), math.prod(sizes)
+        known = way in DISPATCHES and ranks > 1 and has_experts(s.model)
+        needs = DISPATCHES[way]().refusal(sizes) if known else None
+        if needs is not None:
             raise ValueError(
                 f"{DISPATCH} = {way!r} is for experts on {needs}, and experts.axes = {axes} has {ranks} devices; leave it out, "
                 "or use auto"
@@ -118,10 +122,8 @@ class Predictor:
 
     def _predicted(self, s: Any, candidate: Candidate, of: Held, room: float) -> Memory | Predicted:
         mesh = candidate.abstract_mesh()
-        if s.experts.dispatch == "auto":
-            share = share_of(s, mesh)
-            if share.experts > 1 and s.model.experts.num:
-                s = replace(s, experts=replace(s.experts, dispatch=dispatch_of(s, share, self.links)))
+        if s.experts.dispatch == "auto" and has_experts(s.model):
+            s = replace(s, experts=replace(s.experts, dispatch=dispatch_of(s, mesh, self.links)))
         needed = memory(s, of, mesh, self.target.chip.platform)
         if needed.total > room:
             return needed
@@ -182,28 +184,12 @@ def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Ca
     if list(written.values()).count(-1) > 1:
         mesh_shape(written, count)  # which refuses it
     sizes = {a: n for a, n in written.items() if n != -1}
-    mixed = any("experts" in KINDS[kind] for kind in s.model.kinds())
-    policies = (s.model.remat,) if REMAT in given else POLICIES
-    for mesh in meshes(count, sizes, mixed):
+    policies = (s.model.remat,) if REMAT in given else policies_searched()
+    for mesh in meshes(count, sizes, has_experts(s.model)):
         over = rows_over(dict(zip(AXES, mesh, strict=True)))
-        first = next(_ways(s, mesh, given))
+        first = next(ways(s, mesh, given))
         for rows, parts in _batches(s, over, given):
             yield from (Candidate(mesh, policy, parts, rows, *first) for policy in policies)
-
-
-def _ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:
-    """Yields (scheme, order, dispatch) of what a mesh leaves to choose; None as the recipe has it."""
-    sizes = dict(zip(AXES, mesh, strict=True))
-    split = sizes[SP] > 1
-    even = s.data.sequence_length % (2 * sizes[SP]) == 0
-    orders = ORDERS if even else ("contiguous",)
-    mixed = bool(s.model.experts.num) and math.prod(sizes.get(a, 1) for a in s.experts.axes) > 1
-    two = ("two_level",) if len(s.experts.axes) == 2 else ()
-    yield from itertools.product(
-        SCHEMES if split and SCHEME not in given else (None,),
-        orders if split and ORDER not in given else (None,),
-        (*DISPATCHES, *two) if mixed and DISPATCH not in given else (None,),
-    )
 
 
 def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, int]]:
@@ -225,16 +211,19 @@ def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, i
 
 def ranked(found: Sequence[Predicted]) -> list[Predicted]:
     """Returns the predictions, best first: by tokens a second; among those within 2% of the fastest that is left, the smallest
-    batch, then the least memory, then a ring, whose transfers hide under work."""
+    batch, then the least memory, then a scheme whose transfers hide under work."""
     left, order = sorted(found, key=lambda p: -p.rate), []
     while left:
         fastest = left[0].rate
         alike = [p for p in left if p.rate >= fastest * (1 - ALIKE)]
-        order += sorted(
-            alike, key=lambda p: (p.candidate.global_batch, p.memory.total, p.candidate.scheme == SCHEMES[1])
-        )
+        order += sorted(alike, key=lambda p: (p.candidate.global_batch, p.memory.total, _waits(p.candidate)))
         left = left[len(alike) :]
     return order
+
+
+def _waits(candidate: Candidate) -> bool:
+    """Returns whether attention waits for the transfers of the scheme that was chosen."""
+    return candidate.scheme is not None and not hides(scheme_of(candidate.scheme))
 
 
 def search(
@@ -278,7 +267,7 @@ def search(
     least = predictor.checked(smallest[1]) if smallest and not fitting else None
     for plan in ranked(fitting)[:VARIED]:
         of = plan.candidate
-        for scheme, order, dispatch in itertools.islice(_ways(sections, of.mesh, given), 1, None):
+        for scheme, order, dispatch in itertools.islice(ways(sections, of.mesh, given), 1, None):
             made = predictor(replace(of, scheme=scheme, order=order, dispatch=dispatch), room)
             count += 1
             fitting += [made] if isinstance(made, Predicted) else []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic
 from ejdist.sequence import exchange
+from ejdist.sequence.cost import AttentionShape, SchemeBytes
 from ejdist.sequence.local import Local, merge
 from kernels.framework.binding import is_float_array
 
@@ -20,7 +22,12 @@ class Scheme:
 
     What every scheme needs is done around it: a scheme sees no sinks and is never differentiated, and `local` answers for
     masks and positions. Results are this rank's own.
+
+    hides: whether its transfers run beside attention over keys that are there already. A scheme declares `hides`, `cost` and
+    `memory` for the planner, which refuses one that does not.
     """
+
+    hides: ClassVar[bool]
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse), float32, over all keys."""
@@ -31,6 +38,14 @@ class Scheme:
 
         `saved` has d_out, and the lse and delta of the whole softmax, so a part of the keys gives its part of the gradient.
         """
+        raise NotImplementedError
+
+    def cost(self, shape: AttentionShape) -> Traffic:
+        """Returns what a rank sends for one layer in one microbatch, forward and backward, by axis and collective."""
+        raise NotImplementedError
+
+    def memory(self, shape: AttentionShape) -> SchemeBytes:
+        """Returns the bytes that a rank holds for keys of other ranks and for sums over ranks. `shape.ranks` is at least 2."""
         raise NotImplementedError
 
 
@@ -80,6 +95,8 @@ def _attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) ->
 class Ring(Scheme):
     """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory."""
 
+    hides = True
+
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
             return _attended(local, hop, keys, sofar), travel
@@ -96,6 +113,25 @@ class Ring(Scheme):
         sums = {"key": local.full(local.key.shape), "value": local.full(local.value.shape)}
         own, sums = _over_hops(local, pull, own, sums)
         return own | sums
+
+    def cost(self, shape: AttentionShape) -> Traffic:
+        sent, keys = Traffic(), shape.key + shape.value
+        if shape.hops:
+            passes = shape.forwards + 1  # keys and values travel in the backward too
+            sent.add(shape.axis, PERMUTE, passes * keys * shape.hops, 2 * passes * shape.hops)
+            # Their gradients, in float32, follow them and go home.
+            sent.add(shape.axis, PERMUTE, shape.float32 * keys * (shape.hops + 1), 2 * (shape.hops + 1))
+        return sent
+
+    def memory(self, shape: AttentionShape) -> SchemeBytes:
+        return _held(shape, sets=2)
+
+
+def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
+    """Returns the bytes of so many sets of keys and values, and of the sums over ranks of all gradients, in float32."""
+    keys, wide = shape.key + shape.value, shape.float32
+    # Two kernels, forward and backward, have sums of the size of their output.
+    return SchemeBytes((sets + wide) * keys + wide * shape.query, gpu_zeros=2 * wide * shape.out)
 
 
 def _over_gathered(local: Local, body: Any, state: Any) -> Any:
@@ -117,6 +153,8 @@ class AllGather(Scheme):
 
     Where hops are plain they are made one by one, the first beside the exchange; else all keys are one attention.
     """
+
+    hides = False
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # nobody needs the keys of another, and a ring of one hop sends nothing
@@ -155,7 +193,19 @@ class AllGather(Scheme):
         query, parts = _over_gathered(local, pull, (local.full(local.query.shape), parts))
         return {"query": query}, parts
 
+    def cost(self, shape: AttentionShape) -> Traffic:
+        sent, passes = Traffic(), shape.forwards + 1  # the backward gathers keys and values again
+        keys, others = shape.key + shape.value, shape.ranks - 1
+        if shape.hops:
+            sent.add(shape.axis, ALL_GATHER, passes * keys * others, 2 * passes)
+            sent.add(shape.axis, REDUCE_SCATTER, shape.float32 * keys * others, 2)
+        return sent
 
+    def memory(self, shape: AttentionShape) -> SchemeBytes:
+        return _held(shape, sets=shape.ranks)
+
+
+# The first is where a plan begins.
 SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather}
 
 

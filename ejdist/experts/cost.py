@@ -1,0 +1,105 @@
+"""What a scheme of expert parallelism declares of its costs, which `dispatch="auto"` and the planner compare."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ejdist.costs import Traffic, declared
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """Tokens of one layer that go to their experts and back, on one rank and in one microbatch.
+
+    Attributes:
+      over: (axis, devices along it) that the experts are split over, the outermost first; none for one device.
+      tokens: of this rank. top_k: experts of a token.
+      width: numbers of a token's features. hidden: of a row between the products of an expert, on this device.
+      itemsize: bytes of a number.
+      buffer: rows that a pass has room for, as a multiple of those of balanced experts.
+      again: how often the backward takes tokens to their experts once more, to compute the forward again.
+    """
+
+    over: tuple[tuple[str, int], ...]
+    tokens: int
+    top_k: int
+    width: int
+    hidden: int
+    itemsize: int
+    buffer: float
+    again: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Devices that the experts are split over."""
+        return math.prod(size for _, size in self.over)
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token's features."""
+        return self.width * self.itemsize
+
+    @property
+    def pairs(self) -> int:
+        """Rows of this rank's tokens, one for each choice."""
+        return self.tokens * self.top_k
+
+    @property
+    def rows(self) -> float:
+        """Rows that a pass has room for."""
+        return self.pairs * (self.buffer if self.ranks > 1 else 1)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of these rows where they are as wide as a token."""
+        return int(self.rows * self.row)
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of these rows between the products of an expert."""
+        return math.floor(self.rows * self.hidden) * self.itemsize
+
+
+class Costed:
+    """The costs that a scheme declares. One that declares none is refused by name, see `cost_of`.
+
+    stepwise: whether it sends along one axis after the other, in place of over all of them at once.
+    """
+
+    stepwise: ClassVar[bool] = False
+
+    def refusal(self, sizes: tuple[int, ...]) -> str | None:
+        """Returns what the scheme needs in place of experts over axes of these sizes ("two axes"); None where it fits."""
+        return None
+
+    def cost(self, shape: ExchangeShape) -> Traffic:
+        """Returns what a rank sends for one layer in one microbatch, forward and backward, by axis and collective."""
+        raise NotImplementedError
+
+    def memory(self, shape: ExchangeShape) -> int:
+        """Returns the bytes of rows and tokens on a rank at the height of the backward, with what experts make of them."""
+        raise NotImplementedError
+
+    def arriving(self, shape: ExchangeShape) -> float:
+        """Returns how many rows or tokens a pass brings to a rank."""
+        raise NotImplementedError
+
+
+_WORK = ("plan", "window", "forward", "backward")
+
+
+def cost_of(scheme: Costed, shape: ExchangeShape) -> Traffic:
+    """Returns `scheme.cost(shape)`. Raises `Undeclared`, naming the scheme, where it declares none."""
+    return declared(scheme, "cost", (*_WORK, "there", "back"), "the ejdist.costs.Traffic of an ExchangeShape")(shape)
+
+
+def memory_of(scheme: Costed, shape: ExchangeShape) -> int:
+    """Returns `scheme.memory(shape)`. Raises `Undeclared`, naming the scheme, where it declares none."""
+    return declared(scheme, "memory", _WORK, "the bytes of rows on a device, of an ExchangeShape")(shape)
+
+
+def arriving_of(scheme: Costed, shape: ExchangeShape) -> float:
+    """Returns `scheme.arriving(shape)`. Raises `Undeclared`, naming the scheme, where it declares none."""
+    return declared(scheme, "arriving", _WORK, "the rows that a pass brings to a rank, of an ExchangeShape")(shape)

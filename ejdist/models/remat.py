@@ -1,0 +1,90 @@
+"""Remat policies: what a layer keeps for its backward. A policy is a line in `REMAT`, which layers and the planner ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Bytes of one part of a layer on a device, for one microbatch.
+
+    The first four are what its backward reads, beside the layer's input; a remat policy says which of these are kept from the
+    forward, and what is not kept is computed again.
+
+    Attributes:
+      saved: of the values in `Part.saves`. offloaded: of those in `Part.offloads`.
+      products: of results of projections, other than these.
+      rest: of everything else.
+      work: alive at the height of the part's backward, kept or not: inputs, results and their gradients.
+      gpu_work: alive there as well in programs that XLA compiles for GPUs.
+      gpu_zeros: zeros that a loop inside the part starts from, which XLA for GPUs makes before the loop over layers: they are
+        alive in the backward of every part.
+    """
+
+    saved: int
+    offloaded: int
+    products: int
+    rest: int
+    work: int
+    gpu_work: int = 0
+    gpu_zeros: int = 0
+
+
+@dataclass(frozen=True)
+class Remat:
+    """What a policy keeps from the forward of a layer, beside the layer's input. The backward computes the rest again.
+
+    Attributes:
+      asked: the values that parts name in `saves` and `offloads`, such as attention's output and lse.
+      products: the results of projections.
+      rest: everything else; only together with the other two.
+      host: large values that are kept (`offloads`, and the layer's input) wait in the host's memory.
+    """
+
+    asked: bool
+    products: bool
+    rest: bool = False
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rest and not (self.asked and self.products):
+            raise ValueError(f"{self} keeps everything else: it must keep 'asked' and 'products' too")
+        if self.host and (self.products or not self.asked):
+            raise ValueError(f"{self} has a form for what parts ask to keep alone: give asked=True and products=False")
+
+    def policy(self, saves: Sequence[str], offloads: Sequence[str], layer_input: str) -> Callable[..., Any] | None:
+        """Returns the policy of `jax.checkpoint`, None where everything is kept. The arguments are names of values."""
+        if self.rest:
+            return None
+        policies = jax.checkpoint_policies
+        if self.host:
+            return policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[*saves],
+                names_which_can_be_offloaded=[*offloads, layer_input],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        asked = policies.save_only_these_names(*offloads, *saves) if self.asked else policies.nothing_saveable
+        if not self.products:
+            return asked
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, asked)
+
+    def kept(self, part: PartBytes) -> int:
+        """Returns the bytes of a part that lie on the device from its forward to its backward."""
+        asked = part.saved + (0 if self.host else part.offloaded)
+        return self.asked * asked + self.products * part.products + self.rest * part.rest
+
+
+# From most memory to least.
+REMAT: dict[str, Remat] = {
+    "none": Remat(asked=True, products=True, rest=True),
+    "dots": Remat(asked=True, products=True),
+    "attention": Remat(asked=True, products=False),  # no attention runs twice
+    "offload": Remat(asked=True, products=False, host=True),
+    "full": Remat(asked=False, products=False),
+}

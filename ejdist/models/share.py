@@ -1,0 +1,89 @@
+"""What a device has of a microbatch, and how: what the parts of a layer are asked for their costs with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ejdist.costs import ALL_REDUCE, Traffic, declared
+from ejdist.experts.cost import Costed, ExchangeShape
+from ejdist.mesh import SP, TP
+from ejdist.models.remat import Remat
+from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
+from ejdist.sequence.order import Order
+from ejdist.sequence.schemes import Scheme
+
+_ATTENDING = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a device has of a microbatch, on a mesh.
+
+    Attributes:
+      tokens: rows times the part of the sequence.
+      itemsize: bytes of a number in the compute dtype.
+      length: tokens of the whole sequence.
+      remat: what the backward finds kept.
+      scheme: how keys and values travel. order: how tokens lie on the ranks of the sequence, and how many these are.
+      dispatch: how tokens get to their experts.
+      features: devices that heads and features are split over.
+      experts: (axis, devices along it) that experts are split over, the outermost first; none for one device.
+      buffer: `experts.buffer` of a recipe.
+    """
+
+    tokens: int
+    itemsize: int
+    length: int
+    remat: Remat
+    scheme: Scheme
+    order: Order
+    dispatch: Costed
+    features: int = 1
+    experts: tuple[tuple[str, int], ...] = ()
+    buffer: float = 1.25
+
+    @property
+    def sequence(self) -> int:
+        """Devices that the sequence is split over."""
+        return self.order.shards
+
+    def scheme_bytes(self, shape: AttentionShape) -> SchemeBytes:
+        """Returns what the scheme holds on a rank of at least two. Raises `Undeclared` where it does not say."""
+        what = "the ejdist.sequence.cost.SchemeBytes of an AttentionShape"
+        return declared(self.scheme, "memory", _ATTENDING, what)(shape)
+
+    def scheme_traffic(self, shape: AttentionShape, window: int | None) -> Traffic:
+        """Returns what the scheme sends for a layer, forward and backward.
+
+        Args:
+          window: keys that a query sees, itself counted; None for all before it.
+
+        Raises:
+          Undeclared: the scheme declares no cost.
+        """
+        hops = needed_hops(self.order, self.length, window)
+        shape = replace(shape, hops=hops, forwards=1 + (not self.remat.asked))
+        return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
+
+    def attention(self, query: int, key: int, value: int, out: int) -> AttentionShape:
+        """Returns the attention of a layer as a scheme costs it, from the bytes of its arrays on this device."""
+        return AttentionShape(SP, self.sequence, self.sequence - 1, query, key, value, out, self.itemsize)
+
+    def exchange(self, top_k: int, width: int, hidden: int) -> ExchangeShape:
+        """Returns the exchange of a layer as a dispatch costs it: choices of a token, numbers of its features, and numbers of a
+        row between the products of an expert on this device."""
+        again = int(not self.remat.rest)
+        return ExchangeShape(self.experts, self.tokens, top_k, width, hidden, self.itemsize, self.buffer, again)
+
+    def sums_over_features(self, model_dim: int, sums: int) -> Traffic:
+        """Returns the traffic of so many sums of [tokens, model_dim] over the devices that features are split over."""
+        sent, n = Traffic(), self.features
+        if n > 1:
+            x = self.tokens * model_dim * self.itemsize
+            sent.add(TP, ALL_REDUCE, int(sums * 2 * x * (n - 1) / n), sums)
+        return sent
+
+
+def hides(scheme: Scheme) -> bool:
+    """Returns `Scheme.hides`. Raises `Undeclared`, naming the scheme, where it does not say."""
+    return declared(scheme, "hides", _ATTENDING, "whether transfers run beside work")

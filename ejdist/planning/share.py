@@ -1,0 +1,76 @@
+"""What a device has of a microbatch, from a recipe's sections and a mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from ejdist.experts.choice import choose
+from ejdist.experts.schemes import LOCAL, fitting
+from ejdist.experts.schemes import scheme_of as dispatch_named
+from ejdist.mesh import SP, TP
+from ejdist.models.remat import REMAT
+from ejdist.models.share import Share
+from ejdist.planning.candidates import rows_over
+from ejdist.planning.links import NETWORK, Links
+from ejdist.sequence.order import Order
+from ejdist.sequence.schemes import scheme_of
+
+
+def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
+    """Returns what a device has of a microbatch on a mesh, which may be abstract.
+
+    Args:
+      links: of the devices. They say what experts are split over inside of a slice and over slices, and by them
+        `experts.dispatch=auto` chooses. Without them auto is the first scheme that fits.
+    """
+    s = sections
+    tokens = _tokens(s, mesh)
+    pieces = [(a, mesh.shape[a]) for a in s.experts.axes]
+    if links is not None:
+        pieces = [piece for a in s.experts.axes for piece in links.pieces(a, mesh.shape)]
+        pieces.sort(key=lambda piece: piece[0] != NETWORK)  # what comes over slices comes first
+    return Share(
+        tokens=tokens,
+        itemsize=_itemsize(s),
+        length=s.data.sequence_length,
+        remat=REMAT[s.model.remat],
+        scheme=scheme_of(s.sequence.scheme),
+        order=Order(s.sequence.order, mesh.shape[SP]),
+        dispatch=dispatch_named(dispatch_of(s, mesh, links)),
+        features=mesh.shape[TP],
+        experts=tuple(piece for piece in pieces if piece[1] > 1),
+        buffer=s.experts.buffer,
+    )
+
+
+def _tokens(s: Any, mesh: Any) -> int:
+    rows = s.data.global_batch // s.accumulation // rows_over(mesh.shape)
+    return rows * s.data.sequence_length // mesh.shape[SP]
+
+
+def _itemsize(s: Any) -> int:
+    return 2 if s.model.compute_dtype == "bfloat16" else 4
+
+
+def dispatch_of(sections: Any, mesh: Any, links: Links | None) -> str:
+    """Returns the scheme by which tokens get to their experts: `experts.dispatch`, or what auto chooses over those links."""
+    s, sizes = sections, tuple(mesh.shape[a] for a in sections.experts.axes)
+    ranks = math.prod(sizes)
+    if ranks == 1:
+        return LOCAL
+    if s.experts.dispatch != "auto":
+        return s.experts.dispatch
+    if links is None:
+        return fitting(sizes)[0]
+    how = _tokens(s, mesh), s.model.experts.top_k, s.model.model_dim, _itemsize(s), s.experts.buffer
+    return _chosen(ranks, *how, links.chip.kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(ranks: int, tokens: int, top_k: int, width: int, itemsize: int, buffer: float, kind: str) -> str:
+    return choose(
+        axis_sizes=(ranks,), tokens=tokens, top_k=top_k, width=width, itemsize=itemsize, buffer=buffer, hosts=1,
+        device_kind=kind,
+    ).scheme  # fmt: skip
