@@ -37,7 +37,7 @@ from benchmarks.timing import quartiles
 from ejdist.layout import ACTIVATIONS, sharding, spec
 from ejdist.mesh import SP
 from ejdist.sequence import Scheme, exchange
-from ejdist.sequence.schemes import scheme_of
+from ejdist.sequence.schemes import AllGather, Ring, scheme_of
 from ejdist.sharded import map_shards
 from kernels.engines.attention.pairs import visible_pairs
 
@@ -139,23 +139,26 @@ def travelling(mesh: Any, scheme: str, direction: str) -> Callable:
             kept = exchange.shift(kept, SP, 1)
         return kept
 
-    def body(arrays: Arrays) -> Any:
-        keys = {name: arrays[name] for name in TRAVELS}
-        if scheme == "all_gather":
-            keys = exchange.gather(keys, SP)
-            if direction == "forward":
-                return keys
-            again = exchange.gather(jax.lax.optimization_barrier({name: arrays[name] for name in TRAVELS}), SP)
-            sums = jax.tree.map(lambda x: x.astype(jnp.float32), again)
-            return keys, exchange.scatter_sum(sums, SP)
-        keys = ring(keys, n - 1)
+    def gathered(arrays: Arrays) -> Any:
+        keys = exchange.gather({name: arrays[name] for name in TRAVELS}, SP)
+        if direction == "forward":
+            return keys
+        again = exchange.gather(jax.lax.optimization_barrier({name: arrays[name] for name in TRAVELS}), SP)
+        sums = jax.tree.map(lambda x: x.astype(jnp.float32), again)
+        return keys, exchange.scatter_sum(sums, SP)
+
+    def passed_on(arrays: Arrays) -> Any:
+        keys = ring({name: arrays[name] for name in TRAVELS}, n - 1)
         if direction == "forward":
             return keys
         sums = jax.tree.map(lambda x: x.astype(jnp.float32), keys)
         return ring(keys, n - 1), ring(sums, n)
 
+    bodies = {Ring: passed_on, AllGather: gathered}
+    if type(scheme_of(scheme)) not in bodies:
+        raise ValueError(f"schemes = {scheme!r}: there is no program of its transfers alone; add one to `travelling`")
     lies = {name: spec([*dims], ACTIVATIONS) for name, dims in DIMS.items()}
-    return jax.jit(map_shards(body, mesh, (lies,), lies["key"]))
+    return jax.jit(map_shards(bodies[type(scheme_of(scheme))], mesh, (lies,), lies["key"]))
 
 
 def checked(mesh: Any, o: dict[str, Any], run: Callable, order: str, direction: str) -> float:

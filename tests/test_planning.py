@@ -9,19 +9,17 @@ import jax
 import pytest
 
 from ejdist.mesh import AXES, make_mesh, mesh_shape
-from ejdist.models.config import REMAT
-from ejdist.models.parts import PARTS
-from ejdist.planning.activations import OF_PART, Share
-from ejdist.planning.candidates import Candidate, candidate_of
+from ejdist.models.part import Costs
+from ejdist.planning.activations import counted_parts
+from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of
+from ejdist.planning.candidates import REMAT as REMAT_KEY
 from ejdist.planning.chips import CHIPS, chip_of
 from ejdist.planning.compiled import Compiled
-from ejdist.planning.links import Links, Traffic
+from ejdist.planning.links import Links
 from ejdist.planning.measured import MeasuredAxis
-from ejdist.planning.memory import held, memory, share_of
+from ejdist.planning.memory import held, memory
 from ejdist.planning.search import (
-    BATCH,
     MARGIN,
-    SEARCHED,
     DoesNotFit,
     Predictor,
     as_given,
@@ -31,15 +29,9 @@ from ejdist.planning.search import (
     ranked,
     search,
 )
-from ejdist.planning.search import (
-    REMAT as REMAT_KEY,
-)
-from ejdist.planning.step_time import _experts, ring_hops
+from ejdist.planning.share import share_of
 from ejdist.planning.targets import NoCompiler, target_of
-from ejdist.sequence.order import Order
-from ejdist.sequence.schedule import hops
 from ejdist.training.program import make_program
-from kernels.engines.attention.masks import MaskInfo
 from recipes.schema import compose
 
 TPU = target_of("v5p:4x4x4", None, None, None)
@@ -110,18 +102,6 @@ def test_zeros_of_a_gathered_table_are_there_early_on_a_gpu():
     assert whole[0].classes["gradients"] == whole[1].classes["gradients"]
 
 
-def test_every_part_and_policy_has_bytes():
-    assert set(OF_PART) == {part.name for part in PARTS.values()}
-    models = ("deepseek_v3", "gpt_oss_20b", "8b", "qwen3_235b_a22b")
-    for model in models:
-        c = compose([f"model={model}"]).model
-        for part in {p.name for p in PARTS.values()} & (
-            {"attention", "experts"} if c.experts.num else {"attention", "mlp"}
-        ):
-            found = OF_PART[part](c, Share(tokens=1024, itemsize=2, features=2, sequence=4, experts=4))
-            assert (found.work > 0 and set(found.kept) == set(REMAT) - {"offload"}) or "offload" in found.kept
-
-
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -159,14 +139,6 @@ def test_a_message_takes_the_time_that_one_of_its_size_took():
     assert axis.seconds("all_gather", 10) == axis.seconds("all_gather", 1e6) == 1e-4
     assert axis.seconds("all_gather", (1e6 + 1e8) / 2) == pytest.approx(5.5e-4)
     assert axis.seconds("all_gather", 1e9) == pytest.approx(1e-2) == axis.seconds("ragged_all_to_all", 1e9)
-
-
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17, 33, 64, None])
-def test_a_window_takes_as_many_hops_as_the_ring_makes(order, window):
-    """As the ring itself counts them, before anything is traced."""
-    made = hops(Order(order, 8), 128, MaskInfo(causal=True, window=None if window is None else (window - 1, 0)))
-    assert ring_hops(order, 8, 16, window) == len(made) - 1
 
 
 def test_what_travels_along_each_axis():
@@ -361,9 +333,9 @@ def test_experts_over_two_axes_send_what_changes_its_place_along_each():
     for way, rows in (("all_to_all", 1.25 * 8), ("all_gather", 1)):
         s = compose([*words.split(), "mesh.ep=4", f"experts.dispatch={way}"])
         links = Links(two.chip, 4, slices=2)
-        mesh = as_given(s, two).abstract_mesh()
-        made, share = Traffic(), share_of(s, mesh)
-        _experts(made, s, share, mesh.shape, links)
+        share = share_of(s, as_given(s, two).abstract_mesh(), links)
+        experts = next(part for part in counted_parts(s.model) if part.flops(s.model).grouped)
+        made = Costs(experts).traffic(s.model, share)
         sent = {
             axis: made.bytes[axis, way] / (share.tokens * s.model.model_dim * share.itemsize * rows)
             for axis in ("network", "ep")

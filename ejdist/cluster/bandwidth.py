@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejdist.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from ejdist.layout import spec
 from ejdist.mesh import slices_of
 from ejdist.sharded import map_shards
@@ -30,11 +31,11 @@ def _collectives(axis: str, size: int) -> dict[str, tuple[Callable[[Any], Any], 
     ring = [(i, (i + 1) % size) for i in range(size)]
     others = (size - 1) / size
     return {
-        "all_gather": (lambda x: jax.lax.all_gather(x, axis, tiled=True), others, size),
-        "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, axis, tiled=True), others, 1),
-        "all_reduce": (lambda x: jax.lax.psum(x, axis), 2 * others, 1),
-        "all_to_all": (lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True), others, 1),
-        "permute": (lambda x: jax.lax.ppermute(x, axis, ring), 1.0, 1),
+        ALL_GATHER: (lambda x: jax.lax.all_gather(x, axis, tiled=True), others, size),
+        REDUCE_SCATTER: (lambda x: jax.lax.psum_scatter(x, axis, tiled=True), others, 1),
+        ALL_REDUCE: (lambda x: jax.lax.psum(x, axis), 2 * others, 1),
+        ALL_TO_ALL: (lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True), others, 1),
+        PERMUTE: (lambda x: jax.lax.ppermute(x, axis, ring), 1.0, 1),
     }
 
 

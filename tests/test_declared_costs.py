@@ -1,0 +1,465 @@
+"""What schemes, dispatches, orders, parts and remat policies declare of their costs: each is asked, none is costed as another,
+and what a scheme declares is what its program sends."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejdist import make_mesh, ring_attention
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic, Undeclared
+from ejdist.experts.choice import choose
+from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of, memory_of
+from ejdist.experts.dispatch import exchange
+from ejdist.experts.schemes import SCHEMES as DISPATCHES
+from ejdist.experts.schemes import AllToAll, fitting
+from ejdist.layout import spec
+from ejdist.mesh import mesh_shape
+from ejdist.models import config
+from ejdist.models.config import ExpertsShape, LatentShape
+from ejdist.models.decoder import DecoderConfig
+from ejdist.models.model import Flops
+from ejdist.models.parameters import Param
+from ejdist.models.part import Costs, Part
+from ejdist.models.parts import PARTS
+from ejdist.models.remat import REMAT, PartBytes, Remat
+from ejdist.models.share import Share
+from ejdist.planning.activations import counted_parts, has_experts
+from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, ways
+from ejdist.planning.search import Predictor, search
+from ejdist.planning.targets import target_of
+from ejdist.sequence import order
+from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
+from ejdist.sequence.order import NAMES as ORDERS
+from ejdist.sequence.order import Order
+from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme
+from ejdist.sharded import map_shards
+from recipes.schema import compose
+
+TPU, GPU = target_of("v5p:2x2x2", None, None, None), target_of(None, 8, "h200", None)
+DENSE = "recipe=long_context mesh.fsdp=2 mesh.sp=4 data.sequence_length=1024 data.global_batch=8"
+MIXED = "recipe=moe mesh.dp=2 mesh.ep=4 mesh.fsdp=1 experts.axes=[dp,ep] data.sequence_length=256 data.global_batch=8"
+
+
+def predicted(sections, target=TPU):
+    sizes = mesh_shape(sections.mesh.sizes, target.count)
+    return Predictor(sections, target).checked(candidate_of(sections, sizes))
+
+
+def share_of(remat="none", scheme=None, tokens=256, ranks=4, **options):
+    """Returns a share of a sequence over four ranks, of features over two."""
+    own = {"itemsize": 2, "length": 1024, "remat": REMAT[remat], "scheme": scheme or Ring(), "features": 2}
+    return Share(tokens, order=Order("zigzag", ranks), **{"dispatch": AllToAll(), **own, **options})
+
+
+# -- the planner asks everything that is registered -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SCHEMES])
+def test_the_planner_costs_every_scheme_order_and_policy(name):
+    """Of each candidate the bytes along the sequence are those that the scheme itself declares; time and memory are there."""
+    sections = compose([*DENSE.split(), f"sequence.scheme={name}"])
+    scheme, seen = SCHEMES[name](), set()
+    for lie, remat in itertools.product(ORDERS, REMAT):
+        sections.sequence.order, sections.model.remat = lie, remat
+        for target in (TPU, GPU):
+            made = predicted(sections, target)
+            assert made.time.total > 0 and made.memory.total > 0 and math.isfinite(made.rate)
+        c, b = sections.model, 2 if sections.model.compute_dtype == "bfloat16" else 4
+        tokens, hops = 8 * 1024 // 8, needed_hops(Order(lie, 4), 1024, None)
+        query, key = (tokens * heads * c.head_dim * b for heads in (c.num_heads, c.num_kv_heads))
+        shape = AttentionShape("sp", 4, hops, query, key, key, query, b, 1 + (not REMAT[remat].asked))
+        layers = sum(scheme.cost(shape).bytes.values()) * c.num_layers
+        gradients = made.time.sent["sp"] - layers
+        assert layers > 0 and gradients >= 0  # parameters are stored over the sequence's axis too
+        seen.add(gradients)
+    assert len(seen) == 1  # what is left over has to do with neither
+
+
+@pytest.mark.parametrize("name", [*DISPATCHES])
+def test_the_planner_costs_every_dispatch(name):
+    if name not in fitting((2, 4)):
+        with pytest.raises(ValueError, match=f"experts.dispatch = '{name}' is for experts on"):
+            predicted(compose([*MIXED.split(), f"experts.dispatch={name}"]))
+        return
+    for remat in REMAT:
+        made = predicted(compose([*MIXED.split(), f"experts.dispatch={name}", f"model.remat={remat}"]))
+        assert made.time.sent["ep"] > 0 and made.time.sent["dp"] > 0 and made.memory.total > 0
+
+
+@pytest.mark.parametrize("name", [*PARTS])
+@pytest.mark.parametrize("remat", [*REMAT])
+def test_every_part_declares_its_costs(name, remat):
+    """More is kept the more a policy keeps, what is kept is not computed again, and a device has less of more devices' work."""
+    c = DecoderConfig(
+        num_heads=8, num_kv_heads=4, sliding_window=128, qk_norm=True,
+        experts=ExpertsShape(num=8, top_k=2, ffn_dim=64), latent=LatentShape(kv_rank=32),
+    )  # fmt: skip
+    part, policy = Costs(PARTS[name]), REMAT[remat]
+    on = share_of(remat, experts=(("ep", 4),))
+    made = part.memory(c, on)
+    everything = made.saved + made.offloaded + made.products + made.rest
+    assert 0 <= policy.kept(made) <= everything and made.work > 0
+    assert (policy.kept(made) == everything) >= policy.rest
+    assert 0 <= part.recomputed(policy) <= 1 and part.recomputed(REMAT["none"]) == 0
+    assert part.traffic(c, on).bytes[("tp", "all_reduce")] > 0
+    alone = part.traffic(c, share_of(remat, ranks=1, features=1))
+    assert not alone.bytes
+    halved = part.memory(c, dataclasses.replace(on, tokens=128))
+    assert halved.work == pytest.approx(made.work / 2, rel=0.01)
+
+
+def test_what_is_searched_is_what_is_registered():
+    sections = compose(DENSE.split())
+    found = [*ways(sections, (1, 2, 1, 4, 1), ())]
+    assert {scheme for scheme, _, _ in found} == set(SCHEMES)
+    assert [*dict.fromkeys(lie for _, lie, _ in found)] == orders_searched(1024, 4) == ["zigzag", "contiguous"]
+    assert orders_searched(1028, 4) == ["contiguous"]  # no multiple of eight
+    assert set(policies_searched()) == {name for name, remat in REMAT.items() if not remat.host}
+    mixed = compose(MIXED.split())
+    assert (
+        {way for _, _, way in ways(mixed, (2, 1, 4, 1, 1), ())} == set(fitting((2, 4))) == set(DISPATCHES) - {"local"}
+    )
+
+
+def test_an_order_is_as_uneven_as_its_busiest_rank():
+    """Against the pairs of causal attention that each rank has, counted one by one."""
+    n, length = 8, 4096
+    for name in ORDERS:
+        own = Order(name, n).positions(np.arange(n), length)
+        pairs = (own + 1).sum(1)
+        assert Order(name, n).imbalance(length) == pytest.approx(pairs.max() / pairs.mean(), rel=0.002)
+        assert Order(name, n).imbalance(length, window=64) == Order(name, 1).imbalance(length) == 1
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("window", [1, 8, 9, 17, 33, None])
+def test_hops_are_those_that_a_pair_of_tokens_needs(name, window):
+    """Against a mask of all pairs. Striped tokens make every hop, whatever the window: the ring looks at runs of tokens."""
+    n, length = 4, 64
+    at = Order(name, n).indices(length)
+    back = at[:, None] - at[None]
+    seen = (back >= 0) & (back < (window or length))
+    ranks = seen.reshape(n, length // n, n, length // n).any((1, 3))
+    wanted = {(r - s) % n for r, s in zip(*np.nonzero(ranks), strict=True)} - {0}
+    made = needed_hops(Order(name, n), length, window)
+    assert made == (len(wanted) if name != "striped" else n - 1 if window is None or window > 1 else made)
+
+
+# -- what is declared is what is sent -------------------------------------------------------------------------------------
+
+
+NAMES = {"ppermute": PERMUTE, "all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "all_to_all": ALL_TO_ALL}
+
+
+def collectives(jaxpr, sizes, keep=lambda x: True):
+    """Returns what a device sends by a program that is not compiled, as `Traffic`, of the arrays that `keep` takes."""
+    sent = Traffic()
+
+    def visit(jaxpr, times):
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in NAMES:
+                axes = eqn.params["axis_name"]
+                axes = (axes,) if isinstance(axes, str) else tuple(axes)
+                n = math.prod(sizes[a] for a in axes)
+                part = {"ppermute": 1, "all_gather": n - 1}.get(name, (n - 1) / n)
+                for x in (v.aval for v in eqn.invars if keep(v.aval)):
+                    bytes_ = times * part * x.size * x.dtype.itemsize
+                    sent.add(axes[0] if len(axes) == 1 else axes, NAMES[name], bytes_, times)
+            inside = jax.tree.leaves(
+                [*eqn.params.values()], is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+            )
+            for inner in (getattr(value, "jaxpr", value) for value in inside):
+                if hasattr(inner, "eqns"):
+                    visit(inner, times * eqn.params.get("length", 1))
+
+    visit(jaxpr, 1)
+    return sent
+
+
+@pytest.mark.parametrize("name", [*SCHEMES])
+@pytest.mark.parametrize(
+    ("lie", "window"), [("zigzag", None), ("contiguous", None), ("striped", None), ("contiguous", 9)]
+)
+def test_a_scheme_sends_what_it_declares(name, lie, window):
+    """Keys, values and their gradients, in the program of a gradient of `ring_attention` on four ranks."""
+    mesh = make_mesh(sp=4, devices=jax.devices()[:4])
+    shapes = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.bfloat16) for heads in (4, 2, 2)]
+
+    def loss(q, k, v):
+        window_of = {} if window is None else {"sliding_window": window}
+        how = {"scheme": name, "order": lie, "mesh": mesh, "platform": "xla"}
+        return ring_attention(q, k, v, causal=True, **window_of, **how).astype(jnp.float32).sum()
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*shapes)
+    made = collectives(program.jaxpr, dict(mesh.shape))
+    query, key, value = (math.prod(x.shape) * 2 // 4 for x in shapes)
+    hops = needed_hops(Order(lie, 4), 64, window)
+    wanted = SCHEMES[name]().cost(AttentionShape("sp", 4, hops, query, key, value, query, 2))
+    assert made.bytes == wanted.bytes and made.calls == wanted.calls
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in fitting((2, 2)) if n != "ragged_all_to_all"]
+)  # whose bytes the router decides
+def test_a_dispatch_sends_what_it_declares(name):
+    """Rows, tokens and their gradients, in the program of a gradient of `exchange` on four ranks. The buffer has room for
+    whatever comes, so that there is no further pass."""
+    sizes = {"dp": 2, "ep": 2}
+    mesh, axes = make_mesh(**sizes, devices=jax.devices()[:4]), ("dp", "ep")
+    M, D, E, k = 64, 24, 8, 2
+
+    def apply(params, rows, group_sizes):
+        return rows * params.mean().astype(rows.dtype)
+
+    def body(x, experts, weights, params):
+        return exchange(x, experts, weights, params, apply, axis=axes, num_experts=E, scheme=name, buffer=4)[0]
+
+    rows = spec(("B", "_"), {"B": axes})
+    mapped = map_shards(body, mesh, (rows, rows, rows, rows), rows)
+    shapes = [((4 * M, D), jnp.bfloat16), ((4 * M, k), jnp.int32), ((4 * M, k), jnp.float32), ((E, D), jnp.float32)]
+    shapes = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    program = jax.make_jaxpr(jax.grad(lambda *a: mapped(*a).astype(jnp.float32).sum(), allow_int=True))(*shapes)
+    made = collectives(program.jaxpr, sizes, keep=lambda x: x.shape[-1] == D)
+    scheme = DISPATCHES[name]()
+    shape = ExchangeShape((("dp", 2), ("ep", 2)), M, k, D, 0, 2, buffer=4)
+    if not scheme.stepwise:  # over both axes at once; what a plan counts along each is together as much, or more
+        shape = dataclasses.replace(shape, over=((axes, 4),))
+    wanted = scheme.cost(shape)
+    assert made.bytes == wanted.bytes and made.calls == wanted.calls
+
+
+# -- what is new is costed as itself, or refused ---------------------------------------------------------------------------
+
+
+class Ulysses(Scheme):
+    """A third scheme: an all-to-all gives every rank some heads of the whole sequence, and another brings the result back."""
+
+    hides = False
+
+    def forward(self, local):
+        raise AssertionError("a plan runs nothing")
+
+    backward = forward
+
+    def cost(self, shape):
+        sent, arrays = Traffic(), shape.query + shape.key + shape.value + shape.out
+        passes = shape.forwards + 2  # the backward sends the same arrays again, and as many gradients
+        sent.add(shape.axis, ALL_TO_ALL, passes * arrays * (shape.ranks - 1) / shape.ranks, 4 * passes)
+        return sent
+
+    def memory(self, shape):
+        return SchemeBytes(2 * (shape.query + shape.key + shape.value + shape.out))
+
+
+def test_a_third_scheme_is_costed_as_itself(monkeypatch):
+    monkeypatch.setitem(SCHEMES, "ulysses", Ulysses)
+    words = [*DENSE.split(), "model.ffn_dim=64"]  # so that attention is at the height of memory
+    ring, ulysses = (compose([*words, f"sequence.scheme={n}"]) for n in ("ring", "ulysses"))
+    c = ring.model
+    arrays = 1024 * c.head_dim * 2 * (2 * c.num_heads + 2 * c.num_kv_heads)
+    arrays *= 1 if c.compute_dtype == "bfloat16" else 2
+    for remat, passes in (("attention", 3), ("full", 4)):
+        ring.model.remat = ulysses.model.remat = remat
+        made, other = predicted(ulysses), predicted(ring)
+        own = other.time.sent["sp"] - c.num_layers * _ring_bytes(c, 1 + (remat == "full"))
+        assert made.time.sent["sp"] == own + c.num_layers * passes * arrays * 3 // 4
+        assert made.time.total != other.time.total and made.memory.total != other.memory.total
+    found = search(compose(DENSE.split()), TPU, {"mesh.sp", "mesh.fsdp", "data.global_batch"}, None)
+    assert found.best is not None and "ulysses" in {way for way, _, _ in ways(ring, found.best.candidate.mesh, ())}
+
+
+def _ring_bytes(c, forwards):
+    b = 2 if c.compute_dtype == "bfloat16" else 4
+    query, key = (1024 * heads * c.head_dim * b for heads in (c.num_heads, c.num_kv_heads))
+    return sum(Ring().cost(AttentionShape("sp", 4, 3, query, key, key, query, b, forwards)).bytes.values())
+
+
+class Unpriced(Ulysses):
+    """It sends something else than what it inherits the cost of."""
+
+    def forward(self, local):
+        raise AssertionError("a plan runs nothing")
+
+
+class Silent(Scheme):
+    """It declares nothing."""
+
+    forward = backward = Unpriced.forward
+
+
+@pytest.mark.parametrize(("scheme", "member"), [(Silent, "memory"), (Unpriced, "memory")])
+def test_a_scheme_without_costs_is_refused_by_name(monkeypatch, scheme, member):
+    monkeypatch.setitem(SCHEMES, "new", scheme)
+    with pytest.raises(Undeclared, match=rf"{scheme.__name__} does not declare what it costs: add '{member}' to class"):
+        predicted(compose([*DENSE.split(), "sequence.scheme=new"]))
+
+
+@pytest.mark.parametrize("member", ["cost", "memory", "hides"])
+def test_a_scheme_declares_all_of_its_costs(monkeypatch, member):
+    members = {n: v for n, v in vars(Ulysses).items() if not n.startswith("__") and n != member}
+    monkeypatch.setitem(SCHEMES, "new", type("Partly", (Scheme,), members))
+    with pytest.raises(Undeclared, match=rf"Partly .* add '{member}'"):
+        search(compose(DENSE.split()), TPU, {"mesh.sp", "mesh.fsdp", "data.global_batch"}, None)
+
+
+def test_a_dispatch_without_costs_is_refused_by_name():
+    class Shuffled(AllToAll):
+        def there(self, job, window, x):
+            raise AssertionError("a plan runs nothing")
+
+    class Windowed(Shuffled):
+        def window(self, job, plan, q):
+            raise AssertionError("a plan runs nothing")
+
+    shape = ExchangeShape((("ep", 4),), 64, 2, 16, 16, 2, 1.25)
+    with pytest.raises(Undeclared, match=r"Shuffled .* add 'cost' to class Shuffled"):
+        cost_of(Shuffled(), shape)
+    assert memory_of(Shuffled(), shape) == memory_of(AllToAll(), shape)  # which hangs on the rows alone
+    for ask, member in ((memory_of, "memory"), (arriving_of, "arriving")):
+        with pytest.raises(Undeclared, match=rf"Windowed .* add '{member}' to class Windowed"):
+            ask(Windowed(), shape)
+
+
+def test_auto_compares_a_new_dispatch_by_its_own_cost(monkeypatch):
+    class Nearby(AllToAll):
+        def there(self, job, window, x):
+            raise AssertionError("a choice runs nothing")
+
+        def cost(self, shape):
+            sent = Traffic()
+            sent.add(shape.over[0][0], PERMUTE, 8.0)
+            return sent
+
+    call = {"axis_sizes": (8,), "tokens": 512, "top_k": 2, "width": 64, "itemsize": 2, "device_kind": "NVIDIA H200"}
+    assert choose(**call).scheme in DISPATCHES
+    monkeypatch.setitem(DISPATCHES, "nearby", Nearby)
+    assert choose(**call).scheme == "nearby"
+
+
+def test_an_order_without_costs_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(order, "NAMES", (*ORDERS, "new"))
+    with pytest.raises(Undeclared, match="the order 'new' does not declare what it costs: add a Balance"):
+        Order("new", 4).imbalance(64)
+
+
+class Mixer(Part):
+    """A part that passes a state from rank to rank, and one that declares less."""
+
+    name = "mixer"
+
+    def declare(self, c):
+        return {"mixer_gate": Param((c.model_dim, c.model_dim), "D _")}
+
+    def apply(self, x, params, at):
+        raise AssertionError("a plan runs nothing")
+
+    def flops(self, c):
+        return Flops(2 * c.model_dim**2)
+
+    def memory(self, c, share):
+        x = share.tokens * c.model_dim * share.itemsize
+        return PartBytes(0, 0, products=x, rest=x, work=3 * x)
+
+    def traffic(self, c, share):
+        sent = Traffic()
+        if share.sequence > 1:
+            sent.add("sp", PERMUTE, 2 * c.model_dim * share.itemsize, 2)
+        return sent
+
+    def recomputed(self, remat):
+        return float(not remat.products)
+
+
+@pytest.fixture
+def fresh():
+    """The planner keeps what it counted of a model, and here one word means several parts."""
+    for kept in (counted_parts, has_experts):
+        kept.cache_clear()
+    yield
+    for kept in (counted_parts, has_experts):
+        kept.cache_clear()
+
+
+def _of_mixers(monkeypatch, part):
+    monkeypatch.setitem(PARTS, "mixer", part)
+    monkeypatch.setitem(config.KINDS, "mixed", ("mixer", "mlp"))
+    return compose([*DENSE.split(), "model.layer_pattern=[mixed,full]", "model.num_layers=2"])
+
+
+def test_a_new_part_is_costed_as_itself(monkeypatch, fresh):
+    mixed = _of_mixers(monkeypatch, Mixer())
+    plain, one = (dataclasses.replace(mixed, model=dataclasses.replace(mixed.model)) for _ in range(2))
+    plain.model.layer_pattern = ("full",)
+    c, made, other = mixed.model, predicted(mixed), predicted(plain)
+    b = 2 if c.compute_dtype == "bfloat16" else 4
+    assert 0 < made.time.seconds["attention"] == pytest.approx(other.time.seconds["attention"] / 2)
+    assert made.memory.classes["activations kept"] < other.memory.classes["activations kept"]
+    one.model.remat = "none"
+    more = predicted(one).memory.classes["activations kept"] - _kept_by_others(one.model, b)
+    assert more == 2 * 1024 * c.model_dim * b  # what the part declares, of a layer
+
+
+def _kept_by_others(c, b):
+    """Returns the bytes that the layers' inputs, two MLPs and one attention keep under the policy that keeps everything."""
+    on = Share(1024, b, 1024, REMAT["none"], Ring(), Order("zigzag", 4), AllToAll())
+    parts = [PARTS[n].memory(c, on) for n in ("attention", "mlp", "mlp")]
+    return 2 * 1024 * c.model_dim * b + sum(REMAT["none"].kept(p) for p in parts)
+
+
+@pytest.mark.parametrize("member", ["memory", "traffic", "recomputed"])
+def test_a_part_declares_all_of_its_costs(monkeypatch, fresh, member):
+    members = {n: v for n, v in vars(Mixer).items() if not n.startswith("__") and n != member}
+    with pytest.raises(Undeclared, match=rf"Partly does not declare what it costs: add '{member}' to class Partly"):
+        predicted(_of_mixers(monkeypatch, type("Partly", (Part,), members)()))
+
+
+def test_a_part_that_changes_another_declares_its_own_costs():
+    class Wider(Mixer):
+        def apply(self, x, params, at):
+            raise AssertionError("a plan runs nothing")
+
+    with pytest.raises(Undeclared, match=r"Wider .* add 'memory' to class Wider"):
+        Costs(Wider()).memory(DecoderConfig(), share_of())
+
+
+def test_a_new_policy_is_costed_as_itself(monkeypatch):
+    """It keeps products, and computes attention again."""
+    monkeypatch.setitem(REMAT, "products", Remat(asked=False, products=True))
+    sections = compose(DENSE.split())
+    made = {}
+    for name in ("none", "dots", "products", "full"):
+        sections.model.remat = name
+        made[name] = predicted(sections)
+    kept = {name: p.memory.classes["activations kept"] for name, p in made.items()}
+    assert kept["full"] < kept["products"] < kept["dots"] < kept["none"]
+    seconds = {name: (p.time.seconds["matmuls"], p.time.seconds["attention"]) for name, p in made.items()}
+    assert seconds["products"] == (seconds["dots"][0], seconds["full"][1])
+    assert "products" in policies_searched()
+
+
+@pytest.mark.parametrize("facts", [{"rest": True}, {"host": True}, {"host": True, "asked": True, "products": True}])
+def test_a_policy_that_cannot_be(facts):
+    with pytest.raises(ValueError, match=r"keeps everything else|what parts ask to keep alone"):
+        Remat(**{"asked": False, "products": False, **facts})
+
+
+def test_a_collective_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="collective = 'gossip' is unknown; use one of all_gather"):
+        Traffic().add("sp", "gossip", 1)
+
+
+def test_schemes_by_hand():
+    """Four ranks, 100 bytes of queries, keys of 40 and values of 60, in bfloat16."""
+    shape = AttentionShape("sp", 4, 3, query=100, key=40, value=60, out=150, itemsize=2)
+    assert Ring().cost(shape).bytes == {("sp", PERMUTE): 3 * 100 + 3 * 100 + 4 * 200}
+    assert AllGather().cost(shape).bytes == {("sp", ALL_GATHER): 2 * 3 * 100, ("sp", REDUCE_SCATTER): 3 * 200}
+    again = dataclasses.replace(shape, forwards=2)
+    assert Ring().cost(again).bytes[("sp", PERMUTE)] - Ring().cost(shape).bytes[("sp", PERMUTE)] == 300
+    assert Ring().memory(shape) == SchemeBytes(2 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
+    assert AllGather().memory(shape) == SchemeBytes(4 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
