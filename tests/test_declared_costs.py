@@ -80,15 +80,18 @@ def test_the_planner_costs_every_scheme_order_and_policy(name):
     assert len(seen) == 1  # what is left over has to do with neither
 
 
-@pytest.mark.parametrize("name", [*DISPATCHES])
+@pytest.mark.parametrize("name", fitting((2, 4)))
 def test_the_planner_costs_every_dispatch(name):
-    if name not in fitting((2, 4)):
-        with pytest.raises(ValueError, match=f"experts.dispatch = '{name}' is for experts on"):
-            predicted(compose([*MIXED.split(), f"experts.dispatch={name}"]))
-        return
     for remat in REMAT:
         made = predicted(compose([*MIXED.split(), f"experts.dispatch={name}", f"model.remat={remat}"]))
         assert made.time.sent["ep"] > 0 and made.time.sent["dp"] > 0 and made.memory.total > 0
+
+
+@pytest.mark.parametrize(("name", "needs"), [("local", "one device"), ("two_level", "two axes")])
+def test_a_dispatch_that_does_not_fit_its_axes_is_refused(name, needs):
+    words = MIXED.replace("mesh.dp=2 mesh.ep=4", "mesh.dp=1 mesh.ep=8").replace("[dp,ep]", "[ep]")
+    with pytest.raises(ValueError, match=f"experts.dispatch = '{name}' is for experts on {needs}"):
+        predicted(compose([*words.split(), f"experts.dispatch={name}"]))
 
 
 @pytest.mark.parametrize("name", [*PARTS])
@@ -104,13 +107,22 @@ def test_every_part_declares_its_costs(name, remat):
     made = part.memory(c, on)
     everything = made.saved + made.offloaded + made.products + made.rest
     assert 0 <= policy.kept(made) <= everything and made.work > 0
-    assert (policy.kept(made) == everything) >= policy.rest
+    assert not policy.rest or policy.kept(made) == everything
+    assert not policy.host or policy.kept(made) == made.saved
     assert 0 <= part.recomputed(policy) <= 1 and part.recomputed(REMAT["none"]) == 0
     assert part.traffic(c, on).bytes[("tp", "all_reduce")] > 0
     alone = part.traffic(c, share_of(remat, ranks=1, features=1))
     assert not alone.bytes
     halved = part.memory(c, dataclasses.replace(on, tokens=128))
     assert halved.work == pytest.approx(made.work / 2, rel=0.01)
+
+
+def test_zeros_of_a_ring_are_there_in_every_layer_of_a_gpu():
+    """XLA for GPUs makes them before the loop over layers; at the height, the MLP's, its kernel has one result more as well."""
+    sections = compose(DENSE.split())
+    c, b = sections.model, 2 if sections.model.compute_dtype == "bfloat16" else 4
+    gpu, tpu = (predicted(sections, target).memory.classes["activations at work"] for target in (GPU, TPU))
+    assert gpu - tpu == 1024 * (c.ffn_dim * b + 2 * 4 * c.num_heads * c.head_dim)
 
 
 def test_what_is_searched_is_what_is_registered():

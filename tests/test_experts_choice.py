@@ -31,3 +31,13 @@ def test_auto_can_be_pinned():
     with pytest.raises(ValueError, match="pinned"):
         choose(axis_sizes=(4,), device_kind="NVIDIA H200", pinned="two_level", **CALL)
     assert all(links.source for links in LINKS.values())
+
+
+def test_auto_brings_a_rank_no_more_than_twice_the_buffer():
+    """Of 8 choices and a buffer of 1.25 that is the tokens of 20 ranks; a scheme that is asked for by name is not bounded."""
+    for ranks, gathers in ((16, True), (20, True), (32, False)):
+        choice = choose(axis_sizes=(ranks,), hosts=1, device_kind="NVIDIA H200", **CALL)
+        assert ("all_gather" in choice.seconds) == gathers
+    assert (
+        choose(axis_sizes=(32,), hosts=1, device_kind="NVIDIA H200", pinned="all_gather", **CALL).scheme == "all_gather"
+    )

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-MEMORY, ACTIVATIONS = "ejdist/planning/memory.py", "ejdist/planning/activations.py"
+MEMORY, REMAT, DISPATCHES = "ejdist/planning/memory.py", "ejdist/models/remat.py", "ejdist/experts/schemes.py"
 TIME, SEARCH, PLAN = "ejdist/planning/step_time.py", "ejdist/planning/search.py", "launch/plan.py"
 TARGETS, CHIPS = "ejdist/planning/targets.py", "ejdist/planning/chips.py"
 LINKS, MEASURED, CURRICULUM = (f"ejdist/planning/{name}.py" for name in ("links", "measured", "curriculum"))
@@ -32,9 +32,9 @@ FAULTS = (
     ),
     Fault(
         "attention's output is not kept",
-        ACTIVATIONS,
-        "lean = out + lse",
-        "lean = lse",
+        REMAT,
+        "(0 if self.host else part.offloaded)",
+        "0",
         f"{TESTS} -k less_with_more_of_remat",
     ),
     Fault(
@@ -53,9 +53,9 @@ FAULTS = (
     ),
     Fault(
         "rows of experts over slices stay in theirs",
-        TIME,
-        "rows * row * (size - 1) / size, 4 + again)",
-        "rows * row * (size - 1) / share.experts, 4 + again)",
+        DISPATCHES,
+        "rows * shape.row * (size - 1) / size, times)",
+        "rows * shape.row * (size - 1) / shape.ranks, times)",
         f"{TESTS} -k experts_over_two_axes",
     ),
     Fault(
@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "attention's backward takes no time",
         TIME,
-        "seen * uneven * (3.5 + ",
-        "seen * uneven * (1.0 + ",
+        "(3.5 + (not share.remat.asked))",
+        "(1.0 + (not share.remat.asked))",
         f"{TESTS} -k measured_steps",
     ),
     Fault(
@@ -96,8 +96,8 @@ FAULTS = (
     Fault(
         "a given remat policy is searched",
         SEARCH,
-        "policies = (s.model.remat,) if REMAT in given else POLICIES",
-        "policies = POLICIES",
+        "policies = (s.model.remat,) if REMAT in given else policies_searched()",
+        "policies = policies_searched()",
         f"{TESTS} -k never_changed",
     ),
     Fault(
@@ -207,14 +207,14 @@ FAULTS = (
     ),
     Fault(
         "contiguous parts are as even as a zigzag's",
-        TIME,
-        "return (2 * ranks - 1) / ranks",
-        "return 1.0",
+        "ejdist/sequence/order.py",
+        "lambda ranks: (2 * ranks - 1) / ranks",
+        "lambda ranks: 1.0",
         f"{TESTS} -k contiguous_parts",
     ),
     Fault(
         "a given order is searched",
-        SEARCH,
+        "ejdist/planning/candidates.py",
         "orders if split and ORDER not in given else (None,)",
         "orders if split else (None,)",
         f"{TESTS} -k sequence_and_the_experts",
@@ -228,9 +228,9 @@ FAULTS = (
     ),
     Fault(
         "tokens of all ranks take no room",
-        MEMORY,
-        'gathers_tokens=s.experts.dispatch == "all_gather"',
-        "gathers_tokens=False",
+        DISPATCHES,
+        "shape.ranks * (3 * tokens + 4",
+        "(3 * tokens + 4",
         f"{TESTS} -k tokens_that_are_gathered",
     ),
     Fault(

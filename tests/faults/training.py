@@ -32,7 +32,7 @@ FAULTS = (
     Fault(
         "the MLP computes its products again where all are kept",
         "ejdist/models/feedforward.py",
-        'if c.remat not in ("none", "dots"):',
+        "if not REMAT[c.remat].products:",
         "if True:",
         "tests/test_model.py -k computes_again",
     ),
@@ -157,7 +157,7 @@ FAULTS = (
     ),
     Fault(
         "what a part asks remat to keep is not kept",
-        STACK,
+        "ejdist/models/remat.py",
         "policies.save_only_these_names(*offloads, *saves)",
         "policies.save_only_these_names(*saves)",
         "tests/test_model.py -k computed_again",
