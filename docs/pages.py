@@ -31,9 +31,12 @@ _HIDDEN = {"outputs", "build", "dist", "tests"}
 
 def documents() -> list[str]:
     """Returns the paths of all Markdown files of the project, the top ones first."""
-    found = [p.relative_to(ROOT) for p in ROOT.rglob("*.md")]
-    kept = (p for p in found if p.parts[0] not in _HIDDEN and not any(part.startswith(".") for part in p.parts))
-    return sorted((p.as_posix() for p in kept), key=lambda p: (p.count("/"), p))
+    found = []
+    for folder, within, files in ROOT.walk():
+        # Not even looked into: runs may have left any number of files there.
+        within[:] = [d for d in within if not d.startswith(".") and (folder != ROOT or d not in _HIDDEN)]
+        found += [(folder / file).relative_to(ROOT).as_posix() for file in files if file.endswith(".md")]
+    return sorted(found, key=lambda p: (p.count("/"), p))
 
 
 def all_pages() -> dict[str, str]:

@@ -28,7 +28,9 @@ EVERYTHING = ("-m", "(slow or not slow) and not gpu")
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def base_of(given: str | None) -> str:

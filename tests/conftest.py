@@ -46,7 +46,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 # A background job of a shell ignores it, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["budget"]
+pytest_plugins = ["budget", "isolation", "memory"]
 
 
 def pytest_collection_finish() -> None:

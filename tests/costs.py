@@ -49,7 +49,7 @@ def sources_now() -> Sources:
 
 def sources_at(revision: str) -> Sources | None:
     """Returns the code of the packages at a revision; None where git does not have it."""
-    run = subprocess.run(["git", "archive", revision, *PACKAGES], cwd=ROOT, capture_output=True, check=False)
+    run = subprocess.run(["git", "-C", str(ROOT), "archive", revision, *PACKAGES], capture_output=True, check=False)
     if run.returncode:
         return None
     with tarfile.open(fileobj=io.BytesIO(run.stdout)) as archive:

@@ -67,7 +67,8 @@ class Copy:
     def _pytest(self, fault: Fault) -> tuple[str, str]:
         options = ["-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--basetemp", str(self.root.parent / "temporary")]
         command = [sys.executable, "-m", "pytest", *options, *shlex.split(fault.tests)]
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "JAX_COMPILATION_CACHE_DIR": str(self.cache)}
+        path = os.pathsep.join([str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(self.cache)}
         try:
             done = subprocess.run(
                 command, cwd=self.root, capture_output=True, text=True, env=environment, timeout=LIMIT

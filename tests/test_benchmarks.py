@@ -276,7 +276,7 @@ def test_peers_say_what_they_are():
     probe = (
         f"import sys; from benchmarks import peers; peers.all_peers(); print([m for m in {others} if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=report.HERE.parent)
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert run.stdout.strip() == "[]", run.stderr
     for module in peers.all_peers().values():
         assert module.FRAMEWORK in ("jax", "torch") and module.OPERATIONS and module.__doc__

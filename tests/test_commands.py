@@ -425,7 +425,7 @@ def test_who_reads_no_further_gets_no_traceback():
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "launch.export", "--help"]
-    made = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    made = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writes)
     assert (made.returncode, made.stderr) == (PIPE_CLOSED, "")
 
@@ -459,7 +459,7 @@ def test_a_command_that_fails_ends_at_once(body, code):
     text = (
         "import signal, threading, time, launch.train as t; threading.Thread(target=time.sleep, args=(60,)).start(); "
     )
-    made = subprocess.run([sys.executable, "-c", f"{text}t.command(body={body})"], cwd=ROOT, timeout=30, check=False)
+    made = subprocess.run([sys.executable, "-c", f"{text}t.command(body={body})"], timeout=30, check=False)
     assert made.returncode == code
 
 

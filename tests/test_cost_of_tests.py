@@ -37,7 +37,7 @@ def test_a_session_past_the_budget_of_an_operation_fails(workers, marks, code, t
         text=True,
         cwd=tmp_path,
         # Plugins of other packages take longer to import than these tests to run.
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{TESTS}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     assert run.returncode == code, run.stdout + run.stderr
     said = "rms_norm: its quick tests took 1 s of CPU, past its budget of 0 s" in run.stdout

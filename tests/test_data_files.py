@@ -25,9 +25,6 @@ from ejdist.training.data.corpus import build_corpus
 from ejdist.training.data.sources import documents, files_of
 from ejdist.training.data.tokenizer import FileTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
 TEXTS = ["one document", "zwei Dokumente, äöü", "third\nwith lines"]
 
 
@@ -392,7 +389,7 @@ def test_a_killed_build_leaves_nothing_that_is_served(tmp_path):
         "corpus.documents = dying; corpus.build_corpus(sys.argv[1], 'bytes', 'text', sys.argv[2])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "d*.txt"), str(tmp_path / "cache")]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    killed = subprocess.run(command, check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = (tmp_path / "cache").iterdir()
     corpus = build_corpus(str(tmp_path / "d*.txt"), "bytes", "text", tmp_path / "cache")
@@ -467,8 +464,7 @@ def test_two_builders_at_once(tmp_path):
         "print(build_corpus(sys.argv[1], 'bytes', 'text', sys.argv[2]).fingerprint)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "d*.txt"), str(tmp_path / "cache")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     prints = [p.communicate()[0] for p in started]
     assert all(p.returncode == 0 for p in started) and len(set(prints)) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -25,7 +25,7 @@ def test_the_example_trainer_learns():
         [sys.executable, str(ROOT / "examples" / "custom_trainer.py")],
         capture_output=True,
         text=True,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )
     assert run.returncode == 0, run.stderr
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run.stdout)]

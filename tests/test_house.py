@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import isolation
 import pytest
 
 import kernels
@@ -268,6 +269,6 @@ def test_importing_has_no_side_effects(tmp_path):
         [sys.executable, "-B", "-c", IMPORT_PROBE, str(tmp_path)],
         capture_output=True,
         text=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        env={"PATH": "/usr/bin:/bin"} | isolation.watched(),
     )
     assert run.returncode == 0, run.stderr

@@ -51,6 +51,14 @@ def test_what_is_saved_comes_back_where_it_lay_and_two_stay(tier, state):
     assert beside == BESIDE and type(found) is type(state)
 
 
+def test_what_a_run_goes_on_from_stays_and_what_is_past_it_goes(tier, state):
+    for step, left in ((3, [3, 2]), (2, [2]), (1, [])):
+        saved(tier, state, 2, 3)
+        (tier.directory / "4.unfinished").mkdir()
+        tier.forget_after(step)
+        assert tier.steps(described(state)) == left and len(list(tier.directory.iterdir())) == len(left)
+
+
 def test_a_run_is_itself_through_a_link_and_a_copy_of_it_is_another(tmp_path, state):
     """Its local checkpoints were passed over without a word where run.dir was written in another way."""
     section, run = CheckpointSection(local=str(tmp_path / "fast"), local_every=1), tmp_path / "run"
@@ -145,26 +153,27 @@ def command(tmp_path, corpus, *more, run="run"):
 def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_that_lasts(
     corpus, tmp_path, monkeypatch, capsys
 ):
-    """It dies at step 9: 6 is in run.dir, 8 on the disk of the host."""
+    """It dies at step 9, twice: 6 is in run.dir, 8 on the disk of the host, and stays there until a later one is."""
     from ejdist.training import steps
 
-    def dies(run, train_step, *rest):
+    def dies(run, train_step, state, writer, start, *rest):
         made = []
 
         def step(state, batch):
             made.append(1)
-            if len(made) == 9:
+            if start + len(made) == 9:
                 raise RuntimeError("dies")
             return train_step(state, batch)
 
-        return make(run, step, *rest)
+        return make(run, step, state, writer, start, *rest)
 
     make = steps.make_steps
     assert main([*TINY, *corpus, f"run.dir={tmp_path / 'calm'}"]) == DONE
     with monkeypatch.context() as patch:
         patch.setattr(steps, "make_steps", dies)
-        with pytest.raises(RuntimeError, match="dies"):
-            command(tmp_path, corpus)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="dies"):
+                command(tmp_path, corpus)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     capsys.readouterr()
     assert command(tmp_path, corpus) == DONE

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from small_run import TINY, losses
 
+from ejdist.training.metrics import read_rows
 from launch import local, rehearse
 from launch.drills import DRILLS, NEED_TWO, Scene
 from launch.errors import DONE, INTERRUPTED, PREEMPTED, WRONG
@@ -39,7 +40,11 @@ def test_a_killed_host_goes_on_bit_for_bit_and_hosts_refuse_to_differ(corpus, tm
     assert said.count("losses and final state are those of the run without") == 1 and "exit codes [2, 2]" in said
     alone = tmp_path / "alone"
     assert train([*TINY, *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", f"run.dir={alone}"]) == DONE
-    np.testing.assert_allclose(losses(tmp_path / "two" / "calm" / "run"), losses(alone), rtol=1e-4)
+    together = tmp_path / "two" / "calm" / "run"
+    np.testing.assert_allclose(losses(together), losses(alone), rtol=1e-4)
+    # A host counts its own rows, and the speeds are those of all.
+    full, full_alone = ([row["flops_full"] for row in read_rows(run / "metrics.jsonl")] for run in (together, alone))
+    assert full == full_alone
 
 
 @pytest.mark.slow
@@ -98,6 +103,23 @@ def test_local_starts_processes_and_tells_what_each_says(corpus, tmp_path, capfd
     out = capfd.readouterr().out
     assert code == WRONG, out
     assert "[0] error: " in out and "[1] error: " in out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (("kill -9 $$", "exit 0"), 137),  # as by the kernel, where memory has run out
+        (("exit 0", "kill -15 $$"), 143),
+        (("exit 0", "exit 69"), 69),
+        (("exit 0", "exit 0"), DONE),
+    ],
+)
+def test_local_ends_as_the_process_that_failed(ends, code, monkeypatch):
+    text = f"case $* in *process_id=0*) {ends[0]};; *) {ends[1]};; esac"
+    monkeypatch.setattr(
+        local, "Job", lambda count, logs, devices, _: Job(count, logs, devices, ("sh", "-c", text, "sh"))
+    )
+    assert local.main(["processes=2", "recipe=long_context"]) == code
 
 
 @pytest.mark.parametrize(

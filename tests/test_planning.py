@@ -53,6 +53,7 @@ EIGHT = "recipe=long_context model=8b data.sequence_length=8192 data.global_batc
     "words",
     [
         "recipe=long_context mesh.fsdp=2 mesh.sp=2 mesh.tp=2 data.global_batch=4",
+        "recipe=long_context mesh.fsdp=2 mesh.sp=2 data.global_batch=8 accumulation=2",
         "recipe=moe mesh.ep=4 mesh.fsdp=2",
         "recipe=moe mesh.dp=2 mesh.ep=2 mesh.sp=2 model.experts.bias_rate=0.001 model.experts.balance=global",
     ],

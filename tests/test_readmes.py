@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from docs.pages import documents
 from kernels.__main__ import BEGIN, END, readmes, table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [p for p in sorted(ROOT.rglob("*.md")) if "```python" in p.read_text() and ".venv" not in p.parts]
+DOCUMENTS = [ROOT / name for name in documents() if "```python" in (ROOT / name).read_text()]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -14,7 +14,6 @@ from small_run import TINY, losses
 from launch import slurm
 from launch.errors import DONE, PREEMPTED, WRONG
 
-ROOT = Path(__file__).resolve().parent.parent
 SRUN = """#!{python}
 import os, signal, subprocess, sys
 line = [a for a in sys.argv[1:]]
@@ -40,7 +39,7 @@ def cluster(tmp_path):
         (stubs / name).chmod(stat.S_IRWXU)
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     environment = os.environ | {
-        "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "XLA_FLAGS": " ".join([*flags, "--xla_force_host_platform_device_count=2"]), "STUB_TASKS": "2",
         "STUB_CALLS": str(tmp_path / "calls"), "SLURM_JOB_ID": str(os.getpid()),
     }  # fmt: skip

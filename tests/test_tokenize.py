@@ -29,7 +29,6 @@ from ejdist.training.data.tokenizing import make_dataset, make_plan, make_shard,
 from ejdist.training.data.units import Span, cut_before, span_of, texts_of, units_of
 from launch.tokenize import main
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = st.text(st.sampled_from("ab \n\r\tä€😀"), max_size=60)
 
 
@@ -338,10 +337,7 @@ def command(source, to, *more):
 
 
 def started(*arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command(*arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def shards_there(folder, number):

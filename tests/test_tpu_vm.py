@@ -58,7 +58,6 @@ def machines(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("STUB_HOMES", str(tmp_path / "homes"))
     monkeypatch.setenv("STUB_CALLS", str(tmp_path / "calls"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path / "calls"
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import decoder_loop
+import isolation
 import jax
 import ml_dtypes
 import numpy as np
@@ -173,7 +174,7 @@ def test_the_memory_of_an_import_does_not_grow_with_the_model(tmp_path):
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of resident memory is read from Linux's /proc")
     command = [sys.executable, str(ROOT / "tests" / "import_memory.py"), str(tmp_path), "32"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    environment = {"PATH": "/usr/bin:/bin"} | isolation.watched()
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
