@@ -154,11 +154,12 @@ def _main(arguments: list[str]) -> int:
     stopped_early = outcome.step < min(recipe.run.steps, recipe.run.stop_after or recipe.run.steps)
     if outcome.summary is not None:
         s = outcome.summary
+        mfu = "" if s["mfu_causal"] is None else f", MFU {s['mfu_causal']:.1%} causal, {s['mfu_full']:.1%} full"
         first, last = ("none" if x is None else f"{x:.3f}" for x in (s["loss_first"], s["loss_last"]))
         print(
             f"loss {first} -> {last} in {s['steps']} steps, "
-            f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s a device, "
-            f"MFU {s['mfu_causal']:.1%} causal, {s['mfu_full']:.1%} full; written to {recipe.run.dir}"
+            f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s a device{mfu}; "
+            f"written to {recipe.run.dir}"
         )
     return PREEMPTED if stopped_early else DONE
 

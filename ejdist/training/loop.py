@@ -20,7 +20,7 @@ from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import PASSED
 from ejdist.training.lock import let_go_at_the_end
-from ejdist.training.metrics import cannot_write, draw_loss, measured_peak, read_rows, summarise, write_whole
+from ejdist.training.metrics import cannot_write, draw_loss, read_rows, summarise, write_whole
 from ejdist.training.opening import Run, open_run
 from ejdist.training.pace import SAVES, Pace
 from ejdist.training.places import ELSEWHERE
@@ -146,7 +146,7 @@ def _finish(run: Run) -> dict[str, Any]:
     kind = devices[0].device_kind
     peak = peak_flops(kind)
     facts = {
-        "peak_source": "measured: float32 matmul on all devices at once" if peak is None else "data sheet, dense bf16",
+        "peak_source": f"none: no data sheet is known for {kind!r}" if peak is None else "data sheet, dense bf16",
         "mfu_causal_counts": "attention by the (query, key) pairs of the mask that was used",
         "mfu_full_counts": "attention as sequence_length^2 in every layer",
         "device_kind": kind,
@@ -158,7 +158,6 @@ def _finish(run: Run) -> dict[str, Any]:
         "goodput": account(read(directory / NAME)).as_json(),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    peak = peak or measured_peak(devices)
     summary = summarise(rows, devices=len(devices), peak=peak, since=run.stage.start, **facts)
     try:
         write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")

@@ -14,7 +14,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -249,7 +248,9 @@ _WARMUP_STEPS = 2
 _LAST = 10
 
 
-def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: int = 0, **facts: Any) -> dict[str, Any]:
+def summarise(
+    rows: list[dict[str, Any]], *, devices: int, peak: float | None, since: int = 0, **facts: Any
+) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
     loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Either is None where there is
@@ -258,7 +259,8 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
     mfu_causal count attention by the mask that was used; mfu_full counts it as T x T.
 
     Args:
-      peak: FLOP/s of one device, for the two MFU.
+      peak: FLOP/s of one device by its data sheet, for the two MFU. None where there is none, as of a CPU, and then there is
+        no MFU: a matmul that is timed for it is no ceiling, since whatever else the machine did meanwhile lowers it.
       since: speeds are of the steps after this one: a run's stages have their own.
     """
     own = [row for row in rows if row["step"] > since] or rows
@@ -276,10 +278,10 @@ def summarise(rows: list[dict[str, Any]], *, devices: int, peak: float, since: i
         "tokens_per_second": statistics.fmean(row["tokens"] for row in steady) / seconds,
         "step_time": seconds,
         "tflops_per_device": causal / seconds / devices / 1e12,
-        "mfu_causal": causal / seconds / devices / peak,
-        "mfu_full": full / seconds / devices / peak,
+        "mfu_causal": None if peak is None else causal / seconds / devices / peak,
+        "mfu_full": None if peak is None else full / seconds / devices / peak,
         "devices": devices,
-        "peak_tflops_per_device": peak / 1e12,
+        "peak_tflops_per_device": None if peak is None else peak / 1e12,
         **facts,
     }
 
@@ -314,21 +316,3 @@ def save_picture(figure: Any, path: Path) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def measured_peak(devices: list[Any], size: int = 768, seconds: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the FLOP/s of one device at a float32 matmul that all devices run at the same time.
-
-    The ceiling for devices without a published peak: virtual CPU devices share the cores of one machine.
-    """
-    import jax.numpy as jnp
-
-    multiply = jax.jit(lambda x: x @ x)
-    inputs = [jax.device_put(jnp.full((size, size), 1 / math.sqrt(size), jnp.float32), d) for d in devices]
-    jax.block_until_ready([multiply(x) for x in inputs])
-    best = math.inf
-    for _ in range(3):
-        start = seconds()
-        jax.block_until_ready([multiply(x) for x in inputs])
-        best = min(best, seconds() - start)
-    return 2 * size**3 / best

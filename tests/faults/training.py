@@ -37,6 +37,20 @@ FAULTS = (
         "tests/test_model.py -k computes_again",
     ),
     Fault(
+        "a device of no data sheet has the peak of another",
+        "ejdist/training/flops.py",
+        "if device_kind.startswith(name)]",
+        "if device_kind.startswith(name)] or list(PEAKS)",
+        f"{TRAIN} -k data_sheet",
+    ),
+    Fault(
+        "the MFU of a device that has no peak is that of 1 FLOP/s",
+        "ejdist/training/metrics.py",
+        '"mfu_causal": None if peak is None else causal / seconds / devices / peak',
+        '"mfu_causal": causal / seconds / devices / (peak or 1.0)',
+        f"{TRAIN} -k data_sheet",
+    ),
+    Fault(
         "a profile counts kernels that run side by side twice",
         "benchmarks/step.py",
         "busy = sum(map(union, spans.values())) * parts",
