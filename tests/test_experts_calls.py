@@ -259,6 +259,23 @@ def test_losses_refuse_by_name():
             call()
 
 
+def test_a_document_counts_every_choice_in_the_balance_of_a_sequence():
+    """Against its formula, document by document: E sum_t sum_e (choices of e in the document of t / all of it) p_te."""
+    rng = np.random.default_rng(0)
+    experts = np.array([[[0, 1], [0, 2], [0, 1], [3, 2], [3, 0]], [[2, 1], [2, 1], [-1, -1], [2, 3], [0, 1]]])
+    ids = np.array([[7, 7, 7, 3, 3], [5, 5, 5, 5, 0]])
+    p = rng.dirichlet(np.ones(4), (2, 5))
+    wanted = 0.0
+    for row in range(2):
+        for document in set(ids[row].tolist()):
+            own = ids[row] == document
+            chosen = experts[row][own]
+            share = np.bincount(chosen[chosen >= 0], minlength=4) / (chosen >= 0).sum()
+            wanted += 4 * (p[row][own][(chosen >= 0).any(-1)] @ share).sum()
+    got = sequence_balance_loss(jnp.asarray(experts), jnp.asarray(p, jnp.float32), jnp.asarray(ids))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
 def test_a_balance_loss_of_more_experts_than_a_dtype_counts():
     experts, probabilities = jnp.array([[[0], [1], [-1]]]), jnp.ones((1, 3, 300)) / 300
     got, want = (

@@ -202,4 +202,18 @@ FAULTS = (
         "            if False:",
         "tests/test_hosts.py -k ends_the_waits",
     ),
+    Fault(
+        "what a run has just gone on from is forgotten",
+        "ejdist/training/local_tier.py",
+        "int(path.name) > step",
+        "int(path.name) >= step",
+        "tests/test_local_tier.py -k what_a_run_goes_on_from",
+    ),
+    Fault(
+        "a second crash finds nothing on the disk of the host",
+        "ejdist/training/saves.py",
+        "self.local.forget_after(start)",
+        "self.local.forget_after(start - 1)",
+        "tests/test_local_tier.py -k newer_of_both",
+    ),
 )

@@ -182,4 +182,11 @@ FAULTS = (
         "found.append(values.shape[-1] - 1 - jax.lax.argmax(values[..., ::-1], values.ndim - 1, jnp.int32))",
         f"{TESTS} -k every_expert_is_chosen",
     ),
+    Fault(
+        "an expert counts once for each document",
+        LOSSES,
+        ".add(1, mode",
+        ".set(1, mode",
+        "tests/test_experts_calls.py -k counts_every_choice",
+    ),
 )

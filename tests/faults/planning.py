@@ -296,4 +296,11 @@ FAULTS = (
         "count > target.per_host and count % 2",
         f"{TESTS} -k one_has_fewer",
     ),
+    Fault(
+        "the batch in memory is one microbatch",
+        "ejdist/planning/memory.py",
+        "4 * 4 * share.tokens * s.accumulation",
+        "4 * 4 * share.tokens",
+        f"{TESTS} -k state_and_batch",
+    ),
 )

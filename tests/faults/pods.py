@@ -213,4 +213,18 @@ FAULTS = (
         "",
         "tests/test_slurm.py -k called_wrongly",
     ),
+    Fault(
+        "a process that a signal has ended is no failure",
+        "launch/local.py",
+        "for c in codes if c)",
+        "for c in codes if c and c > 0)",
+        "tests/test_many_processes.py -k as_the_process",
+    ),
+    Fault(
+        "a host counts its own rows as those of all",
+        "ejdist/training/steps.py",
+        "share = data.global_batch / (rows.stop - rows.start)",
+        "share = 1.0",
+        "tests/test_many_processes.py -k bit_for_bit",
+    ),
 )
