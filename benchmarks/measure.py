@@ -241,7 +241,7 @@ def provenance(commit: str | None) -> dict[str, Any]:
 def _commit() -> str:
     def git(*arguments: str) -> str:
         here = Path(__file__).resolve().parent
-        run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+        run = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=False)
         return run.stdout.strip()
 
     try:

@@ -32,11 +32,21 @@ def pytest_configure() -> None:
     # What is collected may not depend on it either.
     os.environ[outside.KEPT] = os.pathsep.join(map(os.path.realpath, KEPT))
     outside.install()
+    outside.refuse_writes(False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    outside.refuse_writes(True)
+    try:
+        return (yield)
+    finally:
+        outside.refuse_writes(False)
 
 
 def watched() -> dict[str, str]:
     """Returns the variables that a child process with none of the others still needs."""
-    return {name: os.environ[name] for name in ("PYTHONPATH", outside.OWN, outside.KEPT, outside.BREACHES)}
+    return {name: os.environ[name] for name in ("PYTHONPATH", "TMPDIR", outside.OWN, outside.KEPT, outside.BREACHES)}
 
 
 def taken(breaches: Path) -> list[str]:
@@ -62,6 +72,8 @@ def _folders(tmp_path_factory):
         # Packages that stand in the real home stay importable.
         "PYTHONUSERBASE": site.getuserbase(),
         "PYTHONPATH": os.pathsep.join(path),
+        # Examples that have failed before would be tried again.
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(places["home"] / "hypothesis"),
         outside.OWN: os.pathsep.join(map(os.path.realpath, may)),
         outside.BREACHES: str(own / "breaches"),
     }

@@ -1,13 +1,17 @@
 """What an operation costs: the budget of its tests, the choice of what a change must run, and the table in CONTRIBUTING."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import budget
 import changed
 import costs
+import jax
+import memory
 import pytest
 
 TESTS = Path(__file__).parent
@@ -44,6 +48,60 @@ def test_a_session_past_the_budget_of_an_operation_fails(workers, marks, code, t
     assert said == (code == 1) and (not said or "s  kernels/test_rms_norm_spins.py::test_spins[1]" in run.stdout), (
         run.stdout
     )
+
+
+GROWS = """
+held = []
+
+def test_takes_little():
+    held.append(b"x" * 2**20)
+
+def test_takes_much():
+    held.append(b"x" * 2**28)
+"""
+
+
+@pytest.mark.skipif(not memory.resident(), reason="the memory of a process is read from Linux's /proc")
+@pytest.mark.parametrize(("workers", "limit", "code"), [("2", 200, 1), ("0", 200, 1), ("0", 2000, 0)])
+def test_a_session_with_a_worker_past_the_limit_of_memory_fails(workers, limit, code, tmp_path):
+    (tmp_path / "test_grows.py").write_text(GROWS)
+    (tmp_path / "conftest.py").write_text(f"import memory\nmemory.LIMIT = {limit} * memory.MIB\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "memory", "-p", "xdist", "-n", workers, "-m", "not slow", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{TESTS}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    assert run.returncode == code, run.stdout + run.stderr
+    assert (f"past the limit of {limit} MiB" in run.stdout) == (code == 1), run.stdout
+    assert re.search(r"most:\n +2\d\d MiB  test_grows.py::test_takes_much\n", run.stdout) or code == 0, run.stdout
+
+
+def test_programs_that_are_kept_are_dropped():
+    def live():
+        return len(jax.devices()[0].client.live_executables())
+
+    functions = [jax.jit(lambda x, i=i: x + i) for i in range(8)]
+    assert [float(f(1.0)) for f in functions] == list(range(1, 9))
+    before = live()
+    memory.drop_programs()
+    assert live() <= before - len(functions)
+    assert functions[3](1.0) == 4.0
+
+
+def test_a_worker_that_holds_much_drops_its_programs(monkeypatch, request):
+    """After the test in which it came to hold so much, and not in a session of few."""
+    plugin, dropped = request.config.pluginmanager.get_plugin("memory of workers"), []
+    monkeypatch.setattr(memory, "drop_programs", lambda: dropped.append(True))
+    for most, times in ((2**60, 0), (0, 1)):
+        monkeypatch.setattr(memory, "DROPS", most)
+        around = plugin.pytest_runtest_protocol(SimpleNamespace(stash=pytest.Stash()))
+        next(around)
+        with pytest.raises(StopIteration):
+            around.send(True)
+        assert len(dropped) == times
 
 
 def test_a_test_belongs_to_the_operation_of_its_parameter_or_of_its_file():

@@ -8,7 +8,8 @@ import pytest
 
 import ejdist
 import kernels
-from docs.pages import all_pages, sharding_in_words
+from docs import pages as pages_module
+from docs.pages import all_pages, documents, sharding_in_words
 from docs.text import escaped, first_sentence, markdown
 
 PUBLIC = kernels.public_functions()
@@ -34,6 +35,20 @@ def test_it_builds_and_no_link_leads_nowhere(build, pages, tmp_path):
     }
     text = (tmp_path / "kernels" / "ops" / "mean_pooling" / "README.html").read_text()
     assert 'id="mean_pooling"' in text and "B, T, D" in text and "triton_gpu" in text
+
+
+def test_pages_are_of_the_project_and_of_no_run(tmp_path, monkeypatch):
+    for name in (
+        "README.md",
+        "outputs/run/README.md",
+        "kernels/README.md",
+        ".venv/a/README.md",
+        "kernels/outputs/a.md",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(pages_module, "ROOT", tmp_path)
+    assert documents() == ["README.md", "kernels/README.md", "kernels/outputs/a.md"]
 
 
 def test_a_link_that_leads_nowhere_fails_the_build(build, tmp_path):

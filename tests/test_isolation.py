@@ -128,3 +128,18 @@ def test_a_breach_fails_the_test_that_did_it(workers, tmp_path):
     wanted = ("hides_it", "hides_it_in_a_child", "leaves_a_file", "reads")
     assert said == [f"ERROR test_it.py::test_{name}" for name in wanted], run.stdout
     assert "6 passed, 4 errors" in run.stdout and not NEW.exists()
+
+
+def test_a_session_that_is_cut_short_ends_as_ever(tmp_path):
+    """pytest goes back to where it was started before it takes the fixtures of the session down."""
+    (tmp_path / "test_it.py").write_text("def test_a():\n    raise KeyboardInterrupt\n\ndef test_b(): pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests")])
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "isolation", f"--basetemp={tmp_path / 'base'}", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    assert run.returncode == 2 and "no tests ran" in run.stdout and "Outside" not in run.stderr, run.stdout + run.stderr

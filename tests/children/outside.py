@@ -17,14 +17,22 @@ import traceback
 OWN, KEPT, BREACHES = "EJDIST_TESTS_OWN", "EJDIST_TESTS_KEPT", "EJDIST_TESTS_BREACHES"
 HERE = os.path.dirname(os.path.abspath(__file__))
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_state = {"installed": False}
+# Whether writes are refused: where tests are run, only while one is, since pytest writes too.
+_state = {"installed": False, "writes": True}
 
 
 class Outside(Exception):
     """A test left its own folders."""
 
 
+def refuse_writes(now: bool) -> None:
+    """Says whether this process is in a test."""
+    _state["writes"] = now
+
+
 def _folders(name: str) -> list[str]:
+    if name == OWN and not _state["writes"]:
+        return []
     return [folder for folder in os.environ.get(name, "").split(os.pathsep) if folder]
 
 
