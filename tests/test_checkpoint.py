@@ -44,6 +44,18 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_not_damaged_storage
     checkpoints.close()
 
 
+def test_a_second_checkpoint_of_a_step_that_is_damaged_is_set_aside_too(tmp_path):
+    """A run went on before it, made the step again, and the disk damaged it again. Each is kept, and none is a checkpoint."""
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    for n in range(3):
+        (checkpoints.directory / "8").mkdir(parents=True)
+        (checkpoints.directory / "8" / "what").write_text(str(n))
+        checkpoints.set_aside(8)
+    kept = {p.name: (p / "what").read_text() for p in checkpoints.directory.iterdir()}
+    assert kept == {"8.damaged": "0", "8.damaged-2": "1", "8.damaged-3": "2"} and not checkpoints.steps()
+    checkpoints.close()
+
+
 NUMBERS = {
     "int": 2**40 + 1,
     "negative_int": -7,

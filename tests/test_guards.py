@@ -299,6 +299,26 @@ def test_a_file_of_rewinds_that_is_none_is_named(tmp_path):
     assert Passed.read(tmp_path / "none", [[3, 2]], 4).rewinds == [[3, 2]]
 
 
+@pytest.mark.parametrize("restored", [[8, 8], [8, 12], [12, 4], [8, 4, 4], [4, 12, 8]])
+def test_rewinds_after_each_other_take_every_batch_once_and_leave_out_the_bad(restored, tmp_path):
+    """To the same checkpoint, a later one, or an earlier one, where those after it were damaged; whichever checkpoint a run goes
+    on from, it knows of all of them."""
+    passed, made = Passed(), {}
+    for to in restored:
+        bad = to + 3
+        made |= {step: passed.number(step) for step in range(1, bad + 1) if step not in made}
+        last = passed.number(bad)
+        passed = passed.past(bad, to)
+        made = {step: batch for step, batch in made.items() if step <= to}
+        # From the checkpoint on, one batch after another, from the one after the bad step's.
+        after = [passed.number(step) for step in range(to + 1, to + 20)]
+        assert after == list(range(last + 1, last + 20))
+        assert {step: passed.number(step) for step in made} == made, "what the checkpoint was made from"
+    passed.write(tmp_path)
+    for step in range(20):
+        assert Passed.read(tmp_path, passed.until(step), step).rewinds == passed.rewinds
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Returns a function that makes batches, by their numbers, turn the parameters into NaN."""

@@ -142,6 +142,16 @@ def test_a_message_takes_the_time_that_one_of_its_size_took():
     assert axis.seconds("all_gather", 1e9) == pytest.approx(1e-2) == axis.seconds("ragged_all_to_all", 1e9)
 
 
+def test_microbatches_gather_the_weights_again_and_move_the_same_tokens():
+    """Of one global batch: weights travel with every microbatch, keys and activations once."""
+    words = f"{EIGHT} data.global_batch=128 mesh.fsdp=8 mesh.sp=8"
+    once, four = (predicted(f"{words} accumulation={n}").time for n in (1, 4))
+    assert four.sent["fsdp"] == 4 * once.sent["fsdp"]
+    assert once.sent["sp"] < four.sent["sp"] < 4 * once.sent["sp"], "along sp go weights and keys"
+    passes = "passes over memory"
+    assert four.seconds[passes] == pytest.approx(once.seconds[passes], rel=1e-3)
+
+
 def test_what_travels_along_each_axis():
     """Parameters over the axes that store them, keys around the ring, and nothing along an axis of one device."""
     sent = predicted(EIGHT).time.sent

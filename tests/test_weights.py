@@ -1,6 +1,7 @@
 """Weights in and out: files in the families' published naming give the model that they describe, on every mesh, and back."""
 
 import dataclasses
+import io
 import json
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from ejdist.mesh import make_mesh
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.program import make_program
 from ejdist.weights.families import FAMILIES, family_of, read_config
-from ejdist.weights.files import INDEX, SINGLE, WeightsError, read_folder
+from ejdist.weights.files import INDEX, SINGLE, Stored, WeightsError, digest_of, read_folder
 from ejdist.weights.match import differences, overrides
 from ejdist.weights.runs import nested, section_of, unnested
 from ejdist.weights.start import open_source
@@ -167,6 +168,19 @@ def test_experts_that_are_one_tensor_are_read_too(name, tmp_path):
     write(tmp_path / "fused", config, fused)
     (_, one), (_, other) = loaded(tmp_path / "apart"), loaded(tmp_path / "fused")
     assert set(one) == set(other) and all(np.array_equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize(("count", "looks"), [(1, 1), (999, 999), (1000, 1000), (1001, 501), (1999, 1000), (2001, 667)])
+def test_a_digest_looks_into_at_most_a_thousand_tensors(count, looks, monkeypatch):
+    class File(io.BytesIO):
+        read_from = 0
+
+        def open(self, mode):
+            File.read_from += 1
+            return io.BytesIO(bytes(8))
+
+    tensors = {f"{i:04}": Stored(File(), "F32", (2,), 0) for i in range(count)}
+    assert digest_of(tensors) == digest_of(dict(reversed(tensors.items()))) and File.read_from == 2 * looks
 
 
 def test_the_memory_of_an_import_does_not_grow_with_the_model(tmp_path):

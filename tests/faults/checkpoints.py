@@ -216,4 +216,11 @@ FAULTS = (
         "self.local.forget_after(start - 1)",
         "tests/test_local_tier.py -k newer_of_both",
     ),
+    Fault(
+        "a second damaged checkpoint of a step has no place",
+        "ejdist/training/checkpoint.py",
+        "            if not aside.exists():\n                break",
+        "            break",
+        "tests/test_checkpoint.py -k set_aside_too",
+    ),
 )

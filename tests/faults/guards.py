@@ -161,4 +161,11 @@ FAULTS = (
         "        if False:\n",
         f"{LEDGER} -k cut_off",
     ),
+    Fault(
+        "a rewind to an earlier checkpoint keeps those after it",
+        "ejdist/training/guards.py",
+        "kept = Passed(r for r in self.rewinds if r[0] <= restored + 1)",
+        "kept = Passed(self.rewinds)",
+        "tests/test_guards.py -k after_each_other",
+    ),
 )

@@ -303,4 +303,18 @@ FAULTS = (
         "4 * 4 * share.tokens",
         f"{TESTS} -k state_and_batch",
     ),
+    Fault(
+        "weights travel once, however many microbatches",
+        TIME,
+        "sent.add_all(micro, sections.accumulation)",
+        "sent.add_all(micro, 1)",
+        f"{TESTS} -k microbatches_gather",
+    ),
+    Fault(
+        "the memory of one microbatch is passed over",
+        TIME,
+        "passed = s.accumulation * (PASSES",
+        "passed = 1 * (PASSES",
+        f"{TESTS} -k microbatches_gather",
+    ),
 )
