@@ -301,8 +301,8 @@ def test_a_file_of_rewinds_that_is_none_is_named(tmp_path):
 
 @pytest.mark.parametrize("restored", [[8, 8], [8, 12], [12, 4], [8, 4, 4], [4, 12, 8]])
 def test_rewinds_after_each_other_take_every_batch_once_and_leave_out_the_bad(restored, tmp_path):
-    """To the same checkpoint, a later one, or an earlier one, where those after it were damaged; whichever checkpoint a run goes
-    on from, it knows of all of them."""
+    """To the same checkpoint, a later one, or an earlier one, where those after it were damaged. Whichever checkpoint a run
+    goes on from knows of them all."""
     passed, made = Passed(), {}
     for to in restored:
         bad = to + 3
