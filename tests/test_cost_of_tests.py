@@ -91,17 +91,18 @@ def test_programs_that_are_kept_are_dropped():
     assert functions[3](1.0) == 4.0
 
 
-def test_a_worker_that_holds_much_drops_its_programs(monkeypatch, request):
-    """After the test in which it came to hold so much, and not in a session of few."""
-    plugin, dropped = request.config.pluginmanager.get_plugin("memory of workers"), []
-    monkeypatch.setattr(memory, "drop_programs", lambda: dropped.append(True))
-    for most, times in ((2**60, 0), (0, 1)):
-        monkeypatch.setattr(memory, "DROPS", most)
+def test_a_worker_drops_its_programs_when_it_holds_much_and_has_grown(monkeypatch):
+    """After a test, and not after every one where what is left is as much."""
+    held, dropped = [0], []
+    monkeypatch.setattr(memory, "resident", lambda name="VmRSS": held[0] * memory.MIB)
+    monkeypatch.setattr(memory, "drop_programs", lambda: dropped.append(held[0]))
+    plugin = memory.Memory(SimpleNamespace(option=SimpleNamespace(markexpr="not slow")))
+    for held[0] in (1000, 1500, 1600, 1700, 1800, 1900, 2000):
         around = plugin.pytest_runtest_protocol(SimpleNamespace(stash=pytest.Stash()))
         next(around)
         with pytest.raises(StopIteration):
             around.send(True)
-        assert len(dropped) == times
+    assert dropped == [1600, 1900]
 
 
 def test_a_test_belongs_to_the_operation_of_its_parameter_or_of_its_file():
