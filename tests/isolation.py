@@ -92,8 +92,7 @@ def stays_inside(_folders):
     """Fails a test that left its own folders."""
     start, breaches = _folders
     yield
-    if os.getcwd() != str(start):
-        os.chdir(start)
+    os.chdir(start)
     if left := os.listdir(start):
         for name in left:
             path = start / name
