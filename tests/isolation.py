@@ -93,10 +93,9 @@ def stays_inside(_folders):
     start, breaches = _folders
     yield
     os.chdir(start)
-    if left := os.listdir(start):
-        for name in left:
-            path = start / name
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        pytest.fail(f"it left {', '.join(sorted(left))} in the folder where it was started; write to tmp_path")
-    if breaches.exists():
-        pytest.fail("it left its own folders:\n" + "\n".join(taken(breaches)))
+    wrong = taken(breaches)
+    for path in sorted(start.iterdir()):
+        wrong.append(f"it left {path.name} in the folder where it was started; write to tmp_path")
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if wrong:
+        pytest.fail("the test left its own folders:\n" + "\n".join(wrong))

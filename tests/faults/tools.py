@@ -69,15 +69,15 @@ FAULTS = (
     Fault(
         "a breach that the code under test caught is forgotten",
         "tests/isolation.py",
-        "    if breaches.exists():\n        pytest.fail",
-        "    if False:\n        pytest.fail",
+        "wrong = taken(breaches)",
+        "wrong = []",
         "tests/test_isolation.py -k breach_fails",
     ),
     Fault(
         "a file may be left where tests start",
         "tests/isolation.py",
-        "if left := os.listdir(start):",
-        "if left := []:",
+        "in sorted(start.iterdir()):",
+        "in []:",
         "tests/test_isolation.py -k breach_fails",
     ),
     Fault(
