@@ -1,7 +1,8 @@
 """Latent attention with the sequence split over devices: training by the ring of attention, decoding by a merge.
 
-In training each device makes the heads of its own latents, and their keys and values travel as those of `ring_attention` do, in
-contiguous order. In decoding the cache is what is split: each device attends to its own entries, and two reductions join them.
+In training each device makes the heads of its own latents, and their keys and values travel as those of `ring_attention` do,
+with the tokens in the layout's order. In decoding the cache is what is split: each device attends to its own entries, and two
+reductions join them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 import kernels
+from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
 from ejdist.sharded import sharded
 from kernels.ops.multi_latent_attention.contract import decode_op, op, scale_of
 from kernels.ops.multi_latent_attention.heads import joined_heads
 
 
-def _in_a_ring(axes: dict[str, tuple[str, ...]], **arguments: Any) -> tuple[jax.Array, ...]:
+def _in_a_ring(axes: dict[str, tuple[str, ...]], order: Order | None = None, **arguments: Any) -> tuple[jax.Array, ...]:
     """Returns (out, lse) of this device's queries over the latents of all devices."""
     if not axes["T"] and not axes["S"]:
         return op(**arguments)
@@ -36,7 +38,9 @@ def _in_a_ring(axes: dict[str, tuple[str, ...]], **arguments: Any) -> tuple[jax.
             options[theirs] = arguments[ours]
     scale = scale_of(arguments.get("softmax_scale"), arguments["query"], arguments.get("query_rope"))
     heads = joined_heads(**parts)
-    found: Any = ring_attention(*heads, axis_name=axes["T"], softmax_scale=scale, return_lse=True, **options)
+    found: Any = ring_attention(
+        *heads, axis_name=axes["T"], order=order, softmax_scale=scale, return_lse=True, **options
+    )
     return found
 
 
@@ -58,5 +62,5 @@ def _joined(axes: dict[str, tuple[str, ...]], *, kv_lens: jax.Array, **arguments
     return (sums / jnp.where(some, total, 1)[..., None]).astype(out.dtype), lse
 
 
-flash_mla = sharded(kernels.flash_mla, local=_in_a_ring, handles=("T", "S"))
+flash_mla = sharded(kernels.flash_mla, local=_in_a_ring, handles=("T", "S"), follows=True)
 mla_decode = sharded(kernels.mla_decode, local=_joined, handles=("S",))

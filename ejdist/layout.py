@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextvars
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP
+from ejdist.order import Order, order_of
 from kernels.framework.dims import VOCABULARY
 
 Axes = Mapping[str, tuple[str, ...]]
@@ -32,10 +33,14 @@ PARAMETERS: Axes = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Which mesh axes each dim lies on: of activations, and of parameters as they are stored."""
+    """Which mesh axes each dim lies on: of activations, and of parameters as they are stored.
+
+    order: in which the tokens lie along T, see `Order`; by name it is over as many ranks as T's axes have. None: nobody said.
+    """
 
     activations: Axes
     parameters: Axes
+    order: str | Order | None = None
 
     def check(self, mesh: Any, also: Sequence[str] = ()) -> None:
         """Raises ValueError for a mesh with an axis of several devices that this layout says nothing of: everything would be
@@ -68,17 +73,21 @@ class set_layout:
     """Says once which axes of a mesh of your own each dim lies on, for every sharded function called after it.
 
     As a statement it holds from there on; as a context manager, inside the block. Dims that are not named are not split.
-    `set_layout()` with no argument goes back to the project's own axes. Like `jax.set_mesh` it is of one thread. It says where
-    arrays lie and never what is computed, so a jitted function that was traced before keeps the layout of that time.
+    `set_layout()` with no argument goes back to the project's own axes, and `order` alone leaves the axes as they are. Like
+    `jax.set_mesh` it is of one thread. It says where arrays lie and never what is computed, so a jitted function that was
+    traced before keeps the layout of that time.
 
     Args:
       dims: dim -> axis or axes, of activations: B batch, T (and S) sequence, N query heads, K key heads, F feed-forward, V
         vocabulary, E experts; kernels/framework/dims.py has them all.
       parameters: the same for parameters as a model stores them; default: the activations' axes of N, K, F, V and E.
       replicated: axes over which everything is the same, on purpose.
+      order: in which the tokens of a batch lie along T: "contiguous", or "zigzag", "striped" or an `Order` that the batch was
+        permuted to. Operations that can follow it do (`ring_attention`, `flash_mla`), those to which the order of tokens is
+        nothing run as they are, and the others refuse. By name it is over as many ranks as T's axes have on the mesh.
 
     Raises:
-      ValueError: a dim that does not exist.
+      ValueError: a dim or an order that does not exist.
 
     >>> with set_layout(B="data", N="model", K="model", F="model", V="model"):
     ...     current_layout().activations["B"]
@@ -90,6 +99,7 @@ class set_layout:
         *,
         parameters: Mapping[str, str | tuple[str, ...]] | None = None,
         replicated: str | Sequence[str] = (),
+        order: str | Order | None = None,
         **dims: str | tuple[str, ...],
     ) -> None:
 
@@ -105,9 +115,11 @@ class set_layout:
                 raise ValueError(f"set_layout: {odd[0]} = {table[odd[0]]!r} must be an axis name, or a tuple of them")
             return {d: tuple(a) for d, a in split.items()}
 
+        if order is not None and not isinstance(order, Order):
+            order_of(order, 1, "", "set_layout: argument 'order'")
         self._before = current_layout()
         if not dims and parameters is None and not replicated:
-            _layout.set(DEFAULT)
+            _layout.set(DEFAULT if order is None else replace(self._before, order=order))
             return
         activations = axes(dims, "dims")
         stored = {d: a for d, a in activations.items() if d in "NKFVE"}
@@ -117,7 +129,7 @@ class set_layout:
             activations = {**activations, "S": activations["T"]}
         # An axis to replicate over is known, and is on no dim.
         whole = (replicated,) if isinstance(replicated, str) else tuple(replicated)
-        _layout.set(Layout({**activations, "replicated": whole} if whole else activations, stored))
+        _layout.set(Layout({**activations, "replicated": whole} if whole else activations, stored, order))
 
     def __enter__(self) -> Layout:
         return current_layout()

@@ -17,11 +17,11 @@ from ejdist.experts import moe
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.projection import project
-from ejdist.sequence import delta_rule, linear_attention, recurrent, state_space
+from ejdist.order import Order
+from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
 from ejdist.sequence.native_sparse import native_sparse_attention
-from ejdist.sequence.order import Order
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
@@ -33,6 +33,8 @@ _COMMUNICATING = (
     latent_attention.flash_mla,
     latent_attention.mla_decode,
     grouped_matmul.grouped_matmul,
+    flash.flash_attention,
+    flash.scaled_dot_product_attention,
     *delta_rule.FUNCTIONS,
     linear_attention.gla_attention,
     linear_attention.lightning_attention,
@@ -62,7 +64,7 @@ MODULES: dict[str, type] = {f.Module.__name__: f.Module for f in SHARDED.values(
 def bind_ops(
     mesh: jax.sharding.Mesh | None,
     *,
-    order: Order | str = "contiguous",
+    order: Order | str | None = None,
     scheme: Any = "ring",
     platform: str | None = None,
     deterministic_attention: bool = False,
@@ -73,7 +75,7 @@ def bind_ops(
 
     Args:
       mesh: where the arrays lie; None for one device.
-      order: the order that the batch was permuted to.
+      order: the order that the batch was permuted to, of every operation; default: the layout's, see `set_layout`.
       scheme: how keys and values travel over the sequence axis, see `ring_attention`.
       platform: backend of every operation; None for the fastest.
       deterministic_attention: attention gives the same bits again, see `flash_attention`.
@@ -81,7 +83,7 @@ def bind_ops(
       told: takes a line for each choice that was made, with its reason, when the program is traced.
     """
     where = {"mesh": mesh, "platform": platform}
-    functions = {name: functools.partial(f.with_stored_weights, **where) for name, f in SHARDED.items()}
+    functions = {name: functools.partial(f.with_stored_weights, order=order, **where) for name, f in SHARDED.items()}
     attend = {"order": order, "scheme": scheme, "deterministic": deterministic_attention}
     functions["attention"] = functools.partial(ring_attention, **attend, **where)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)

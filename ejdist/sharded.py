@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ejdist.layout import Axes, axes_in, check_mesh_of, check_out_specs, explicit, spec
 from ejdist.mesh import is_explicit
+from ejdist.order import Order
 from ejdist.placement import (
     apart,
     arrays_of,
@@ -31,12 +32,14 @@ from ejdist.placement import (
     stored_specs,
     summed_dims,
 )
+from ejdist.tokens import Ranks, axes_of_rank, order_of_call, there_is_a_mesh
 from kernels.framework import select
 from kernels.framework.binding import Call, is_array, typed
 from kernels.framework.contract import Op
 from kernels.framework.dims import named
 from kernels.framework.dispatch import varying_axes
 from kernels.framework.interpret import interpreting
+from kernels.framework.ordered import SEQUENCE, whole_dims
 from kernels.framework.public import Prepared, PublicFunction, module_class
 
 _SHARDED_DOC = """
@@ -45,6 +48,10 @@ _SHARDED_DOC = """
       in_specs: PartitionSpecs of the first arrays, None for one that follows; the others follow from the dims that these
         show. Default: the layout in force (`set_layout`), or the arrays' own types on a mesh of explicit axes.
       out_specs: of the result. It follows from the inputs, so this only says it again: another one is a ValueError.
+"""
+_RANK_DOC = """      axis_name: inside a `shard_map` of your own, where arrays are a rank's part of each sequence: the mesh axis
+        that it is split over, or a tuple of them, the major one first; ranks communicate over these. `()`: each rank has the
+        whole sequence.
 """
 
 
@@ -116,6 +123,9 @@ def run(
     table: Axes | None = None,
     handles: Collection[str] = (),
     stored: bool = False,
+    order: str | Order | None = None,
+    follows: bool = False,
+    name: str = "",
     platform: str | None = None,
     cfg: Any = None,
 ) -> Any:
@@ -129,17 +139,23 @@ def run(
       table: dim -> axes that go before the layout's.
       handles: dims that `local` communicates over, and that may be split for that reason.
       stored: whether the operation's weights lie as the layout stores parameters; they are then gathered here.
+      order: that the tokens lie in; default: the layout's.
+      follows: whether `local` has a form for every order, which it then takes as `order`.
+      name: of the public function, default: the operation's.
     """
-    call = prepared.call
+    call, name = prepared.call, name or op.name
     op.check_asked(platform, cfg)
-    mesh = mesh_of(mesh, in_specs, out_specs)
+    given, mesh = mesh, mesh_of(mesh, in_specs, out_specs)
     if mesh is None:
+        around = Ranks() if there_is_a_mesh(given) else None
+        order_of_call(name, op, prepared, {}, around, given=order, follows=False)
         for name, value in arrays_of(call).items():
             check_mesh_of(f"{op.name}: argument {name!r}", value, mesh)
         return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
     axes = resolve_axes(op, call, mesh, in_specs, table, handles)
     check_local(op, call, axes, mesh, handles)
     axes = apart(op, call, axes, mesh, handles, said=in_specs is not None or is_explicit(mesh))
+    lie = order_of_call(name, op, prepared, axes, mesh, given=order, follows=follows)
     data = {n: v for n, v in call.traced().items() if v is not None}
     specs = {n: spec_tree(op, n, v, axes, mesh) for n, v in data.items()}
     gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}
@@ -172,6 +188,8 @@ def run(
     own: Callable = op if local is None else local
     if handles:
         own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
+    if follows and local is not None:
+        own = functools.partial(own, order=lie)
     key = (
         op,
         local,
@@ -180,6 +198,7 @@ def run(
         tuple((d, axes.get(d, ())) for d in sorted(axes)),
         results,
         call.program_key(),
+        lie if follows else None,
     )
     key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
     out = results if len(results) > 1 else results[0]
@@ -200,16 +219,62 @@ def _of_nothing(op: Op, call: Call, mesh: Any, out_specs: Any, platform: str | N
     return jax.sharding.reshard(outputs, where)
 
 
-class ShardedFunction:
-    """A public function on sharded arrays: `mesh`, `in_specs` and `out_specs` beside its own arguments."""
+def run_on_rank(
+    prepared: Prepared,
+    op: Op,
+    axes: tuple[str, ...],
+    *,
+    local: Callable | None,
+    handles: Collection[str],
+    order: str | Order | None,
+    follows: bool,
+    name: str,
+    platform: str | None,
+    cfg: Any,
+) -> Any:
+    """Returns the result of a prepared call on a rank's part of a sequence, inside a `shard_map` that has these axes."""
+    call = prepared.call
+    op.check_asked(platform, cfg)
+    lie = order_of_call(name, op, prepared, {"T": axes}, Ranks(), given=order, follows=follows)
+    if local is None:  # a sum over the tokens
+        outputs, sums = jax.lax.psum((op.run(call, platform=platform, cfg=cfg), prepared.sums), axes)
+        return replace(prepared, sums=sums).result(op, outputs)
+    arguments = {n: v for n, v in call.traced().items() if v is not None} | call.static()
+    options = {"order": lie, "platform": platform, "cfg": cfg} if follows else {"platform": platform, "cfg": cfg}
+    split = {d: axes if d in SEQUENCE else () for d in handles}
+    return prepared.result(op, local(split, **arguments, **options))
 
-    def __init__(self, function: PublicFunction, local: Callable | None = None, handles: Collection[str] = ()) -> None:
+
+class ShardedFunction:
+    """A public function on sharded arrays: `mesh`, `in_specs` and `out_specs` beside its own arguments, and `axis_name` where a
+    result depends on a whole sequence.
+
+    Attributes:
+      ops: the operations that it may call.
+    """
+
+    def __init__(
+        self,
+        function: PublicFunction,
+        local: Callable | None = None,
+        handles: Collection[str] = (),
+        *,
+        follows: bool = False,
+        on_rank: Callable | bool = True,
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.__name__: str = function.__name__
-        self.function, self.local, self.handles = function, local, tuple(handles)
+        self.function, self.local, self.handles, self.follows = function, local, tuple(handles), follows
+        self.on_rank, self.rank_handles = (None, ()) if isinstance(on_rank, bool) else (on_rank, SEQUENCE)
+        if on_rank is True and {*SEQUENCE} & {*handles}:
+            self.on_rank, self.rank_handles = local, self.handles
+        self.ops: tuple[Op, ...] = function.ops
+        # What sums over tokens of any dims gives the sum of those that it is given, as of the rows of a batch.
+        self.of_sequences = any(whole_dims(op) or "T" in op.sum_dims for op in function.ops)
         self.__module__ = "ejdist"
-        self.__signature__ = with_mesh(inspect.signature(function))
-        self.__doc__ = (function.__doc__ or "").split(">>>")[0].rstrip() + "\n" + _SHARDED_DOC
+        self.__signature__ = with_mesh(inspect.signature(function), ("axis_name",) if self.of_sequences else ())
+        doc = (function.__doc__ or "").split(">>>")[0].rstrip() + "\n" + _SHARDED_DOC
+        self.__doc__ = doc + (_RANK_DOC if self.of_sequences else "")
         self.Module = module_class(function.Module.__name__, self)
 
     def __call__(
@@ -223,35 +288,60 @@ class ShardedFunction:
         **kwargs: Any,
     ) -> Any:
         where = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "platform": platform, "cfg": cfg}
+        if self.of_sequences:
+            where["axis_name"] = kwargs.pop("axis_name", None)
         return self.run(self.function.prepare(*args, **kwargs), **where)
 
-    def run(self, prepared: Prepared, **where: Any) -> Any:
+    def run(self, prepared: Prepared, *, axis_name: Any = None, **where: Any) -> Any:
         """Returns the result of a prepared call."""
         op = prepared.op or self.function.op
-        return run(prepared, op, local=self.local, handles=self.handles, **where)
+        how: dict[str, Any] = {"follows": self.follows, "name": self.__name__}
+        if self.of_sequences:
+            sums = "T" in op.sum_dims
+            communicates = sums or self.on_rank is not None
+            given = [n for n in ("mesh", "in_specs", "out_specs") if where.get(n) is not None]
+            axes = axes_of_rank(self.__name__, op, prepared, axis_name, communicates, given)
+            if axes is not None:
+                how |= {n: where.get(n) for n in ("order", "platform", "cfg")}
+                local = None if sums else self.on_rank
+                return run_on_rank(prepared, op, axes, local=local, handles=self.rank_handles, **how)
+        return self._on_mesh(prepared, op, **how, **where)
+
+    def _on_mesh(self, prepared: Prepared, op: Op, **how: Any) -> Any:
+        """Returns the result of a prepared call on global arrays."""
+        return run(prepared, op, local=self.local, handles=self.handles, **how)
 
     def with_stored_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As calling it, with the operation's weights as a model stores them: what `ejdist.models` calls."""
-        where = {n: kwargs.pop(n) for n in ("mesh", "platform", "cfg") if n in kwargs}
+        where = {n: kwargs.pop(n) for n in ("mesh", "order", "platform", "cfg", "axis_name") if n in kwargs}
         return self.run(self.function.prepare(*args, **kwargs), stored=True, **where)
 
     def __repr__(self) -> str:
         return f"<sharded function {self.__name__}>"
 
 
-def with_mesh(signature: inspect.Signature) -> inspect.Signature:
-    """Returns the signature with the three arguments of a sharded function."""
-    extra = [
-        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("mesh", "in_specs", "out_specs")
-    ]
+def with_mesh(signature: inspect.Signature, also: Sequence[str] = ()) -> inspect.Signature:
+    """Returns the signature with the three arguments of a sharded function, and those."""
+    names = ("mesh", "in_specs", "out_specs", *also)
+    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in names]
     return signature.replace(parameters=[*signature.parameters.values(), *extra])
 
 
-def sharded(function: PublicFunction, *, local: Callable | None = None, handles: Sequence[str] = ()) -> ShardedFunction:
+def sharded(
+    function: PublicFunction,
+    *,
+    local: Callable | None = None,
+    handles: Sequence[str] = (),
+    follows: bool = False,
+    on_rank: Callable | bool = True,
+) -> ShardedFunction:
     """Returns the function on sharded arrays. Without a mesh, given or in force, it is the function itself.
 
     Args:
       local: for what communicates: what runs on a shard, `local({dim: axes}, **arguments)`, hashable.
       handles: the dims that it communicates over.
+      follows: whether it has a form for tokens in any order, see `Order`; it then takes `order`, that in which they lie.
+      on_rank: what runs on a rank inside a `shard_map` of the caller's, over the axes that it names: True for `local`; False
+        where the function's arguments can be read only beside a whole sequence.
     """
-    return ShardedFunction(function, local, handles)
+    return ShardedFunction(function, local, handles, follows=follows, on_rank=on_rank)

@@ -31,6 +31,7 @@ def make_op():
 
     op = Op(
         toy,
+        ordered=False,
         order=("sine", "cosine", "tanh"),
         classes=lambda call: (
             None if call.dims["D"] == 3 else f"{call.dtype} D{measured.bucket(call.dims['D'], 16, 64)}"

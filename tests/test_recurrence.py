@@ -40,7 +40,7 @@ def decayed_sum(
     return recurrence.loop(step, (x, a), jnp.zeros_like(x[:, 0]), segment_ids, initial_state, num_states)
 
 
-op = Op(decayed_sum, outputs=("out", "final_state"), local_dims={"B"}, config=chunks.ChunkConfig)
+op = Op(decayed_sum, outputs=("out", "final_state"), local_dims={"B"}, ordered=True, config=chunks.ChunkConfig)
 
 
 def _prepare(shared, xs, tokens):

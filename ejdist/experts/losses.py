@@ -6,7 +6,6 @@ tokens of all of them.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -52,7 +51,10 @@ def _documents(segment_ids: jax.Array) -> jax.Array:
 
 
 def sequence_balance_loss(
-    experts: jax.Array, probabilities: jax.Array, segment_ids: jax.Array | None = None
+    experts: jax.Array,
+    probabilities: jax.Array,
+    segment_ids: jax.Array | None = None,
+    axis_name: str | tuple[str, ...] = (),
 ) -> jax.Array:
     """Returns the sum over sequences of their balance losses, each a sum over its tokens.
 
@@ -61,6 +63,8 @@ def sequence_balance_loss(
     Args:
       experts: int [B, T, k], those chosen, -1 for none. probabilities: float [B, T, E].
       segment_ids: int [B, T]: a sequence is what has one id in a row. Default: a row is a sequence.
+      axis_name: inside a `shard_map`, the axes that the sequences are split over. How often a sequence chose an expert is then
+        counted over all of them; the result is the part of this rank's tokens, and the parts add up.
 
     Raises:
       ValueError: naming the argument.
@@ -77,19 +81,29 @@ def sequence_balance_loss(
     counted = jnp.any(experts >= 0, axis=-1, keepdims=True)
     if segment_ids is None:
         counts = jnp.sum(experts[..., None] == jnp.arange(num_experts), axis=(1, 2), dtype=probabilities.dtype)[:, None]
+        counts = jax.lax.psum(counts, axis_name) if axis_name else counts
         share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1)
     else:
-        share = jax.vmap(functools.partial(_shares, num_experts, probabilities.dtype))(experts, _documents(segment_ids))
+        share = _shares(experts, segment_ids, axis_name, num_experts, probabilities.dtype)
     # Counted from the tokens' side: what has a gradient is added up as it lies, and scattered nowhere.
     return num_experts * jnp.sum(jnp.where(counted, share * probabilities, 0))
 
 
-def _shares(num_experts: int, dtype: Any, experts: jax.Array, documents: jax.Array) -> jax.Array:
-    """Returns [T, E]: of all choices in the document of each token, how many are of each expert."""
-    chosen = jnp.where(experts < 0, num_experts, experts.astype(jnp.int32))
-    counts = jnp.zeros((experts.shape[0], num_experts), dtype)
-    counts = counts.at[documents[:, None], chosen].add(1, mode="drop")
-    return (counts / jnp.maximum(counts.sum(-1, keepdims=True), 1))[documents]
+def _shares(experts: jax.Array, segment_ids: jax.Array, axis: Any, num_experts: int, dtype: Any) -> jax.Array:
+    """Returns [B, T, E]: of all choices in the document of each token, how many are of each expert."""
+    own = experts.shape[1]
+    if axis:  # a document may begin on one rank and end on another
+        experts, segment_ids = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (experts, segment_ids))
+    documents = _documents(segment_ids)
+
+    def of_row(experts: jax.Array, documents: jax.Array) -> jax.Array:
+        chosen = jnp.where(experts < 0, num_experts, experts.astype(jnp.int32))
+        counts = jnp.zeros((experts.shape[0], num_experts), dtype)
+        counts = counts.at[documents[:, None], chosen].add(1, mode="drop")
+        here = jax.lax.dynamic_slice_in_dim(documents, jax.lax.axis_index(axis) * own, own) if axis else documents
+        return (counts / jnp.maximum(counts.sum(-1, keepdims=True), 1))[here]
+
+    return jax.vmap(of_row)(experts, documents)
 
 
 def z_loss(logits: jax.Array, counted: jax.Array | None = None) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.scipy.special import xlogy
 
 from ejdist.experts.losses import balance_loss, sequence_balance_loss, z_loss
 from ejdist.experts.metrics import Stats, dead_experts, expert_counts, max_violation
+from ejdist.tokens import bound_axes, mapped_axes
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
 from kernels.framework.public import module_class
@@ -111,6 +112,23 @@ def _check_options(score: str, balance: str, load: Any, jitter: float, key: Any,
         raise _refuse("routed_scaling_factor", f"must be positive and finite, got {factor!r}")
 
 
+def _sequence_axes(balance: str, axis_name: Any, length: int) -> tuple[str, ...]:
+    """Returns the axes of a `shard_map` around this that the sequences of a loss are split over."""
+    if axis_name is not None:
+        if balance != "sequence":
+            raise _refuse("axis_name", f"is of balance='sequence', and it is {balance!r}; leave it out")
+        return mapped_axes("route", axis_name)
+    bound = bound_axes(("T",)) if balance == "sequence" and length > 1 else ()
+    if bound:
+        raise _refuse(
+            "balance",
+            f"= 'sequence' counts over whole sequences, and the layout has dim T on {', '.join(map(repr, bound))}, over which "
+            f"this call is mapped: give axis_name={bound[0] if len(bound) == 1 else bound!r}, or () where each "
+            "rank has whole sequences",
+        )
+    return ()
+
+
 def _is_key(key: Any) -> bool:
     if not is_array(key):
         return False
@@ -175,6 +193,7 @@ def route(
     jitter: float = 0.0,
     key: Any = None,
     forced_balance: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> Routing:
     """Returns (experts [B, T, k], weights [B, T, k], stats): the top_k experts of each token, computed in float32.
 
@@ -203,6 +222,8 @@ def route(
       key: of `jax.random`, needed by `jitter`: another one for each layer and step.
       forced_balance: experts in turn instead of the best, with the weights of their scores: for benchmarks alone. It takes the
         place of the choice, so `bias` and groups, which may be given, have no part in it.
+      axis_name: of balance="sequence" inside a `shard_map` of your own: the mesh axis that sequences are split over, or a tuple
+        of them; `()` where they are whole. Their experts are then counted over all ranks.
 
     x, router and router_bias have gradients, of the weights and of the losses in `stats`. Under `jit` arrays are
     global, and sums are over all devices, however rows and sequence are split; inside a `shard_map` they are of the device's
@@ -224,6 +245,7 @@ def route(
     experts_in_all = router.shape[1]
     _check_groups(experts_in_all, top_k, num_groups, topk_groups, group_top)
     _check_options(score, balance, load, jitter, key, routed_scaling_factor)
+    over = _sequence_axes(balance, axis_name, x.shape[1])
     wide = jnp.promote_types(jnp.promote_types(x.dtype, router.dtype), jnp.float32)
     counted = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids >= 0
     # Before anything else sees it: whatever lies in padding, a NaN too, has no part in a sum or a gradient.
@@ -250,7 +272,7 @@ def route(
     experts = jnp.where(counted[..., None], experts, -1)
     probabilities = scores if score == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
     probabilities = jnp.where(counted[..., None], probabilities, 0)
-    return Routing(experts, weights, _stats(logits, probabilities, experts, counted, segment_ids, balance, load))
+    return Routing(experts, weights, _stats(logits, probabilities, experts, counted, segment_ids, balance, load, over))
 
 
 def _chosen(
@@ -280,12 +302,13 @@ def _stats(
     segment_ids: Any,
     balance: str,
     load: Any,
+    over: tuple[str, ...],
 ) -> Stats:
     size = logits.shape[-1]
     counts = expert_counts(experts, size)
     sums = probabilities.sum((0, 1))
     if balance == "sequence":
-        loss = sequence_balance_loss(experts, probabilities, segment_ids)
+        loss = sequence_balance_loss(experts, probabilities, segment_ids, over)
     else:
         loss = balance_loss(counts if load is None else load, sums)
     p = jax.lax.stop_gradient(probabilities)

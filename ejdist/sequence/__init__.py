@@ -1,8 +1,8 @@
 """Sequence parallelism in parts that know little of each other: order, schedule, exchange, local attention, and schemes."""
 
+from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
 from ejdist.sequence.local import merge
-from ejdist.sequence.order import Order
 from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme
 
 __all__ = ["AllGather", "Order", "Ring", "SCHEMES", "Scheme", "merge", "ring_attention"]

@@ -18,15 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ejdist.layout import current_layout
 from ejdist.mesh import SP, axis_is_bound, check_axis, check_mesh, current_mesh
+from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.exchange import Axis
 from ejdist.sequence.local import Local, Static, merge
-from ejdist.sequence.order import Order, order_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run, with_mesh
+from ejdist.tokens import said_order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
@@ -133,7 +135,7 @@ def on_shard(
     *,
     axis: Axis,
     scheme: Scheme,
-    order: str | Order,
+    order: Order,
     platform: str | None,
     cfg: Any,
     op: Op = flash,
@@ -151,7 +153,6 @@ def on_shard(
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
     n = jax.lax.axis_size(axis)
-    order = order_of(order, n, f"axis_name = {axis!r}")
     mask = _resolved(MaskInfo() if mask is None else mask, order, axis)
     # Positions of the caller's own, and prefixes, are known at run time only: every hop is made.
     known = mask.q_positions is None and mask.prefix_lengths is None
@@ -184,21 +185,23 @@ def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
     return names[0] if len(names) == 1 else names, bool(bound)
 
 
-def _check_without_mesh(axis: Axis, order: str | Order) -> None:
+def _check_without_mesh(axis: Axis, order: str | Order | None) -> None:
     """Raises ValueError where a call outside any mesh is meant for one: computing without would read the tokens wrongly."""
     if axis != SP:
         raise ValueError(
             f"ring_attention: argument 'axis_name' = {axis!r} names an axis, and there is no mesh: give 'mesh', or call under "
             "`with jax.set_mesh(mesh):`"
         )
-    if order_of(order, 1, "no mesh is given or in force").name != "contiguous" and isinstance(order, str):
+    order = current_layout().order if order is None else order
+    if isinstance(order, str) and order != "contiguous":
+        said_order("ring_attention", 1, "", order)  # that there is such an order
         raise ValueError(
             f"ring_attention: argument 'order' = {order!r} needs ranks, and there is no mesh: give 'mesh', or call under `with "
             "jax.set_mesh(mesh):`; on one device leave the tokens in their own order, 'contiguous'"
         )
 
 
-def _check(call: Any) -> None:
+def check_call(call: Any) -> None:
     """Raises Unsupported or ValueError for arguments that a sequence over ranks cannot have; all are of whole arrays."""
     mask = call.mask
     dense = {"bias": call.bias, "attention_mask": None if mask is None else mask.attention_mask}
@@ -225,18 +228,24 @@ def _check_cuts(options: dict[str, Any], how: str) -> None:
 
 
 @dataclass(frozen=True)
-class _OnShard:
+class OnShard:
     """What runs on a rank, hashable."""
 
     axis: Axis
     scheme: Scheme
-    order: str | Order
     lse: bool  # whether it is returned to the caller
 
     def __call__(
-        self, axes: Any = None, *, mask: MaskInfo | None = None, platform: str | None, cfg: Any, **arguments: Any
+        self,
+        axes: Any = None,
+        *,
+        order: Order,
+        mask: MaskInfo | None = None,
+        platform: str | None,
+        cfg: Any,
+        **arguments: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        how = {"axis": self.axis, "scheme": self.scheme, "order": self.order, "platform": platform, "cfg": cfg}
+        how = {"axis": self.axis, "scheme": self.scheme, "order": order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
             return on_shard(arguments, mask, **how, lse=self.lse)
 
@@ -259,9 +268,9 @@ def ring_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    axis_name: Axis = SP,
+    axis_name: Axis | None = None,
     scheme: str | Scheme = "ring",
-    order: str | Order = "contiguous",
+    order: str | Order | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
@@ -276,12 +285,13 @@ def ring_attention(
 
     Args:
       query, key, value: [B, T, N, H], [B, T, K, H], [B, T, K, Hv], of one length T, in `order`.
-      axis_name: the mesh axis that the sequence is split over, or a tuple of axes, the major one first.
+      axis_name: the mesh axis that the sequence is split over, or a tuple of axes, the major one first. Default: those that the
+        layout in force has T on, `sp` where nothing was said.
       scheme: "ring" (keys and values travel, O(T / ranks) memory), "all_gather" (each rank gathers all keys and values), or
         a `Scheme`.
-      order: how the tokens lie on the ranks: "contiguous", "zigzag", "striped", or an `Order`. For any but contiguous the
-        caller has permuted query, key, value and segment ids, once, by `Order(name, ranks).permute`, and the result is in
-        that order too; nothing is moved here.
+      order: how the tokens lie on the ranks: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in
+        force (`set_layout(order=...)`), contiguous where it says none. For any but contiguous the caller has permuted query,
+        key, value and segment ids, once, by `Order(name, ranks).permute`, and the result is in that order too; nothing moves.
       options: everything else that `flash_attention` takes, as there. Sinks count once. `q_positions` and `kv_positions` are
         only for tokens whose positions are not those of `order`; `attention_mask` only [B, S], which tokens are not
         padding; `cum_seqlens_q` only outside of a `shard_map` and in contiguous order, elsewhere give segment ids. Inside a
@@ -298,42 +308,49 @@ def ring_attention(
     order and the backward with a global lse as in ring-flash-attention (Zhu, 2024).
     """
     check_mesh(mesh)
-    axis, bound = _bound_axis(axis_name, mesh)
+    axis, bound = _bound_axis(axis_name or current_layout().activations.get("T") or (SP,), mesh)
     if bound and jax.lax.axis_size(axis) > 1:
         _check_cuts(options, f"are those of one rank of {axis!r}")
     check_names("ring_attention", options, flash_attention.__signature__.parameters)
     prepared = flash_attention.prepare(query, key, value, **options)
-    _check(prepared.call)
+    check_call(prepared.call)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    how, lse = {"platform": platform, "cfg": cfg}, prepared.returns != "out"
+    how: dict[str, Any] = {"platform": platform, "cfg": cfg}
+    lse = prepared.returns != "out"
     if bound:
         if any(x is not None for x in specs.values()):
             raise ValueError(
                 "ring_attention: arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped "
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
-        return prepared.result(flash, _OnShard(axis, scheme_of(scheme), order, lse)(**prepared.call.arguments, **how))
+        made = said_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
+        return prepared.result(
+            flash, OnShard(axis, scheme_of(scheme), lse)(**prepared.call.arguments, order=made, **how)
+        )
     whole = mesh_of(**specs)
     if mesh is None and current_mesh() is None and jax.sharding.get_abstract_mesh().empty:
-        _check_without_mesh(axis, order)
+        _check_without_mesh(SP if axis_name is None else axis, order)
     names = (axis,) if isinstance(axis, str) else axis
     shards = 1 if whole is None else math.prod(whole.shape[n] for n in names)
-    order = order_of(order, shards, f"axis_name = {axis!r}")
+    lie = said_order("ring_attention", shards, f"axis_name = {axis!r}", order)
     call, made = prepared.call, scheme_of(scheme)
     length = call.dims["T"]
-    order.check(length)
-    if order.name != "contiguous" and shards > 1:
-        _check_cuts(options, f"lie in order {order.name!r}")
+    lie.check(length)
+    if lie.name != "contiguous" and shards > 1:
+        _check_cuts(options, f"lie in order {lie.name!r}")
     if call.mask is not None:
         # What is counted from the start of a segment is counted before the segments are split.
-        arguments = {**call.arguments, "mask": call.mask.resolved(order.indices(length))}
+        arguments = {**call.arguments, "mask": call.mask.resolved(lie.indices(length))}
         call = flash.bind(**arguments)
     prepared = Prepared(call, returns=prepared.returns)
+    how |= {"order": lie, "name": "ring_attention"}
     if shards == 1:
         return run(prepared, flash, **specs, **how)
     table = {"T": names, "S": names}
     _check_axis_of(call, whole, in_specs, axis, names)
-    return run(prepared, flash, **specs, **how, table=table, handles=("T", "S"), local=_OnShard(axis, made, order, lse))
+    return run(
+        prepared, flash, **specs, **how, table=table, handles=("T", "S"), local=OnShard(axis, made, lse), follows=True
+    )
 
 
 def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: Axis, names: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 import kernels
+from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.attention import on_shard
@@ -55,7 +56,8 @@ class _OnShard:
         rows = lengths[0] // block_size[0]
         axis = axis[0] if len(axis) == 1 else axis
         given["block_mask"] = jax.lax.dynamic_slice_in_dim(block_mask, exchange.rank(axis) * rows, rows, 2)
-        how: dict[str, Any] = {"axis": axis, "scheme": Ring(), "order": "contiguous", "platform": platform, "cfg": cfg}
+        order = Order("contiguous", ranks)
+        how: dict[str, Any] = {"axis": axis, "scheme": Ring(), "order": order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
             return on_shard(given, mask, **how, op=op, only=self.only)
 
@@ -94,7 +96,7 @@ def _hops(block_mask: np.ndarray, ranks: int) -> tuple[int, ...] | None:
 class _BlockSparse(ShardedFunction):
     """The sharded function: the hops of a pattern that is NumPy's are found before the program is made."""
 
-    def run(self, prepared: Prepared, **where: Any) -> Any:
+    def _on_mesh(self, prepared: Prepared, op: Any, **where: Any) -> Any:
         call = prepared.call
         mesh = mesh_of(*(where.get(n) for n in ("mesh", "in_specs", "out_specs")))
         only = None
@@ -104,4 +106,4 @@ class _BlockSparse(ShardedFunction):
         return run(prepared, op, local=_OnShard(only), handles=self.handles, **where)
 
 
-blocksparse_attention = _BlockSparse(kernels.blocksparse_attention, handles=("T", "S"))
+blocksparse_attention = _BlockSparse(kernels.blocksparse_attention, handles=("T", "S"), on_rank=False)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejdist.order import Order
 from ejdist.sequence import exchange
-from ejdist.sequence.order import Order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike

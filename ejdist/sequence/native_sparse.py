@@ -32,4 +32,4 @@ def _gathered(
     return op(query=query, q_start=q_start, **arguments)
 
 
-native_sparse_attention = sharded(kernels.native_sparse_attention, local=_gathered, handles=("T", "S"))
+native_sparse_attention = sharded(kernels.native_sparse_attention, local=_gathered, handles=("T", "S"), on_rank=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ejdist.sequence.order import Order
+from ejdist.order import Order
 from kernels.engines.attention.masks import MaskInfo, active_blocks
 
 

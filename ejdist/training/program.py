@@ -16,7 +16,7 @@ from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
-from ejdist.sequence.order import Order
+from ejdist.order import Order
 from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection

@@ -68,6 +68,7 @@ class Operation(Protocol):
     tied_dims: tuple[tuple[str, str], ...]
     elsewhere: dict[str, str]
     offset_of: dict[str, str]
+    ordered: bool | Callable[[Call], bool] | None
     weights: tuple[str, ...]
     same_dtype: tuple[str, ...]
     classes: Callable[[Call], str | None] | None

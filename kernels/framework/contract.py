@@ -57,6 +57,8 @@ class Op:
       tied_dims: pairs of dims that are split alike or not at all, (query heads, key heads): the second may also be 1.
       elsewhere: dim -> the function of `ejdist` that can have it split, because it communicates.
       offset_of: integer argument -> dim: the argument counts from the first entry of that dim that a device has.
+      ordered: whether tokens depend on the order in which they lie along T or S, as in a recurrence; or a function of the call
+        that tells. Stated by every operation with a T or S that is neither local nor summed over (ordered.py).
       weights: arguments that are parameters of a model. They may be stored split over any dim, and are gathered.
       same_dtype: float arguments that must agree in dtype.
       order: names of backend files that may exist, fastest first, where nothing was measured.
@@ -89,6 +91,7 @@ class Op:
         tied_dims: tuple[tuple[str, str], ...] = (),
         elsewhere: Mapping[str, str] | None = None,
         offset_of: Mapping[str, str] | None = None,
+        ordered: bool | Callable[[Call], bool] | None = None,
         weights: tuple[str, ...] = (),
         same_dtype: tuple[str, ...] = (),
         order: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
@@ -106,7 +109,7 @@ class Op:
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
         self.elsewhere, self.offset_of, self.weights = dict(elsewhere or {}), dict(offset_of or {}), weights
-        self.same_dtype, self.order, self.classes = same_dtype, order, classes
+        self.same_dtype, self.order, self.classes, self.ordered = same_dtype, order, classes, ordered
         self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work
         self.package = function.__module__.rpartition(".")[0]
         self.__doc__ = function.__doc__

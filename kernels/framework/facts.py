@@ -7,6 +7,7 @@ import inspect
 from kernels.framework.backend import Operation
 from kernels.framework.binding import Call
 from kernels.framework.dims import check_vocabulary
+from kernels.framework.ordered import whole_dims
 
 
 def check_facts(op: Operation) -> None:
@@ -27,6 +28,16 @@ def check_facts(op: Operation) -> None:
             raise TypeError(
                 f"{op.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
             )
+    whole = ", ".join(whole_dims(op))
+    if whole and op.ordered is None:
+        raise TypeError(
+            f"{op.name}: state `ordered`, whether tokens depend on the order in which they lie along {whole}: True for a "
+            "recurrence or a causal mask, False where each token is by itself, or a function of the call"
+        )
+    if not whole and op.ordered is not None:
+        raise TypeError(
+            f"{op.name}: `ordered` is of dims T and S that are neither local nor summed over; there are none"
+        )
     served = {second for _, second in op.tied_dims}
     for output, dims_of in zip(op.outputs, op.output_dims, strict=True):
         has = {d.name for d in dims_of}

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.executor import Module, module_class
@@ -37,6 +39,8 @@ class Prepared:
       finish: all outputs of the contract -> the result, where that is more than handing back.
       dims: of the result of `finish`, or of each result where it returns several: where they lie on a mesh follows from them.
       op: the operation, where it is not the first that the function was declared for.
+      cuts: the argument, if one was given, that cuts a whole sequence in its own order, such as [0, n1, n1 + n2, ...].
+      sums: arrays that `finish` takes after the outputs: like these they are sums over the dims that the operation sums over.
     """
 
     call: Call
@@ -44,12 +48,14 @@ class Prepared:
     finish: Callable[..., Any] | None = None
     dims: tuple[str, ...] | tuple[tuple[str, ...], ...] = ()
     op: Op | None = None
+    cuts: str = ""
+    sums: tuple[jax.Array, ...] = ()
 
     def result(self, op: Op, outputs: Any) -> Any:
         """Returns what the caller gets, from all outputs of the contract."""
         every = outputs if len(op.outputs) > 1 else (outputs,)
         if self.finish is not None:
-            return self.finish(*every)
+            return self.finish(*every, *self.sums)
         by_name = dict(zip(op.outputs, every, strict=True))
         return by_name[self.returns] if isinstance(self.returns, str) else tuple(by_name[n] for n in self.returns)
 

@@ -4,7 +4,7 @@ from faults import Fault
 
 SCHEMES = "ejdist/sequence/schemes.py"
 SEQUENCE = "tests/test_sequence.py"
-ORDER = "ejdist/sequence/order.py"
+ORDER = "ejdist/order.py"
 LOCAL = "ejdist/sequence/local.py"
 RING = "ejdist/sequence/attention.py"
 EXCHANGE = "ejdist/sequence/exchange.py"

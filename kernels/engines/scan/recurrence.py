@@ -85,6 +85,11 @@ class Sequences:
             {"num_states": self.num_states} if self.num_states > 1 else {}
         )
 
+    @property
+    def cuts(self) -> str:
+        """The argument that cuts a whole sequence, if one was given, for `Prepared`."""
+        return "cum_seqlens" if self.packed else ""
+
     def state(self, final_state: jax.Array) -> jax.Array:
         """Returns the caller's state [B, ...], or [sequences, ...], of the contract's [B, G, ...]."""
         return final_state[0] if self.packed else final_state[:, 0]
@@ -222,7 +227,8 @@ def prepared(
     def results(out: jax.Array, final_state: jax.Array) -> Any:
         return (finish(out), at.state(final_state)) if return_state else finish(out)
 
-    return Prepared(call, finish=results, dims=(dims, at.state_dims(state_dims[2:])) if return_state else dims)
+    lies = (dims, at.state_dims(state_dims[2:])) if return_state else dims
+    return Prepared(call, finish=results, dims=lies, cuts=at.cuts)
 
 
 def _ids(op_name: str, segment_ids: Any, B: Any, T: Any) -> jax.Array:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.contract import Op
+from kernels.framework.ordered import by_positions
 from kernels.framework.padding import Padding
 from kernels.ops.attention_variants import cases, work
 from kernels.ops.attention_variants.dense import attention, check_heads, dot, softmax, visible_of
@@ -196,6 +197,7 @@ differential_op = Op(
     same_dtype=("query", "key", "query_2", "key_2", "value"),
     cases=cases.DIFFERENTIAL,
     work=work.differential,
+    ordered=by_positions,
     **_HEADS,
 )
 linformer_op = Op(
@@ -205,6 +207,7 @@ linformer_op = Op(
     same_dtype=("query", "key", "value", "key_projection", "value_projection"),
     cases=cases.LINFORMER,
     work=work.linformer,
+    ordered=True,  # a projection has a column for each position
     **_HEADS,
 )
 performer_op = Op(
@@ -213,6 +216,7 @@ performer_op = Op(
     same_dtype=("query", "key", "value", "features"),
     cases=cases.PERFORMER,
     work=work.performer,
+    ordered=lambda call: call.causal,
     **_HEADS,
 )
 mixture_op = Op(
@@ -223,6 +227,7 @@ mixture_op = Op(
     same_dtype=("x", "key", "value", "w_query", "w_out"),
     cases=cases.MIXTURE,
     work=work.mixture,
+    ordered=by_positions,
 )
 quantized_op = Op(
     quantized_attention,
@@ -230,5 +235,6 @@ quantized_op = Op(
     same_dtype=("query", "key", "value"),
     cases=cases.QUANTIZED,
     work=work.quantized,
+    ordered=True,  # tokens that follow each other share a scale
     **_HEADS,
 )

@@ -182,6 +182,7 @@ op = Op(
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
     elsewhere={"T": "blocksparse_attention", "S": "blocksparse_attention"},
+    ordered=True,  # tokens that follow each other are a block
     same_dtype=("query", "key", "value"),
     config=BlockSparseConfig,
     cases=CASES,

@@ -97,7 +97,7 @@ def blocksparse_attention(
     )  # one meaning of every other argument; imported late, since `kernels` imports this
 
     size, blocks = sides_of(block_size), _blocks(block_mask, sparsity_mask)
-    flash = flash_attention.prepare(
+    prepared = flash_attention.prepare(
         query,
         key,
         value,
@@ -115,9 +115,10 @@ def blocksparse_attention(
         kv_segment_ids=kv_segment_ids,
         q_positions=q_positions,
         kv_positions=kv_positions,
-    ).call
+    )
+    flash = prepared.call
     check_blocks(blocks, size, *(flash.dims[d] for d in "BTSNK"))
     names = ("query", "key", "value", "mask", "softmax_aux", "softmax_scale", "logits_soft_cap")
     arguments = {n: flash.arguments[n] for n in names if flash.arguments[n] is not None}
     call = op.bind(**arguments, block_mask=blocks, block_size=size)
-    return Prepared(call, returns=("out", "lse") if return_lse else "out")
+    return Prepared(call, returns=("out", "lse") if return_lse else "out", cuts=prepared.cuts)

@@ -129,6 +129,7 @@ def ragged_gated_delta_rule(
             call,
             finish=lambda out, final: (out[0], written(final[0])),
             dims=(("M", "N", "Hv"), ("slots", "N", "H", "Hv")),
+            cuts="query_start_loc",
         )
     if not isinstance(max_query_len, int) or isinstance(max_query_len, bool) or max_query_len < 1:
         raise ValueError(
@@ -145,4 +146,5 @@ def ragged_gated_delta_rule(
         flat = jnp.zeros((M, N, Hv), out.dtype)
         return flat.at[jnp.where(there, at, M)].set(out, mode="drop"), written(final[:, 0])
 
-    return Prepared(call, finish=finish, dims=(("M", "N", "Hv"), ("slots", "N", "H", "Hv")))
+    dims = (("M", "N", "Hv"), ("slots", "N", "H", "Hv"))
+    return Prepared(call, finish=finish, dims=dims, cuts="query_start_loc")

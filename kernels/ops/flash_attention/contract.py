@@ -18,6 +18,7 @@ from kernels.framework.binding import Call
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.contract import Op
 from kernels.framework.measured import bucket, power_of_two
+from kernels.framework.ordered import by_positions
 from kernels.framework.padding import Padding
 from kernels.framework.work import Work, nbytes
 from kernels.ops.flash_attention.cases import CASES, SLOW, WITH_WEIGHTS
@@ -200,6 +201,7 @@ _ON_A_MESH: Any = {
     "local_dims": {"B", "N", "K"},
     "tied_dims": (("N", "K"),),
     "elsewhere": {"T": _RING, "S": _RING},
+    "ordered": by_positions,
     "same_dtype": ("query", "key", "value"),
 }
 

@@ -151,7 +151,8 @@ def flash_attention(
         arguments["logits_soft_cap"] = float(logits_soft_cap)
     if deterministic:
         arguments["deterministic"] = deterministic
-    return Prepared(op.bind(**arguments), returns=("out", "lse") if return_lse else "out")
+    cuts = "" if cum_seqlens_q is None else "cum_seqlens_q"
+    return Prepared(op.bind(**arguments), returns=("out", "lse") if return_lse else "out", cuts=cuts)
 
 
 def _packed(query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k: Any) -> MaskInfo:

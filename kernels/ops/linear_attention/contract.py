@@ -135,6 +135,7 @@ op = Op(
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
     elsewhere={"T": "gla_attention"},
+    ordered=True,
     weights=("bonus",),
     config=ChunkConfig,
     cases=(

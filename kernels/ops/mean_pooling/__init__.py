@@ -106,8 +106,9 @@ def mean_pooling(
         count = jnp.diff(before)[None]
     call = op.bind(x, ids.astype(jnp.int32), num_segments=count.shape[1])
 
-    def finish(total: jax.Array) -> jax.Array:
+    def finish(total: jax.Array, count: jax.Array) -> jax.Array:
         mean = (total / jnp.maximum(count, 1)[..., None]).astype(x.dtype)
         return mean[:, 0] if cuts is None else mean[0]
 
-    return Prepared(call, finish=finish, dims=("B", "D") if cuts is None else ("G", "D"))
+    dims, named = (("B", "D"), "") if cuts is None else (("G", "D"), "cum_seqlens")
+    return Prepared(call, finish=finish, dims=dims, cuts=named, sums=(count,))

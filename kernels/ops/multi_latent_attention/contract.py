@@ -14,6 +14,7 @@ from kernels.engines.attention.pairs import visible_pairs
 from kernels.engines.attention.softmax import backward_inputs
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
+from kernels.framework.ordered import by_positions
 from kernels.framework.padding import Padding
 from kernels.framework.segments import searchsorted
 from kernels.framework.work import Work, nbytes
@@ -237,6 +238,7 @@ op = Op(
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
     elsewhere={"T": "flash_mla", "S": "flash_mla"},
+    ordered=by_positions,
     weights=("w_kc", "w_vc"),
     same_dtype=("query", "key_value", "w_kc", "w_vc", "query_rope", "key_rope"),
     cases=CASES,
@@ -249,6 +251,7 @@ decode_op = Op(
     backward_inputs=backward_inputs,
     local_dims={"B", "N"},
     elsewhere={"S": "mla_decode"},
+    ordered=True,  # the entries of a cache are counted from its first
     same_dtype=("query", "query_rope", "kv_cache"),
     cases=DECODE_CASES,
     work=decode_work,

@@ -130,7 +130,8 @@ def flash_mla(
     if deterministic:
         arguments["deterministic"] = deterministic
     call = op.bind(**arguments, **_options("flash_mla", softmax_scale, logits_soft_cap))
-    return Prepared(call, returns=("out", "lse") if return_lse else "out")
+    cuts = "" if cum_seqlens is None and cu_seqlens is None else "cum_seqlens"
+    return Prepared(call, returns=("out", "lse") if return_lse else "out", cuts=cuts)
 
 
 def _masks(

@@ -191,6 +191,7 @@ op = Op(
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
     elsewhere={"T": _HERE, "S": _HERE},
+    ordered=True,  # tokens that follow each other are a block
     same_dtype=("query", "key", "value"),
     config=NativeSparseConfig,
     cases=CASES,

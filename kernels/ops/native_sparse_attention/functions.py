@@ -138,7 +138,7 @@ def native_sparse_attention(
     documents = _documents(name, cuts, segment_ids, B, T, S)
     if documents is not None:
         arguments["starts"] = documents
-    return Prepared(op.bind(query, key, value, **arguments))
+    return Prepared(op.bind(query, key, value, **arguments), cuts="" if cuts is None else name)
 
 
 def _selection(block_indices: Any, block_counts: Any, B: int, T: int, K: int, size: int) -> dict[str, Any]:

@@ -237,8 +237,9 @@ def _pairs(call: Call) -> tuple[tuple[Any, Any], ...]:
 
 _HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig}
 op = Op(paged_attention, local_dims={"N", "K"}, cases=cases.RAGGED, work=_work, **_HEADS)
-page_op = Op(page_attention, local_dims={"B", "N", "K"}, cases=cases.PAGES, work=_work, **_HEADS)
-decode_op = Op(decode_attention, local_dims={"B", "N", "K"}, cases=cases.DENSE, work=_work, **_HEADS)
+# The queries of a request are its last tokens, and the entries of a cache are counted from its first.
+page_op = Op(page_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.PAGES, work=_work, **_HEADS)
+decode_op = Op(decode_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.DENSE, work=_work, **_HEADS)
 append_op = Op(
     append_to_cache,
     outputs=("new_key_cache", "new_value_cache"),

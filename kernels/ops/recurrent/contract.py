@@ -211,6 +211,7 @@ op = Op(
     outputs=("out", "final_state"),
     local_dims={"B"},
     elsewhere={"T": "recurrent"},
+    ordered=True,
     cases=cases.RECURRENT,
     work=work_recurrent,
 )
@@ -219,6 +220,7 @@ rwkv4_op = Op(
     outputs=("out", "final_state"),
     local_dims={"B", "F"},
     elsewhere={"T": "rwkv4"},
+    ordered=True,
     weights=("w", "u"),
     config=ChunkConfig,
     cases=cases.RWKV4,

@@ -101,9 +101,10 @@ def recurrent(
     at = {"segment_ids": ids, "cum_seqlens": cuts, "initial_state": state}
     of = sequences(op.name, (B, T), (ways * n, F), **at, return_state=return_state)
     options = {"cell_type": cell_type, "activation": activation, "bidirectional": bidirectional}
+    cut = of.cuts if lengths is None else "lengths"
     call = op.bind(inputs=inputs, weights=dict(weights), **of.arguments, **options)
     if not return_state:
-        return Prepared(call)
+        return Prepared(call, cuts=cut)
 
     def finish(out: jax.Array, final_state: jax.Array) -> Any:
         rows = of.state(final_state)
@@ -112,7 +113,7 @@ def recurrent(
         return out, tuple(parts) if n == 2 else parts[0]
 
     lies = ("_", *of.state_dims(("F",))) if bidirectional else of.state_dims(("F",))
-    return Prepared(call, finish=finish, dims=(("B", "T", "_"), *(lies,) * n))
+    return Prepared(call, finish=finish, dims=(("B", "T", "_"), *(lies,) * n), cuts=cut)
 
 
 @public(rwkv4_op, module="RWKV4")

@@ -170,8 +170,8 @@ def _axis_of(x: Any, axis: int) -> int:
     return axis % x.ndim
 
 
-def order_of(order: str | Order, shards: int, where: str) -> Order:
-    """Returns the order by name, for that many ranks; `where` names what they are the ranks of.
+def order_of(order: str | Order, shards: int, where: str, what: str = "ring_attention: argument 'order'") -> Order:
+    """Returns the order by name, for that many ranks; `where` names what they are the ranks of, and `what` who gave it.
 
     Raises:
       ValueError: no order of that name, or an `Order` for another number of ranks.
@@ -179,12 +179,10 @@ def order_of(order: str | Order, shards: int, where: str) -> Order:
     if isinstance(order, Order):
         if order.shards != shards:
             raise ValueError(
-                f"ring_attention: argument 'order' = {order} is for {order.shards} ranks, and this call has {shards} "
+                f"{what} = {order} is for {order.shards} ranks, and this call has {shards} "
                 f"({where}); split the sequence over {order.shards} ranks, or permute by an Order for {shards}"
             )
         return order
     if order not in NAMES:
-        raise ValueError(
-            f"ring_attention: argument 'order' = {order!r} is unknown; use one of {', '.join(NAMES)}, or an Order"
-        )
+        raise ValueError(f"{what} = {order!r} is unknown; use one of {', '.join(NAMES)}, or an Order")
     return Order(order, shards)

@@ -1,0 +1,197 @@
+"""How the tokens of a call lie along the sequence: in which order, and over which axes of a `shard_map` around it.
+
+Both are facts of the layout in force that an operation may depend on without being able to see them in its arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from ejdist.layout import Axes, current_layout
+from ejdist.mesh import axis_is_bound, current_mesh
+from ejdist.order import Order, order_of
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.ordered import SEQUENCE, depends_on_order, whole_dims
+from kernels.framework.platforms import Unsupported
+from kernels.framework.public import Prepared
+
+_LAYOUT = "set_layout: argument 'order'"
+
+
+def said_order(name: str, ranks: int, where: str, given: str | Order | None) -> Order:
+    """Returns the order of the tokens over that many ranks: of the argument 'order' of a function, else the layout's.
+
+    Raises:
+      ValueError: the two differ, or one is for another number of ranks; `where` names what the ranks are of.
+    """
+    said = current_layout().order
+    found = None if given is None else order_of(given, ranks, where, f"{name}: argument 'order'")
+    if said is None:
+        return Order("contiguous", ranks) if found is None else found
+    of_layout = order_of(said, ranks, where, _LAYOUT)
+    if found is not None and found != of_layout and ranks > 1:
+        raise ValueError(
+            f"{name}: argument 'order' = {given!r}, but the layout in force has order {said!r}: leave the argument out, or "
+            "call under a set_layout with that order"
+        )
+    return of_layout
+
+
+def order_of_call(
+    name: str, op: Op, prepared: Prepared, axes: Axes, mesh: Any, *, given: str | Order | None, follows: bool
+) -> Order | None:
+    """Returns the order that the tokens of a call lie in, for an operation that `follows` it; None where it needs to know none.
+
+    Args:
+      axes: dim -> axes of the mesh that split it in this call. A sequence that is whole here was permuted none the less.
+      mesh: None where there is none; else what has the sizes of the axes, as `mesh.shape`.
+      given: by the caller, before the layout's.
+
+    Raises:
+      Unsupported: the operation depends on the order, and has no form for this one; names it, and the remedy.
+      ValueError: the caller and the layout say different orders, or one for another number of ranks.
+    """
+    layout = current_layout()
+    if given is None and layout.order is None:
+        return None
+    split = axes.get("T") or axes.get("S") or ()
+    sizes = {} if mesh is None else dict(mesh.shape)
+    ranks = math.prod(sizes.get(a, 1) for a in split or layout.activations.get("T", ()))
+    said = layout.order if given is None else given
+    shards = said.shards if isinstance(said, Order) else ranks
+    if given is not None and layout.order is not None:
+        said_order(name, shards, "those of the tokens", given)
+    own = (said.name if isinstance(said, Order) else said) == "contiguous" or (shards == 1 and mesh is not None)
+    if own or (isinstance(said, Order) and shards == 1):
+        return Order("contiguous", max(1, math.prod(sizes.get(a, 1) for a in split)))
+    if follows and split and not prepared.cuts:
+        return said_order(name, ranks, f"dim T lies on {', '.join(split)}", said)
+    if prepared.cuts or depends_on_order(op, prepared.call):
+        raise _no_form(name, prepared.cuts, said, None if mesh is None and isinstance(said, str) else shards)
+    return None
+
+
+def _no_form(name: str, cuts: str, said: str | Order, ranks: int | None) -> Unsupported:
+    order = said.name if isinstance(said, Order) else said
+    if ranks is None:
+        lie = f"in order {order!r} over ranks that are not known, since there is no mesh"
+        back = "give 'mesh', or call under `with jax.set_mesh(mesh):`"
+    else:
+        lie = f"in order {order!r} over {ranks} ranks"
+        back = f"or bring them back before, Order({order!r}, {ranks}).inverse, and call under order='contiguous'"
+    why = (
+        f"argument {cuts!r} cuts a sequence in its own order"
+        if cuts
+        else "its result depends on the order of the tokens"
+    )
+    return Unsupported(
+        f"{name}: {why}, and these lie {lie} (set_layout, or sequence.order of a recipe), for which it has no form: use "
+        f"order='contiguous' (sequence.order=contiguous), {back}"
+    )
+
+
+class Ranks:
+    """The mesh around a call inside a `shard_map`, as far as `order_of_call` asks: its axes and their sizes."""
+
+    def __init__(self) -> None:
+        self.shape = dict(jax.sharding.get_abstract_mesh().shape)
+
+
+def needed_whole(op: Op, call: Call) -> tuple[str, ...]:
+    """Returns the dims of a call along which a part of a sequence gives something else than its part of the result."""
+    summed = tuple(d for d in SEQUENCE if d in op.sum_dims)
+    return tuple(d for d in (*whole_dims(op), *summed) if call.dims.get(d, 1) != 1)
+
+
+def axes_of_rank(
+    name: str, op: Op, prepared: Prepared, axis_name: Any, communicates: bool, given: list[str]
+) -> tuple[str, ...] | None:
+    """Returns the axes of the caller's `shard_map` that the sequence of a call is split over; None where it is split over none.
+
+    Args:
+      axis_name: as the caller gave it. `()` says that the sequence is whole.
+      communicates: whether the operation has a form over ranks.
+      given: the arguments for global arrays that were given too.
+
+    Raises:
+      ValueError: the layout has the sequence on an axis that this is mapped over, and the call does not say what to do; or what
+        it says cannot be.
+    """
+    dims = needed_whole(op, prepared.call)
+    if axis_name is None:
+        axes = bound_axes(dims)
+        if axes:
+            raise ValueError(_unsaid(name, op, dims, axes, communicates))
+        return None
+    names = mapped_axes(name, axis_name)
+    if names and given:
+        raise ValueError(
+            f"{name}: arguments {', '.join(map(repr, given))} are for global arrays; this call is mapped over {axis_name!r} "
+            "already and has a rank's own: leave them out"
+        )
+    if not names or math.prod(jax.lax.axis_size(a) for a in names) == 1:
+        return None
+    if not communicates:
+        raise ValueError(
+            f"{name}: argument 'axis_name' = {axis_name!r}: this operation has no form over ranks{_instead(op, dims, names)}"
+        )
+    if prepared.cuts:
+        raise ValueError(
+            f"{name}: argument {prepared.cuts!r} cuts a whole sequence, and the tokens are those of one rank of {axis_name!r}: "
+            "give an id for each token in its place"
+        )
+    return names
+
+
+def mapped_axes(name: str, axis_name: Any) -> tuple[str, ...]:
+    """Returns the axes of the caller's `shard_map` that an argument 'axis_name' names. Raises ValueError for what is none."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or len(set(names)) < len(names) or {*map(type, names)} - {str}:
+        raise ValueError(
+            f"{name}: argument 'axis_name' = {axis_name!r} must be the name of a mesh axis, a tuple of different names, the "
+            "major axis first, or () for a sequence that is whole"
+        )
+    unmapped = [a for a in names if not axis_is_bound(a)]
+    if unmapped:
+        raise ValueError(
+            f"{name}: argument 'axis_name' = {axis_name!r} is for a call inside a shard_map over that axis, and this one is "
+            f"not inside one over {unmapped[0]!r}: leave it out; set_layout or 'in_specs' say where global arrays lie"
+        )
+    return names
+
+
+def bound_axes(dims: tuple[str, ...] = SEQUENCE) -> tuple[str, ...]:
+    """Returns the axes of several devices that the layout has those dims on and a `shard_map` around this is over."""
+    around = jax.sharding.get_abstract_mesh()
+    table = current_layout().activations
+    axes = dict.fromkeys(a for d in dims for a in table.get(d, ()))
+    return tuple(a for a in axes if a in around.manual_axes and around.shape[a] > 1)
+
+
+def there_is_a_mesh(mesh: Any) -> bool:
+    """Returns whether a call has a mesh, given or in force, of one device too, or is inside a `shard_map`."""
+    return mesh is not None or current_mesh() is not None or not jax.sharding.get_abstract_mesh().empty
+
+
+def _instead(op: Op, dims: tuple[str, ...], axes: tuple[str, ...]) -> str:
+    """Returns what to use where an operation cannot communicate over the axes."""
+    other = next((op.elsewhere[d] for d in dims if d in op.elsewhere), "")
+    name = repr(axes[0] if len(axes) == 1 else axes)
+    use = f"; use ejdist.{other}(..., axis_name={name}), which communicates, or" if other else ";"
+    return f"{use} gather the sequence, and give axis_name=()"
+
+
+def _unsaid(name: str, op: Op, dims: tuple[str, ...], axes: tuple[str, ...], communicates: bool) -> str:
+    over = ", ".join(map(repr, axes))
+    lies = (
+        f"{name}: dim {dims[0]} lies on the axis {over} of the layout in force, and this call is inside a shard_map over it, "
+        "so the arrays have a part of each sequence, and this operation needs all of it"
+    )
+    if not communicates:
+        return lies + _instead(op, dims, axes)
+    named = repr(axes[0] if len(axes) == 1 else axes)
+    return f"{lies}: give axis_name={named}, over which it then communicates, or () where the sequence is whole on each rank"
