@@ -56,27 +56,28 @@ def order_of_call(
       ValueError: the caller and the layout say different orders, or one for another number of ranks.
     """
     layout = current_layout()
-    if given is None and layout.order is None:
+    said = layout.order if given is None else given
+    if said is None:
         return None
     split = axes.get("T") or axes.get("S") or ()
     sizes = {} if mesh is None else dict(mesh.shape)
     ranks = math.prod(sizes.get(a, 1) for a in split or layout.activations.get("T", ()))
-    said = layout.order if given is None else given
-    shards = said.shards if isinstance(said, Order) else ranks
+    name_of_order, shards = (said.name, said.shards) if isinstance(said, Order) else (said, ranks)
     if given is not None and layout.order is not None:
         said_order(name, shards, "those of the tokens", given)
-    own = (said.name if isinstance(said, Order) else said) == "contiguous" or (shards == 1 and mesh is not None)
-    if own or (isinstance(said, Order) and shards == 1):
-        return Order("contiguous", max(1, math.prod(sizes.get(a, 1) for a in split)))
+    # Without a mesh nobody knows over how many ranks an order is that was given by its name.
+    unknown = mesh is None and not isinstance(said, Order)
+    if name_of_order == "contiguous" or (shards == 1 and not unknown):
+        return Order("contiguous", math.prod(sizes.get(a, 1) for a in split))
     if follows and split and not prepared.cuts:
         return said_order(name, ranks, f"dim T lies on {', '.join(split)}", said)
     if prepared.cuts or depends_on_order(op, prepared.call):
-        raise _no_form(name, prepared.cuts, said, None if mesh is None and isinstance(said, str) else shards)
+        raise _no_form(name, prepared.cuts, name_of_order, None if unknown else shards)
     return None
 
 
-def _no_form(name: str, cuts: str, said: str | Order, ranks: int | None) -> Unsupported:
-    order = said.name if isinstance(said, Order) else said
+def _no_form(name: str, cuts: str, order: str, ranks: int | None) -> Unsupported:
+    """Returns the refusal of a call on tokens in an order over that many ranks; None: nobody knows over how many."""
     if ranks is None:
         lie = f"in order {order!r} over ranks that are not known, since there is no mesh"
         back = "give 'mesh', or call under `with jax.set_mesh(mesh):`"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ejdist import Order, fused_loss_sums, gated_mlp, make_mesh, ring_attention, rms_norm, rotary_embedding
+from ejdist import Order, fused_loss_sums, gated_mlp, make_mesh, ring_attention, rms_norm, rotary_embedding, set_layout
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 
 B, T, L, D, N, K, H, F, V = 4, 128, 2, 64, 4, 2, 16, 128, 256
@@ -38,7 +38,7 @@ def make_batch(order: Order) -> dict[str, np.ndarray]:
     return {name: order.permute(x) for name, x in batch.items()}
 
 
-def loss(params: dict, batch: dict, order: Order) -> jax.Array:
+def loss(params: dict, batch: dict) -> jax.Array:
     """Returns the mean cross entropy of the next token."""
     ids = batch["segment_ids"]
 
@@ -46,7 +46,7 @@ def loss(params: dict, batch: dict, order: Order) -> jax.Array:
         h = rms_norm(x, p["attention_norm"])
         q, k, v = (jnp.einsum("btd,dnh->btnh", h, p[name]) for name in ("query", "key", "value"))
         q, k = rotary_embedding(q, batch["positions"], key=k)
-        out = ring_attention(q, k, v, causal=True, q_segment_ids=ids, kv_segment_ids=ids, order=order)
+        out = ring_attention(q, k, v, causal=True, q_segment_ids=ids, kv_segment_ids=ids)
         x = x + jnp.einsum("btnh,nhd->btd", out, p["output"])
         return x + gated_mlp(rms_norm(x, p["mlp_norm"]), p["gate"], p["up"], p["down"]), None
 
@@ -74,12 +74,12 @@ def main() -> None:
 
     @jax.jit
     def step(params: Any, state: Any, batch: dict) -> tuple[Any, Any, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(params, batch, order)
+        value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
     print(f"mesh {dict(mesh.shape)}")
-    with jax.set_mesh(mesh):
+    with set_layout(order="zigzag"), jax.set_mesh(mesh):  # which `ring_attention` follows
         for i in range(STEPS):
             params, state, value = step(params, state, batch)
             print(f"step {i:2d} loss {float(value):.4f}")

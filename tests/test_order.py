@@ -269,6 +269,16 @@ def test_what_has_positions_of_its_own_needs_no_order():
     np.testing.assert_allclose(ORDER.inverse(got), want, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "how", [{"alibi_slopes": jnp.ones(2)}, {"dropout_prob": 0.1}, {"sliding_window": (3, 3)}, {"chunk_size": 4}]
+)
+def test_what_has_no_causal_mask_may_have_its_own_distances(how):
+    with set_layout(order=ORDER):
+        ejdist.flash_attention(Q, K, V)
+        with pytest.raises(Unsupported, match="flash_attention: its result depends on the order"):
+            ejdist.flash_attention(Q, K, V, **how)
+
+
 def test_one_token_has_no_order():
     with set_layout(order=ORDER):
         out = ejdist.gla_attention(Q[:, :1], K[:, :1], V[:, :1])
