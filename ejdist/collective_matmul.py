@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejdist.layout import axes_of_specs, check_mesh_of, check_out_specs, check_specs, current_layout, on_mesh, spec
+from ejdist.mapped import map_shards
 from ejdist.mesh import TP, axis_is_bound, check_axis, is_explicit
 from ejdist.placement import mesh_of
-from ejdist.sharded import map_shards
 from kernels.framework.binding import is_float_array
 from kernels.framework.dispatch import reverse_only, vary_alike
 from kernels.framework.platforms import Unsupported

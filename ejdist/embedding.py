@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.layout import Layout, current_layout, gather, on_mesh, spec
-from ejdist.sharded import map_shards
+from ejdist.mapped import map_shards
+from ejdist.mesh import mesh_here
 from kernels.framework.segments import indices
 
 
@@ -31,7 +32,7 @@ def embedding(table: jax.Array, tokens: jax.Array, *, mesh: Any = None) -> jax.A
     Raises:
       ValueError: a dim does not divide over the mesh.
     """
-    table, tokens = jnp.asarray(table), indices(tokens)
+    table, tokens, mesh = jnp.asarray(table), indices(tokens), mesh_here(mesh)
     layout = current_layout()
     batch, width = (
         set(on_mesh(t, mesh).get(d, ())) if mesh else set()

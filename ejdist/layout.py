@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP
+from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP, mesh_here
 from ejdist.order import Order, order_of
 from kernels.framework.dims import VOCABULARY
 
@@ -305,10 +305,13 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 def constrain(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None, table: Axes | None = None) -> jax.Array:
     """Returns x, told to the compiler to lie as its dims ("B T D") say; x itself without a mesh."""
+    mesh = mesh_here(mesh)
     if mesh is None or mesh.size == 1:
         return x
     table = current_layout().activations if table is None else table
-    return jax.lax.with_sharding_constraint(x, sharding(mesh, dims.split(), table, shape=x.shape, what="activation"))
+    where = sharding(mesh, dims.split(), table, shape=x.shape, what="activation")
+    around = jax.sharding.get_abstract_mesh()  # inside a `shard_map` only that has devices
+    return jax.lax.with_sharding_constraint(x, NamedSharding(around, where.spec) if around.manual_axes else where)
 
 
 def gather(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None) -> jax.Array:

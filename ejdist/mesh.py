@@ -159,16 +159,47 @@ def between_slices[Devices: Sequence[Any]](
 def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     """Returns the mesh in force: of `jax.set_mesh`, or of a `with mesh:` block; None if there is neither.
 
-    Inside a `shard_map` arrays are a rank's own already, so there is no mesh to place them on: None.
+    Inside a `shard_map` it is the mesh of those axes that this one leaves to the compiler. Where it is over all of them arrays
+    are a rank's own already, so there is no mesh to place them on: None.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        return None if mesh.manual_axes else mesh
+        return _left_of(mesh) if mesh.manual_axes else mesh
     # JAX has no public way to read the older form, which the documentation of the field still shows.
     from jax._src import mesh as jax_mesh
 
     mesh = jax_mesh.thread_resources.env.physical_mesh
     return None if mesh.empty else mesh
+
+
+def _left_of(mesh: jax.sharding.AbstractMesh) -> jax.sharding.AbstractMesh | None:
+    """Returns the mesh of the axes that a `shard_map` around this is not over; None where these have one device."""
+    left = [a for a in mesh.axis_names if a not in mesh.manual_axes]
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if math.prod(mesh.shape[a] for a in left) == 1:
+        return None
+    return jax.sharding.AbstractMesh(
+        tuple(mesh.shape[a] for a in left), tuple(left), axis_types=tuple(types[a] for a in left)
+    )
+
+
+def mesh_here(mesh: Any) -> Any:
+    """Returns the mesh of a call that was given one: inside a `shard_map` over some of its axes, that of the others; None where
+    there is nothing left to place arrays on.
+
+    Raises:
+      ValueError: the `shard_map` around this is of another mesh.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if mesh is None or not around.manual_axes:
+        return mesh
+    left = _left_of(around)
+    if mesh != left and dict(mesh.shape) != dict(around.shape):
+        raise ValueError(
+            f"argument 'mesh' is {_described(mesh)}, but this call is inside a shard_map of {_described(around)}: leave the "
+            "argument out"
+        )
+    return left
 
 
 def check_mesh(mesh: Any) -> None:
@@ -229,7 +260,8 @@ def check_axis(axis_name: str, mesh: Any = None) -> None:
     it, or this runs inside a `shard_map` that is over other axes, on arrays that may be parts of a sequence."""
     check_mesh(mesh)
     around = jax.sharding.get_abstract_mesh()
-    if around.manual_axes:
+    left = current_mesh() if around.manual_axes else None
+    if around.manual_axes and (left is None or axis_name not in left.axis_names):
         if around.shape.get(axis_name) != 1:
             raise ValueError(
                 f"argument 'axis_name' = {axis_name!r} is not among the axes {tuple(around.manual_axes)} that this is mapped "

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ejdist.layout import Axes, axes_of_specs, check_mesh_of, check_specs, current_layout, on_mesh, spec
-from ejdist.mesh import check_mesh, check_types, current_mesh, is_explicit
+from ejdist.mesh import check_mesh, check_types, current_mesh, is_explicit, mesh_here
 from kernels.engines.attention.masks import MaskInfo, map_data
 from kernels.framework.binding import Call, is_array
 from kernels.framework.contract import Op
@@ -32,20 +32,22 @@ MASK_DIMS = {
 
 
 def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
-    """Returns the mesh given or in force; None where there is none, or it has one device.
+    """Returns the mesh given or in force; None where there is none, or it has one device. Inside a `shard_map` it is the mesh
+    of the axes that this one leaves to the compiler.
 
     Raises:
-      ValueError: what was given is no mesh, or this is inside a `shard_map`, where arrays are a device's own; or specs were
-        given for a mesh that does not exist, or none for one whose axes are of two types.
+      ValueError: what was given is no mesh; or this is inside a `shard_map` over all axes, where arrays are a device's own; or
+        specs were given for a mesh that does not exist, or none for one whose axes are of two types.
     """
     given = [n for n, x in (("mesh", mesh), ("in_specs", in_specs), ("out_specs", out_specs)) if x is not None]
     check_mesh(mesh)
-    if given and jax.sharding.get_abstract_mesh().manual_axes:
+    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    if given and inside and current_mesh() is None:
         raise ValueError(
             f"arguments {', '.join(map(repr, given))} are for global arrays, and this call is inside a shard_map, where the "
             "arrays are a device's own: leave them out"
         )
-    mesh = current_mesh() if mesh is None else mesh
+    mesh = current_mesh() if mesh is None else mesh_here(mesh)
     if mesh is None and (in_specs is not None or out_specs is not None):
         raise ValueError(
             "arguments 'in_specs' and 'out_specs' say where arrays lie on a mesh, and there is none: give 'mesh', or call "

@@ -1,4 +1,4 @@
-"""Operations on sharded arrays. The only file that calls `shard_map`.
+"""Operations on sharded arrays.
 
 `sharded(function)` is a public function of `kernels` with `mesh`, `in_specs` and `out_specs`. Every spec follows from the
 dims that the operation declares (`placement.py`). What an operation cannot do without communication it does not do here:
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ejdist.layout import Axes, axes_in, check_mesh_of, check_out_specs, explicit, spec
-from ejdist.mesh import is_explicit
+from ejdist.mapped import map_shards
+from ejdist.mesh import current_mesh, is_explicit
 from ejdist.order import Order
 from ejdist.placement import (
     apart,
@@ -32,7 +33,7 @@ from ejdist.placement import (
     stored_specs,
     summed_dims,
 )
-from ejdist.tokens import Ranks, axes_of_rank, order_of_call, there_is_a_mesh
+from ejdist.tokens import Ranks, axes_of_rank, mesh_around, order_of_call
 from kernels.framework import select
 from kernels.framework.binding import Call, is_array, typed
 from kernels.framework.contract import Op
@@ -53,24 +54,6 @@ _RANK_DOC = """      axis_name: inside a `shard_map` of your own, where arrays a
         that it is split over, or a tuple of them, the major one first; ranks communicate over these. `()`: each rank has the
         whole sequence.
 """
-
-
-def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns the function applied to the shards of its arguments, on every device of the mesh.
-
-    What varies over which axis is tracked (`check_vma`): an out_spec that takes one device's part for all is refused, and the
-    gradient of what is the same on several devices is summed over them, once.
-    """
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    if not is_explicit(mesh):
-        return mapped
-
-    def placed(*arguments: Any) -> Any:
-        # On a mesh of explicit axes (`jax.make_mesh`) where an array lies is its type, and `shard_map` moves nothing.
-        where = jax.tree.map(lambda s: NamedSharding(mesh, explicit(s, mesh)), in_specs)
-        return mapped(*jax.sharding.reshard(arguments, where))
-
-    return placed
 
 
 @dataclass(frozen=True)
@@ -125,6 +108,7 @@ def run(
     stored: bool = False,
     order: str | Order | None = None,
     follows: bool = False,
+    checked: bool = False,
     name: str = "",
     platform: str | None = None,
     cfg: Any = None,
@@ -141,21 +125,24 @@ def run(
       stored: whether the operation's weights lie as the layout stores parameters; they are then gathered here.
       order: that the tokens lie in; default: the layout's.
       follows: whether `local` has a form for every order, which it then takes as `order`.
+      checked: whether the order was looked into before.
       name: of the public function, default: the operation's.
     """
     call, name = prepared.call, name or op.name
     op.check_asked(platform, cfg)
     given, mesh = mesh, mesh_of(mesh, in_specs, out_specs)
     if mesh is None:
-        around = Ranks() if there_is_a_mesh(given) else None
-        order_of_call(name, op, prepared, {}, around, given=order, follows=False)
+        if not checked:
+            order_of_call(name, op, prepared, {}, mesh_around(mesh, given), given=order, follows=False)
         for name, value in arrays_of(call).items():
             check_mesh_of(f"{op.name}: argument {name!r}", value, mesh)
         return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
     axes = resolve_axes(op, call, mesh, in_specs, table, handles)
     check_local(op, call, axes, mesh, handles)
     axes = apart(op, call, axes, mesh, handles, said=in_specs is not None or is_explicit(mesh))
-    lie = order_of_call(name, op, prepared, axes, mesh, given=order, follows=follows)
+    follows, lie = follows and local is not None, None
+    if not checked:
+        lie = order_of_call(name, op, prepared, axes, mesh_around(mesh, given), given=order, follows=follows)
     data = {n: v for n, v in call.traced().items() if v is not None}
     specs = {n: spec_tree(op, n, v, axes, mesh) for n, v in data.items()}
     gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}
@@ -188,7 +175,7 @@ def run(
     own: Callable = op if local is None else local
     if handles:
         own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
-    if follows and local is not None:
+    if follows:
         own = functools.partial(own, order=lie)
     key = (
         op,
@@ -219,6 +206,26 @@ def _of_nothing(op: Op, call: Call, mesh: Any, out_specs: Any, platform: str | N
     return jax.sharding.reshard(outputs, where)
 
 
+@dataclass(frozen=True)
+class _OnRank:
+    """What runs on a rank's part of a sequence, inside a `shard_map` of the caller's that has these axes; hashable.
+
+    local: None for a sum over the tokens. more: what it takes beside the arguments of the operation.
+    """
+
+    op: Op
+    local: Callable | None
+    axes: tuple[str, ...]
+    handles: tuple[str, ...]
+    more: tuple[tuple[str, Any], ...]
+
+    def __call__(self, _: Any, **arguments: Any) -> Any:
+        if self.local is None:
+            return jax.lax.psum(self.op(**arguments), self.axes)
+        axes = {d: self.axes if d in SEQUENCE else () for d in self.handles}
+        return self.local(axes, **dict(self.more), **arguments)
+
+
 def run_on_rank(
     prepared: Prepared,
     op: Op,
@@ -232,17 +239,20 @@ def run_on_rank(
     platform: str | None,
     cfg: Any,
 ) -> Any:
-    """Returns the result of a prepared call on a rank's part of a sequence, inside a `shard_map` that has these axes."""
-    call = prepared.call
+    """Returns the result of a prepared call on a rank's part of a sequence, inside a `shard_map` that has these axes. Over axes
+    that it leaves to the compiler the call is mapped here, by the layout."""
     op.check_asked(platform, cfg)
     lie = order_of_call(name, op, prepared, {"T": axes}, Ranks(), given=order, follows=follows)
-    if local is None:  # a sum over the tokens
-        outputs, sums = jax.lax.psum((op.run(call, platform=platform, cfg=cfg), prepared.sums), axes)
-        return replace(prepared, sums=sums).result(op, outputs)
+    if local is None:
+        prepared = replace(prepared, sums=jax.lax.psum(prepared.sums, axes))
+    own = _OnRank(op, local, axes, tuple(handles), (("order", lie),) if follows else ())
+    how = {"platform": platform, "cfg": cfg}
+    if current_mesh() is not None:
+        whole: Axes = dict.fromkeys(SEQUENCE, ())
+        return run(prepared, op, local=own, handles=SEQUENCE, table=whole, checked=True, name=name, **how)
+    call = prepared.call
     arguments = {n: v for n, v in call.traced().items() if v is not None} | call.static()
-    options = {"order": lie, "platform": platform, "cfg": cfg} if follows else {"platform": platform, "cfg": cfg}
-    split = {d: axes if d in SEQUENCE else () for d in handles}
-    return prepared.result(op, local(split, **arguments, **options))
+    return prepared.result(op, own({}, **arguments, **how))
 
 
 class ShardedFunction:

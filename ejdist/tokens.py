@@ -173,9 +173,16 @@ def bound_axes(dims: tuple[str, ...] = SEQUENCE) -> tuple[str, ...]:
     return tuple(a for a in axes if a in around.manual_axes and around.shape[a] > 1)
 
 
-def there_is_a_mesh(mesh: Any) -> bool:
-    """Returns whether a call has a mesh, given or in force, of one device too, or is inside a `shard_map`."""
-    return mesh is not None or current_mesh() is not None or not jax.sharding.get_abstract_mesh().empty
+def mesh_around(mesh: Any, given: Any) -> Any:
+    """Returns what `order_of_call` asks for the sizes of axes: a mesh, of one device too, or what is around a `shard_map`.
+
+    Args:
+      mesh: on which the call runs, if any. given: the caller's argument.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if mesh is not None and not around.manual_axes:
+        return mesh
+    return Ranks() if given is not None or not around.empty or current_mesh() is not None else None
 
 
 def _instead(op: Op, dims: tuple[str, ...], axes: tuple[str, ...]) -> str:

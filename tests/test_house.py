@@ -169,13 +169,19 @@ def test_a_circle_is_found():
 
 # What may be done in these files alone, and why.
 ONLY = {
-    r"\bjax\.shard_map\b|import shard_map": {"ejdist/sharded.py"},
-    r"\b(PartitionSpec|PartitionSpec as P)\b": {"ejdist/layout.py", "ejdist/placement.py", "ejdist/sharded.py"},
+    r"\bjax\.shard_map\b|import shard_map": {"ejdist/mapped.py"},
+    r"\b(PartitionSpec|PartitionSpec as P|jax\.P)\b": {
+        "ejdist/mapped.py",
+        "ejdist/layout.py",
+        "ejdist/placement.py",
+        "ejdist/sharded.py",
+    },
     r"\bcustom_vjp\b": {
         "ejdist/collective_matmul.py",
         "ejdist/compression.py",
         "ejdist/experts/dispatch.py",
         "ejdist/layout.py",
+        "ejdist/mapped.py",
         "ejdist/experts/local.py",
         "ejdist/sequence/attention.py",
         "kernels/framework/execute.py",

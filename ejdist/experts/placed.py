@@ -27,9 +27,9 @@ from ejdist.layout import (
     on_mesh,
     spec,
 )
-from ejdist.mesh import axis_is_bound, is_explicit
+from ejdist.mapped import map_shards
+from ejdist.mesh import axis_is_bound, current_mesh, is_explicit
 from ejdist.placement import mesh_of
-from ejdist.sharded import map_shards
 from kernels.framework import select
 from kernels.framework.binding import is_array
 from kernels.framework.interpret import interpreting
@@ -121,6 +121,13 @@ def place_of(
         if mesh is not None or in_specs is not None:
             raise _refuse(
                 "mesh", "and 'in_specs' are for global arrays; this call is mapped over 'axis' already: leave them out"
+            )
+        left = current_mesh()
+        if left is not None:
+            raise _refuse(
+                "axis",
+                f"= {axis!r} is mapped over, and the axes {', '.join(map(repr, left.axis_names))} are left to the compiler, "
+                "which cannot split the experts' products: map over these too, or over none of 'axis'",
             )
         return Place(None, {}, named)
     whole = mesh_of(mesh, in_specs)

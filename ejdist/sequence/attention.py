@@ -27,7 +27,7 @@ from ejdist.sequence.exchange import Axis
 from ejdist.sequence.local import Local, Static, merge
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
-from ejdist.sharded import run, with_mesh
+from ejdist.sharded import run, run_on_rank, with_mesh
 from ejdist.tokens import said_order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array, is_float_array
@@ -180,7 +180,13 @@ def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
     for name in names:
         if name not in bound:
             check_axis(name, mesh)
-    # Where only some are bound, the others were found to have one device.
+    around = jax.sharding.get_abstract_mesh()
+    if bound and any(around.shape.get(n, 1) > 1 for n in names if n not in bound):
+        raise ValueError(
+            f"ring_attention: argument 'axis_name' = {axis_name!r} names axes of which this is mapped over {bound} alone; map "
+            "over all of them, or over none"
+        )
+    # Where only some are bound, the others have one device.
     names = bound or names
     return names[0] if len(names) == 1 else names, bool(bound)
 
@@ -192,9 +198,9 @@ def _check_without_mesh(axis: Axis, order: str | Order | None) -> None:
             f"ring_attention: argument 'axis_name' = {axis!r} names an axis, and there is no mesh: give 'mesh', or call under "
             "`with jax.set_mesh(mesh):`"
         )
+    said_order("ring_attention", 1, "no mesh is given or in force", order)
     order = current_layout().order if order is None else order
     if isinstance(order, str) and order != "contiguous":
-        said_order("ring_attention", 1, "", order)  # that there is such an order
         raise ValueError(
             f"ring_attention: argument 'order' = {order!r} needs ranks, and there is no mesh: give 'mesh', or call under `with "
             "jax.set_mesh(mesh):`; on one device leave the tokens in their own order, 'contiguous'"
@@ -324,9 +330,9 @@ def ring_attention(
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
         made = said_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
-        return prepared.result(
-            flash, OnShard(axis, scheme_of(scheme), lse)(**prepared.call.arguments, order=made, **how)
-        )
+        how |= {"order": made, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse)}
+        names = (axis,) if isinstance(axis, str) else axis
+        return run_on_rank(prepared, flash, names, **how, handles=("T", "S"), follows=True)
     whole = mesh_of(**specs)
     if mesh is None and current_mesh() is None and jax.sharding.get_abstract_mesh().empty:
         _check_without_mesh(SP if axis_name is None else axis, order)

@@ -1,0 +1,110 @@
+"""Functions applied to the shards of arrays. The only file that calls `shard_map`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from ejdist.layout import explicit
+from ejdist.mesh import is_explicit
+from kernels.framework.binding import is_float_array
+from kernels.framework.dispatch import varying_axes
+
+
+def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+    """Returns the function applied to the shards of its arguments, on every device of the mesh; inside a `shard_map` over other
+    axes, where `mesh` has those that this one leaves to the compiler, on every shard of those.
+
+    What varies over which axis is tracked (`check_vma`): an out_spec that takes one device's part for all is refused, and the
+    gradient of what is the same on several devices is summed over them, once.
+    """
+
+    def mapped(*arguments: Any) -> Any:
+        around = jax.sharding.get_abstract_mesh()
+        inside = bool(around.manual_axes)
+        if is_explicit(mesh):
+            # On a mesh of explicit axes (`jax.make_mesh`) where an array lies is its type, and `shard_map` moves nothing.
+            whole = around if inside else mesh
+            where = jax.tree.map(lambda s: NamedSharding(whole, explicit(s, mesh)), in_specs)
+            arguments = jax.sharding.reshard(arguments, where)
+        if inside and not varying_axes(
+            jax.lax.axis_index(around.manual_axes[0])
+        ):  # that map does not track it, nor can this
+            over = functools.partial(jax.shard_map, axis_names={*mesh.axis_names}, check_vma=False)
+            return over(function, in_specs=in_specs, out_specs=out_specs)(*arguments)
+        if inside:
+            return _nested(function, mesh.axis_names, in_specs, out_specs)(*arguments)
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arguments)
+
+    return mapped
+
+
+def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs: Any) -> Callable:
+    """Returns the function mapped over axes that the `shard_map` around it leaves to the compiler, with its derivative.
+
+    JAX's own derivative of one map inside another says of what it keeps that it lies on the axes of both, which no program may
+    say of results of the inner one (jax 0.11). Here what is kept lies on the axes of the inner one alone.
+    """
+    over = functools.partial(jax.shard_map, axis_names={*names})
+
+    def mapped(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        lies = _specs_of(in_specs, arguments)
+        floats = [i for i, x in enumerate(leaves) if is_float_array(x)]
+        others = [i for i in range(len(leaves)) if i not in floats]
+        specs = [lies[i] for i in floats], [lies[i] for i in others]
+
+        def of_leaves(some: list, rest: list) -> Any:
+            found = dict(zip(floats, some, strict=True)) | dict(zip(others, rest, strict=True))
+            return function(*jax.tree.unflatten(structure, [found[i] for i in range(len(found))]))
+
+        @jax.custom_vjp
+        def call(some: list, rest: list) -> Any:
+            return over(of_leaves, in_specs=specs, out_specs=out_specs)(some, rest)
+
+        def forward(some: list, rest: list) -> Any:
+            parts: Any = None
+
+            def body(some: list, rest: list) -> Any:
+                nonlocal parts
+
+                def apart(some: list) -> Any:  # integers among the results have no cotangent
+                    out = of_leaves(some, rest)
+                    return [x for x in jax.tree.leaves(out) if is_float_array(x)], out
+
+                _, pull, out = jax.vjp(apart, some, has_aux=True)
+                kept, parts = jax.tree.flatten(pull)
+                return out, [x[None] for x in kept]
+
+            out, kept = over(body, in_specs=specs, out_specs=(out_specs, jax.P(names)))(some, rest)
+            return out, jax.tree.unflatten(parts, kept)
+
+        def backward(pull: Any, cotangents: Any) -> Any:
+            kept, parts = jax.tree.flatten(pull)
+            sent = list(zip(jax.tree.leaves(cotangents), _specs_of(out_specs, cotangents), strict=True))
+            sent = [(x, s) for x, s in sent if x.dtype != jax.dtypes.float0]
+
+            def body(kept: list, sent: list) -> Any:
+                return jax.tree.unflatten(parts, [x[0] for x in kept])(sent)[0]
+
+            of_sent = jax.P(names), [s for _, s in sent]
+            return over(body, in_specs=of_sent, out_specs=specs[0])(kept, [x for x, _ in sent]), None
+
+        call.defvjp(forward, backward)
+        return call([leaves[i] for i in floats], [leaves[i] for i in others])
+
+    return mapped
+
+
+def _specs_of(specs: Any, tree: Any) -> list:
+    """Returns the spec of each leaf of a tree, of specs that are a prefix of it."""
+
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, jax.P)
+
+    of_leaves = jax.tree.map(lambda s, part: jax.tree.map(lambda _: s, part), specs, tree, is_leaf=is_spec)
+    return jax.tree.leaves(of_leaves, is_leaf=is_spec)
