@@ -16,8 +16,8 @@ from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.experts import moe
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
-from ejdist.projection import project
 from ejdist.order import Order
+from ejdist.projection import project
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
