@@ -18,25 +18,8 @@ from ejdist.costs import Undeclared
 NAMES = ("contiguous", "zigzag", "striped")
 
 
-@dataclass(frozen=True)
-class Balance:
-    """How an order spreads causal attention over its ranks.
-
-    Attributes:
-      busiest: ranks -> the work of the rank that has most of it, over an even share, where every query sees all keys before it.
-      in_parts: causal attention joins whole parts of the tokens of two ranks (`Order.joined`), and no position is compared.
-    """
-
-    busiest: Callable[[int], float]
-    in_parts: bool
-
-
-# The last of contiguous parts sees all others, and a ring waits for it.
-BALANCE = {
-    "contiguous": Balance(lambda ranks: (2 * ranks - 1) / ranks, in_parts=True),
-    "zigzag": Balance(lambda ranks: 1.0, in_parts=True),
-    "striped": Balance(lambda ranks: 1.0, in_parts=False),
-}
+# Whether causal attention joins whole parts of the tokens of two ranks (`Order.joined`), so that no position is compared.
+JOINS_PARTS = {"contiguous": True, "zigzag": True, "striped": False}
 
 
 @dataclass(frozen=True)
@@ -103,26 +86,14 @@ class Order:
         return (slice(0, own), slice(0, half)) if earlier else (slice(half, own), slice(0, own))
 
     @property
-    def balance(self) -> Balance:
-        """How even the work is. Raises `Undeclared` for an order that has no line in `BALANCE`."""
-        if self.name not in BALANCE:
+    def in_parts(self) -> bool:
+        """Whether no position is compared, see `JOINS_PARTS`. Raises `Undeclared` for an order that has no line there."""
+        if self.name not in JOINS_PARTS:
             raise Undeclared(
-                f"the order {self.name!r} does not declare what it costs: add a Balance for it to BALANCE in "
-                "ejdist/sequence/order.py, which says how much work its busiest rank has"
+                f"the order {self.name!r} does not declare what it costs: say in JOINS_PARTS of ejdist/order.py whether causal "
+                "attention joins whole parts of the tokens of two ranks"
             )
-        return BALANCE[self.name]
-
-    def imbalance(self, length: int, window: int | None = None) -> float:
-        """Returns the time of causal attention over that of an even split, which is that of the busiest rank.
-
-        Args:
-          length: tokens of the sequence.
-          window: keys that a query sees, itself counted; None for all before it. With a window shorter than the sequence all
-            ranks have as much work.
-        """
-        balance = self.balance
-        even = self.shards == 1 or (window is not None and window < length)
-        return 1.0 if even else balance.busiest(self.shards)
+        return JOINS_PARTS[self.name]
 
     def indices(self, length: int) -> np.ndarray:
         """Returns int32 [length]: place p of the permuted sequence holds token indices[p].

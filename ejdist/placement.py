@@ -15,20 +15,10 @@ from jax.sharding import PartitionSpec
 
 from ejdist.layout import Axes, axes_of_specs, check_mesh_of, check_specs, current_layout, on_mesh, spec
 from ejdist.mesh import check_mesh, check_types, current_mesh, is_explicit, mesh_here
-from kernels.engines.attention.masks import MaskInfo, map_data
+from kernels.engines.attention.masks import MASK_DIMS, MaskInfo, map_data
 from kernels.framework.binding import Call, is_array
 from kernels.framework.contract import Op
 from kernels.framework.dims import leading, named
-
-# Dims of the fields of MaskInfo.
-MASK_DIMS = {
-    "q_segment_ids": ("B", "T"),
-    "kv_segment_ids": ("B", "S"),
-    "q_positions": ("B", "T"),
-    "kv_positions": ("B", "S"),
-    "attention_mask": ("B", "N", "T", "S"),
-    "prefix_lengths": ("B",),
-}
 
 
 def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:

@@ -22,22 +22,24 @@ from ejdist.mesh import mesh_shape
 from ejdist.models import config
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
-from ejdist.models.model import Flops
+from ejdist.models.model import CAUSAL, Flops
 from ejdist.models.parameters import Param
 from ejdist.models.part import Costs, Part
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
+from ejdist.order import NAMES as ORDERS
+from ejdist.order import Order
 from ejdist.planning.activations import counted_parts, has_experts
 from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, ways
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence import order
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
-from ejdist.sequence.order import NAMES as ORDERS
-from ejdist.sequence.order import Order
+from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme
 from ejdist.sharded import map_shards
+from kernels.engines.attention.masks import MaskInfo, window_of
 from recipes.schema import compose
 
 TPU, GPU = target_of("v5p:2x2x2", None, None, None), target_of(None, 8, "h200", None)
@@ -144,8 +146,9 @@ def test_an_order_is_as_uneven_as_its_busiest_rank():
     for name in ORDERS:
         own = Order(name, n).positions(np.arange(n), length)
         pairs = (own + 1).sum(1)
-        assert Order(name, n).imbalance(length) == pytest.approx(pairs.max() / pairs.mean(), rel=0.002)
-        assert Order(name, n).imbalance(length, window=64) == Order(name, 1).imbalance(length) == 1
+        assert imbalance(Order(name, n), length, CAUSAL) == pairs.max() / pairs.mean()
+        assert imbalance(Order(name, 1), length, CAUSAL) == 1
+        assert imbalance(Order(name, n), length, MaskInfo(causal=True, window=(63, 0))) == pytest.approx(1, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -158,7 +161,7 @@ def test_hops_are_those_that_a_pair_of_tokens_needs(name, window):
     seen = (back >= 0) & (back < (window or length))
     ranks = seen.reshape(n, length // n, n, length // n).any((1, 3))
     wanted = {(r - s) % n for r, s in zip(*np.nonzero(ranks), strict=True)} - {0}
-    made = needed_hops(Order(name, n), length, window)
+    made = needed_hops(Order(name, n), length, MaskInfo(causal=True, window=window_of(window)))
     assert made == (len(wanted) if name != "striped" else n - 1 if window is None or window > 1 else made)
 
 
@@ -356,8 +359,8 @@ def test_auto_compares_a_new_dispatch_by_its_own_cost(monkeypatch):
 
 def test_an_order_without_costs_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(order, "NAMES", (*ORDERS, "new"))
-    with pytest.raises(Undeclared, match="the order 'new' does not declare what it costs: add a Balance"):
-        Order("new", 4).imbalance(64)
+    with pytest.raises(Undeclared, match="the order 'new' does not declare what it costs: say in JOINS_PARTS"):
+        Order("new", 4).in_parts  # noqa: B018
 
 
 class Mixer(Part):

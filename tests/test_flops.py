@@ -11,7 +11,7 @@ from ejdist.models.decoder import DecoderConfig, declare, flops, loss
 from ejdist.models.parameters import num_parameters, shapes
 from ejdist.operations import bind_ops
 from ejdist.training.flops import matmul_flops_per_token, peak_flops, step_flops, visible_pairs
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo, window_of
 
 LLAMA_8B = DecoderConfig(128256, 32, 4096, 32, 8, 128, 14336, tie_embeddings=False)
 
@@ -32,11 +32,18 @@ def test_pairs_against_counting_them(window):
     i, j = np.arange(40)[:, None], np.arange(40)[None]
     seen = (j <= i) & (i - j < (window or 100))
     count = sum(int(np.sum(seen & (row[:, None] == row[None]) & (row[:, None] >= 0))) for row in ids)
-    assert visible_pairs(ids, window) == count
-    mask = MaskInfo(causal=True, window=None if window is None else (window - 1, 0))
-    mask = mask.combine(MaskInfo.from_segments(jnp.asarray(ids, jnp.int32)))
-    assert visible_pairs(ids, window) == int(np.sum(mask.visible(40, 40)))
-    assert visible_pairs(ids[:, rng.permutation(40)], window) == count
+    mask = MaskInfo(causal=True, window=window_of(window))
+    assert visible_pairs(ids, mask) == count
+    packed = mask.combine(MaskInfo.from_segments(jnp.asarray(ids, jnp.int32)))
+    assert visible_pairs(ids, mask) == int(np.sum(packed.visible(40, 40)))
+    assert visible_pairs(ids[:, rng.permutation(40)], mask) == count
+
+
+def test_pairs_of_rules_are_counted_in_each_document():
+    ids = documents(np.random.default_rng(1))
+    for rules in ({"chunk_size": 5}, {"chunk_size": 3, "window": (4, 0)}, {"window": (None, 2)}):
+        packed = MaskInfo.from_segments(jnp.asarray(ids, jnp.int32), causal=True, **rules)
+        assert visible_pairs(ids, MaskInfo(**rules)) == int(np.sum(packed.visible(40, 40))), rules
 
 
 def test_ends():

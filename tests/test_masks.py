@@ -10,8 +10,9 @@ import pytest
 
 import ejdist
 import kernels
-from kernels.engines.attention.masks import MaskInfo, active_blocks, map_data, window_of
+from kernels.engines.attention.masks import MaskInfo, map_data, window_of
 from kernels.engines.attention.pairs import visible_pairs
+from kernels.engines.attention.tiles import active_tiles
 from kernels.framework import segments
 from kernels.ops.flash_attention import flash_attention
 
@@ -59,7 +60,7 @@ def test_an_inactive_block_hides_every_pair(seed):
     mask, t, s = some_mask(seed)
     seen = dense(mask, t, s).any((0, 1))
     for q_block, kv_block in ((4, 4), (8, 3), (1, 1), (64, 64)):
-        active = np.asarray(active_blocks(mask, t, s, q_block, kv_block))
+        active = np.asarray(active_tiles(mask.key_range(t, s), q_block, kv_block))
         for a in range(active.shape[0]):
             for b in range(active.shape[1]):
                 pairs = seen[a * q_block : (a + 1) * q_block, b * kv_block : (b + 1) * kv_block]
@@ -82,14 +83,18 @@ def test_with_tokens_in_order_exactly_the_hidden_blocks_are_skipped(name):
     seen = np.asarray(mask.visible(32, 32))[0, 0]
     for block in (4, 8):
         wanted = seen.reshape(32 // block, block, 32 // block, block).any((1, 3))
-        np.testing.assert_array_equal(np.asarray(active_blocks(mask, 32, 32, block, block)), wanted)
+        np.testing.assert_array_equal(np.asarray(active_tiles(mask.key_range(32, 32), block, block)), wanted)
         assert not wanted.all()
 
 
 def test_the_pattern_of_a_static_mask_is_a_constant():
-    assert isinstance(active_blocks(MaskInfo(causal=True, window=(5, 0), chunk_size=4), 64, 64, 8, 8), np.ndarray)
+    assert isinstance(
+        active_tiles(MaskInfo(causal=True, window=(5, 0), chunk_size=4).key_range(64, 64), 8, 8), np.ndarray
+    )
     # The number of blocks grows with the length, not with its square.
-    counts = [active_blocks(MaskInfo(causal=True, window=(1023, 0)), n, n, 256, 256).sum() for n in (4096, 8192)]
+    counts = [
+        active_tiles(MaskInfo(causal=True, window=(1023, 0)).key_range(n, n), 256, 256).sum() for n in (4096, 8192)
+    ]
     assert counts[1] - 2 * counts[0] == 10 and counts[0] == 16 * 5 - 10
 
 
@@ -98,7 +103,7 @@ def test_block_bounds_of_traced_masks_take_no_square_of_memory():
 
     def blocks(ids):
         mask = MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, causal=True, window=(99, 0), chunk_size=512)
-        return active_blocks(mask, 65536, 65536, 256, 256)
+        return active_tiles(mask.key_range(65536, 65536), 256, 256)
 
     used = jax.jit(blocks).lower(ids).compile().memory_analysis()
     assert used.temp_size_in_bytes < 65536 * 200  # a dense mask would be 65536 bytes a token

@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from ejdist.mesh import AXES, make_mesh, mesh_shape
 from ejdist.models.part import Costs
+from ejdist.order import Order
 from ejdist.planning.activations import counted_parts
 from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of
 from ejdist.planning.candidates import REMAT as REMAT_KEY
@@ -31,7 +33,10 @@ from ejdist.planning.search import (
 )
 from ejdist.planning.share import share_of
 from ejdist.planning.targets import NoCompiler, target_of
+from ejdist.sequence.cost import needed_hops
+from ejdist.sequence.schedule import hops, imbalance
 from ejdist.training.program import make_program
+from kernels.engines.attention.masks import MaskInfo
 from recipes.schema import compose
 
 TPU = target_of("v5p:4x4x4", None, None, None)
@@ -152,6 +157,17 @@ def test_microbatches_gather_the_weights_again_and_move_the_same_tokens():
     assert four.seconds[passes] == pytest.approx(once.seconds[passes], rel=1e-3)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17, 33, 64, None])
+def test_a_window_takes_as_many_hops_as_the_ring_makes(order, window):
+    """As the ring itself counts them, before anything is traced: to every rank, or to those whose queries see them."""
+    mask = MaskInfo(causal=True, window=None if window is None else (window - 1, 0))
+    # A rank's two parts of a zigzag follow parts of both neighbours, so a window is met on either side.
+    each = 1 if order == "contiguous" else 2
+    wanted = 7 if window is None else min(7, each * -(-(window - 1) // (16 // each)))
+    assert needed_hops(Order(order, 8), 128, mask) == len(hops(Order(order, 8), 128, mask)) - 1 == wanted
+
+
 def test_what_travels_along_each_axis():
     """Parameters over the axes that store them, keys around the ring, and nothing along an axis of one device."""
     sent = predicted(EIGHT).time.sent
@@ -166,8 +182,17 @@ def test_contiguous_parts_are_as_slow_as_the_last_rank():
         predicted(f"{EIGHT} mesh.fsdp=8 mesh.sp=8 sequence.order={order}").time.seconds
         for order in ("zigzag", "contiguous")
     )
-    assert contiguous["attention"] == pytest.approx(zigzag["attention"] * 15 / 8)
+    own = 8192 // 8
+    assert contiguous["attention"] == pytest.approx(zigzag["attention"] * (15 * own + 1) / (8 * own + 1))
     assert contiguous["matmuls"] == zigzag["matmuls"]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("rules", [{}, {"window": (19, 0)}, {"window": (63, 0)}, {"chunk_size": 24}])
+def test_the_rank_with_the_most_pairs_is_waited_for(order, rules):
+    mask, order = MaskInfo(causal=True, **rules), Order(order, 4)
+    of_ranks = np.asarray(mask.visible(64, 64))[0, 0].sum(1)[order.indices(64)].reshape(4, 16).sum(1)
+    assert imbalance(order, 4 * 16, mask) == of_ranks.max() / of_ranks.mean()
 
 
 def test_keys_that_are_gathered_come_at_once():

@@ -9,7 +9,7 @@ import pytest
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT
-from ejdist.sequence.order import NAMES as ORDERS
+from ejdist.order import NAMES as ORDERS
 from ejdist.sequence.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ PLANNER = "ejdist/planning/"
 REGISTRIES = {
     "sequence schemes": (set(SCHEMES), "ejdist/sequence/schemes.py"),
     "dispatches of experts": (set(DISPATCHES), "ejdist/experts/schemes.py"),
-    "orders": (set(ORDERS), "ejdist/sequence/order.py"),
+    "orders": (set(ORDERS), "ejdist/order.py"),
     "parts": ({*PARTS, *(part.name for part in PARTS.values())}, "ejdist/models/parts.py"),
     "remat policies": (set(REMAT), "ejdist/models/remat.py"),
 }

@@ -93,7 +93,7 @@ def plain_attention(
     ]
     mask = arguments.get("mask")
     if mask is not None:
-        used += [*mask.data_fields] + (["chunk_size"] if mask.chunk_size is not None else [])
+        used += [name for name in mask.used if name not in ("causal", "window")]
     if unsaid := [name for name in used if name not in besides]:
         return f"it cannot say {', '.join(unsaid)}"
     causal, window = (False, None) if mask is None else (mask.causal, mask.window)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from ejdist.costs import Traffic
 from ejdist.models.config import DecoderShape
-from ejdist.models.model import Flops, Metrics
+from ejdist.models.model import CAUSAL, Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.sequence.cost import AttentionShape
+from kernels.engines.attention.masks import MaskInfo, window_of
 
 
 def _scaled(c: DecoderShape) -> dict[str, float]:
@@ -36,12 +37,12 @@ def _memory(c: DecoderShape, share: Share, shape: AttentionShape, narrow: int = 
     return PartBytes(lse, shape.out, arrays + narrow + x, normed + x, work, gpu_zeros=zeros)
 
 
-def _traffic(c: DecoderShape, share: Share, shape: AttentionShape, window: int | None = None) -> Traffic:
+def _traffic(c: DecoderShape, share: Share, shape: AttentionShape, mask: MaskInfo = CAUSAL) -> Traffic:
     """Returns the traffic of attention of that shape: sums of its result, of that computed again, and of its input's gradient;
     keys and values, and their gradients."""
     sent = share.sums_over_features(c.model_dim, 3 - share.remat.products)
     if share.sequence > 1:
-        sent.add_all(share.scheme_traffic(shape, window))
+        sent.add_all(share.scheme_traffic(shape, mask))
     return sent
 
 
@@ -114,17 +115,25 @@ class Attention(Part):
         """Returns how many keys a query sees; None for all before it."""
         return c.sliding_window if self.windowed else None
 
+    def mask(self, c: DecoderShape) -> MaskInfo:
+        """Returns the rules by which pairs attend inside a document."""
+        return MaskInfo(causal=True, window=window_of(self.window(c)))
+
     def flops(self, c: DecoderShape) -> Flops:
         projections = 2 * c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
         # Two matmuls of head_dim per pair and head.
-        return Flops(projections, pair=2 * 2 * c.num_heads * c.head_dim, window=self.window(c))
+        return Flops(
+            projections,
+            pair=2 * 2 * c.num_heads * c.head_dim,
+            mask=self.mask(c),
+        )
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         shape = self._shape(c, share)
         return _memory(c, share, shape, normed=shape.query + shape.key if c.qk_norm else 0)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
-        return _traffic(c, share, self._shape(c, share), self.window(c))
+        return _traffic(c, share, self._shape(c, share), self.mask(c))
 
     def recomputed(self, remat: Remat) -> float:
         return _recomputed(remat)

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.attention.masks import MaskInfo
+
+CAUSAL = MaskInfo(causal=True)
 REDUCTIONS = ("loss", "mean", "sum", "max", "update")
 
 
@@ -75,14 +78,14 @@ class StepContext(NamedTuple):
 class Flops:
     """Forward FLOPs, a multiply-add counted as 2, of a layer's part or of the output projection.
 
-    token: in matmuls with parameters, of every position. pair: of every (query, key) pair of causal attention. window: keys
-    that a query sees, itself counted; None for all before it. grouped: the matmuls are of rows grouped by expert.
+    token: in matmuls with parameters, of every position. pair: of every (query, key) pair of causal attention.
+    grouped: the matmuls are of rows grouped by expert. mask: the rules by which pairs attend inside a document, without arrays.
     """
 
     token: int
     pair: int = 0
-    window: int | None = None
     grouped: bool = False
+    mask: MaskInfo = CAUSAL
 
 
 @dataclass(frozen=True)

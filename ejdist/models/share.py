@@ -8,9 +8,10 @@ from ejdist.costs import ALL_REDUCE, Traffic, declared
 from ejdist.experts.cost import Costed, ExchangeShape
 from ejdist.mesh import SP, TP
 from ejdist.models.remat import Remat
+from ejdist.order import Order
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
-from ejdist.sequence.order import Order
 from ejdist.sequence.schemes import Scheme
+from kernels.engines.attention.masks import MaskInfo
 
 _ATTENDING = ("forward", "backward")
 
@@ -52,16 +53,16 @@ class Share:
         what = "the ejdist.sequence.cost.SchemeBytes of an AttentionShape"
         return declared(self.scheme, "memory", _ATTENDING, what)(shape)
 
-    def scheme_traffic(self, shape: AttentionShape, window: int | None) -> Traffic:
+    def scheme_traffic(self, shape: AttentionShape, mask: MaskInfo) -> Traffic:
         """Returns what the scheme sends for a layer, forward and backward.
 
         Args:
-          window: keys that a query sees, itself counted; None for all before it.
+          mask: the rules by which pairs attend inside a document, without arrays.
 
         Raises:
           Undeclared: the scheme declares no cost.
         """
-        hops = needed_hops(self.order, self.length, window)
+        hops = needed_hops(self.order, self.length, mask)
         shape = replace(shape, hops=hops, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
 

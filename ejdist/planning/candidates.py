@@ -12,10 +12,12 @@ import jax
 
 from ejdist.experts.schemes import fitting
 from ejdist.mesh import AXES, BATCH_AXES, SP
+from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
+from ejdist.order import NAMES as ORDERS
+from ejdist.order import Order
 from ejdist.planning.activations import has_experts
-from ejdist.sequence.order import NAMES as ORDERS
-from ejdist.sequence.order import Order
+from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES
 
 # The keys that are searched.
@@ -91,8 +93,8 @@ def orders_searched(length: int, ranks: int) -> list[str]:
     """Returns the orders that are searched for a sequence of that length, the most even first: those that divide it and join
     whole parts of tokens. How long it takes to compare tokens one by one is not predicted."""
     orders = [Order(name, ranks) for name in ORDERS]
-    fit = [o for o in orders if o.balance.in_parts and length % o.multiple == 0]
-    fit.sort(key=lambda o: o.imbalance(length))
+    fit = [o for o in orders if o.in_parts and length % o.multiple == 0]
+    fit.sort(key=lambda o: imbalance(o, length, CAUSAL))
     return [o.name for o in fit] or [*ORDERS[:1]]  # where none fits, the first is refused with its reason
 
 

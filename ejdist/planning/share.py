@@ -12,9 +12,9 @@ from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import SP, TP
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
+from ejdist.order import Order
 from ejdist.planning.candidates import rows_over
 from ejdist.planning.links import NETWORK, Links
-from ejdist.sequence.order import Order
 from ejdist.sequence.schemes import scheme_of
 
 

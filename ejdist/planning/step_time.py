@@ -19,6 +19,9 @@ from ejdist.planning.activations import bytes_of, counted_parts
 from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import Held, Stored
 from ejdist.planning.share import share_of
+from ejdist.sequence.schedule import imbalance
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import keys_of_causal
 
 # Of the data sheet's FLOP/s: products, products of rows grouped by expert, attention; of its bytes/s.
 MATMUL, GROUPED, ATTENTION, BANDWIDTH = 0.78, 0.5, 0.38, 0.85
@@ -65,13 +68,13 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
     )
     for part, layers in counted_parts(c).items():
         flops = part.flops(c)
-        token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.window, pairs)
+        token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.mask, pairs)
         matmuls += token
         times = 3 + Costs(part).recomputed(share.remat)
         computed += token * times * (MATMUL / GROUPED if flops.grouped else 1)
         visible += seen
         # A backward has five products to the forward's two; that runs again where its output is not kept.
-        attention += seen * share.order.imbalance(length, flops.window) * (3.5 + (not share.remat.asked))
+        attention += seen * imbalance(share.order, length, flops.mask) * (3.5 + (not share.remat.asked))
     head = 2 * c.vocab_size * c.model_dim
     matmuls, computed = matmuls + head, computed + head * (4 if share.features > 1 else 3)
     each = bytes_of(c, share)
@@ -90,12 +93,9 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
     return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops)
 
 
-def _pairs(rows: int, length: int, window: int | None, given: float | None) -> float:
-    whole = rows * length * (length + 1) / 2
-    if window is not None and window < length:
-        own = rows * (window * (window + 1) / 2 + (length - window) * window)
-        return own if given is None else min(own, given)
-    return whole if given is None else given
+def _pairs(rows: int, length: int, mask: MaskInfo, given: float | None) -> float:
+    own = rows * float(keys_of_causal(mask, length).sum())
+    return own if given is None else min(own, given)
 
 
 def traffic(sections: Any, parameters: list[Stored], share: Share, mesh: Any, links: Links) -> Traffic:

@@ -120,7 +120,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
     """Returns `mask.resolved` of the whole sequence, on a rank: what is counted from the start of a segment needs it all."""
-    if mask.chunk_size is None or mask.q_segment_ids is None or not mask.chunks_in_segments:
+    if mask.q_segment_ids is None or not mask.counts_in_segments:
         return mask
     names, own = ("q_segment_ids", "kv_segment_ids"), mask.q_segment_ids.shape[1]
     whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
@@ -154,8 +154,8 @@ def on_shard(
     options = {n: x for n, x in arguments.items() if n not in arrays}
     n = jax.lax.axis_size(axis)
     mask = _resolved(MaskInfo() if mask is None else mask, order, axis)
-    # Positions of the caller's own, and prefixes, are known at run time only: every hop is made.
-    known = mask.q_positions is None and mask.prefix_lengths is None
+    # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is made.
+    known = mask.rules_are_static
     hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, lse)

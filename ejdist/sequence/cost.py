@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ejdist.sequence.order import Order
+from ejdist.order import Order
 from ejdist.sequence.schedule import hops
 from kernels.engines.attention.masks import MaskInfo
 
@@ -50,11 +50,10 @@ class SchemeBytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def needed_hops(order: Order, length: int, window: int | None) -> int:
-    """Returns how many of the other ranks hold keys that causal attention needs, over a sequence of that length.
+def needed_hops(order: Order, length: int, mask: MaskInfo) -> int:
+    """Returns how many of the other ranks hold keys that some rank needs, over a sequence of that length.
 
     Args:
-      window: keys that a query sees, itself counted; None for all before it.
+      mask: without arrays, of one document a row.
     """
-    mask = MaskInfo(causal=True, window=None if window is None else (window - 1, 0))
     return len(hops(order, length, mask)) - 1

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from ejdist.order import Order
 from ejdist.sequence import exchange
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MASK_DIMS, MaskInfo
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.flash_attention import op as flash
 
 # What of a mask belongs to the keys, and goes where they go.
-_TRAVELLING = ("kv_segment_ids", "kv_positions")
+_TRAVELLING = tuple(name for name, dims in MASK_DIMS.items() if "S" in dims and "T" not in dims)
 
 
 def merge(out: jax.Array, lse: jax.Array, new_out: jax.Array, new_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -117,7 +117,7 @@ class Local:
         no positions are compared, and the operation is asked for whole blocks of pairs, which every backend has."""
         mask, order = self.mask, self.static.order
         by_rank = order.name != "striped" or not mask.causal
-        bare = not mask.data_fields and mask.window is None and mask.chunk_size is None
+        bare = not set(mask.used) - {"causal"}
         return by_rank and bare and self.static.op is flash and self.own.keys() == {"query"}
 
     def _at_hop(self, hop: Any, attention: Any, nothing: Any) -> Any:

@@ -7,12 +7,15 @@ multiply-add as 2, the backward as twice the forward, no recomputation, and neit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ejdist.models.model import Flops
+from ejdist.models.model import CAUSAL, Flops
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import keys_of_causal
 
 # Dense bf16 peaks by device kind, in FLOP/s, from the vendors' data sheets.
 PEAKS = {
@@ -37,22 +40,24 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAKS[max(found, key=len)] if found else None
 
 
-def visible_pairs(segment_ids: np.ndarray, window: int | None = None) -> int:
+def visible_pairs(segment_ids: np.ndarray, mask: MaskInfo = CAUSAL) -> int:
     """Returns how many (query, key) pairs causal attention computes in a batch of packed documents.
 
     Only the lengths of the documents matter, so a batch that was permuted gives the same count.
 
     Args:
       segment_ids: int [B, T], -1 for padding; before any permutation each document is one run of neighbours.
-      window: keys that a query sees, itself included; None for all before it.
+      mask: the rules inside a document, without arrays.
     """
-    total = 0
-    for row in np.asarray(segment_ids):
-        n = np.bincount(row[row >= 0]).astype(np.int64)
-        w = n if window is None else np.minimum(n, window)
-        # The first w queries see 1, 2, ..., w keys; the others w each.
-        total += int(np.sum(w * (w + 1) // 2 + (n - w) * w))
-    return total
+    segment_ids = np.asarray(segment_ids)
+    pairs = _pairs_of_documents(mask, segment_ids.shape[1])
+    return sum(int(pairs[np.bincount(row[row >= 0])].sum()) for row in segment_ids)
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs_of_documents(mask: MaskInfo, longest: int) -> np.ndarray:
+    """Returns int64 [longest + 1]: the pairs of a document of so many tokens."""
+    return np.concatenate([[0], np.cumsum(keys_of_causal(mask, longest))])
 
 
 def matmul_flops_per_token(parts: Iterable[Flops]) -> int:
@@ -75,8 +80,8 @@ def step_flops(parts: Iterable[Flops], segment_ids: np.ndarray) -> StepFlops:
     """
     parts = tuple(parts)
     rows, length = segment_ids.shape
-    pairs = {window: visible_pairs(segment_ids, window) for window in {p.window for p in parts if p.pair}}
-    exact = sum(p.pair * pairs[p.window] for p in parts if p.pair)
+    pairs = {mask: visible_pairs(segment_ids, mask) for mask in {p.mask for p in parts if p.pair}}
+    exact = sum(p.pair * pairs[p.mask] for p in parts if p.pair)
     square = sum(p.pair for p in parts) * rows * length * length
     matmuls = matmul_flops_per_token(parts) * rows * length
     return StepFlops(causal=3.0 * (matmuls + exact), full=3.0 * (matmuls + square))

@@ -3,7 +3,7 @@
 from faults import Fault
 
 COSTS, SHARE, REMAT = "ejdist/costs.py", "ejdist/models/share.py", "ejdist/models/remat.py"
-SCHEMES, DISPATCHES, ORDER = "ejdist/sequence/schemes.py", "ejdist/experts/schemes.py", "ejdist/sequence/order.py"
+SCHEMES, DISPATCHES, ORDER = "ejdist/sequence/schemes.py", "ejdist/experts/schemes.py", "ejdist/order.py"
 CANDIDATES, TIME = "ejdist/planning/candidates.py", "ejdist/planning/step_time.py"
 TESTS = "tests/test_declared_costs.py"
 

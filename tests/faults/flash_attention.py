@@ -3,9 +3,10 @@
 from faults import Fault
 
 MASKS = "kernels/engines/attention/masks.py"
+RANGES = "kernels/engines/attention/ranges.py"
 FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
 XLA = "kernels/ops/flash_attention/xla.py"
-BLOCKS = "kernels/engines/attention/blocks.py"
+TILES = "kernels/engines/attention/tiles.py"
 KERNELS = "kernels/engines/attention/triton_kernels.py"
 GRADIENTS = "kernels/engines/attention/triton_gradients.py"
 PARTS = "kernels/engines/attention/triton_parts.py"
@@ -85,11 +86,11 @@ FAULTS = (
         "_bytes_of(1, params, wide, tall) <=",
         f"{HOPPER} -k programs",
     ),
-    Fault("mask off by one", MASKS, "        below = j <= i\n", "        below = j < i\n", FLASH),
-    Fault("window one key wider", MASKS, "seen &= j >= i - left", "seen &= j >= i - left - 1", FLASH),
+    Fault("mask off by one", RANGES, "Interval(high=Edge(0))", "Interval(high=Edge(-1))", FLASH),
+    Fault("window one key wider", RANGES, "Edge(-left)", "Edge(-left - 1)", FLASH),
     Fault("integer window is W + 1", MASKS, "(int(sliding_window) - 1, 0)", "(int(sliding_window), 0)", FLASH),
-    Fault("padding attends", MASKS, "seen &= (a == b) & (a >= 0)", "seen &= a == b", FLASH),
-    Fault("a block too many skipped", MASKS, "below = k_low <= q_high", "below = k_low < q_high", FLASH),
+    Fault("padding attends", RANGES, "seen &= (a == b) & (a >= 0)", "seen &= a == b", FLASH),
+    Fault("a tile too many skipped", TILES, "some & (first <= greatest)", "some & (first < greatest)", FLASH),
     Fault("combining drops a window", MASKS, "window=_both(self.window, other.window)", "window=self.window", FLASH),
     Fault("output not rescaled", XLA, "out * rescale[..., None] + pv", "out + pv", FLASH),
     Fault("denominator not rescaled", XLA, "total = total * rescale + ", "total = total + ", FLASH),
@@ -110,24 +111,24 @@ FAULTS = (
         "tests/test_ops.py -k dropout",
     ),
     Fault(
-        "blocks: the last one that attends left out",
-        BLOCKS,
+        "tiles: the last one that attends left out",
+        TILES,
         "last = xp.where(some, at + 1, 0).max(-1)",
         "last = xp.where(some, at, 0).max(-1)",
         "tests/kernels/test_blocks.py",
     ),
     Fault(
-        "blocks: those at the edge of a window are full",
-        BLOCKS,
-        "every & (k.low >= q.high - left)",
-        "every & (k.low >= q.low - left)",
+        "tiles: those at the edge of a window are full",
+        TILES,
+        "every & (first >= greatest)",
+        "every & (first >= least)",
         "tests/kernels/test_blocks.py",
     ),
     Fault(
-        "blocks: padding in a full block",
-        BLOCKS,
-        "every = some & q.whole & k.whole",
-        "every = some & q.whole",
+        "tiles: padding in a full one",
+        TILES,
+        "every = some & q.whole[:, :, None] & k.whole[:, None]",
+        "every = some & q.whole[:, :, None]",
         "tests/kernels/test_blocks.py",
     ),
     Fault("Triton: output not rescaled", KERNELS, "acc * rescale[:, None], input", "acc, input", _triton("long")),
@@ -135,8 +136,8 @@ FAULTS = (
     Fault(
         "Triton: a window one key narrower",
         PARTS,
-        "seen & (k_at >= q_at - O.LEFT)",
-        "seen & (k_at > q_at - O.LEFT)",
+        "seen & (k_at >= _end(O.LOW,",
+        "seen & (k_at > _end(O.LOW,",
         _triton("window"),
     ),
     Fault("Triton: keys past the last", PARTS, "seen = kj < O.S", "seen = kj >= 0", _triton("full")),
@@ -165,8 +166,8 @@ FAULTS = (
     Fault(
         "Triton: a prefix does not soften the causal mask",
         PARTS,
-        "below = below | (k_at < prefix)",
-        "below = below | (k_at < 0)",
+        "end = tl.load(ends + END[1] * O.T)",
+        "end = q_at",
         _triton("prefix"),
     ),
     Fault(
@@ -221,15 +222,15 @@ FAULTS = (
     Fault(
         "Hopper: three warpgroups of short rows",
         TRITON,
-        'return min(call.dims["T"], call.dims["S"]) >= LONG and not any',
-        'return min(call.dims["T"], call.dims["S"]) >= 0 and not any',
+        'return min(call.dims["T"], call.dims["S"]) >= LONG and bare',
+        'return min(call.dims["T"], call.dims["S"]) >= 0 and bare',
         f"{HOPPER} -k has_three",
     ),
     Fault(
         "Hopper: three warpgroups under a soft cap, which spill",
         TRITON,
-        "mask.q_segment_ids, call.softmax_aux, call.logits_soft_cap\n",
-        "mask.q_segment_ids, call.softmax_aux\n",
+        " and call.logits_soft_cap is None\n",
+        "\n",
         f"{HOPPER} -k has_three",
     ),
     Fault(
@@ -263,7 +264,7 @@ FAULTS = (
     Fault(
         "Hopper: no turns in windows",
         "kernels/engines/attention/gluon_kernels.py",
-        "return _attending(O) > 2 or (O.LEFT is not None and O.BLOCK_H == 128)",
+        "return _attending(O) > 2 or (O.LOW is not None and O.BLOCK_H == 128)",
         "return _attending(O) > 2",
         f"{HOPPER} -k turns_in_windows",
     ),
@@ -390,15 +391,15 @@ FAULTS = (
     Fault(
         "Pallas: window one key narrower",
         PALLAS,
-        "seen.append(j >= i - ",
-        "seen.append(j > i - ",
+        "seen.append(j >= ends_at(low, i))",
+        "seen.append(j > ends_at(low, i))",
         f"{PALLAS_BLOCKS} -k window",
     ),
     Fault(
         "Pallas: prefix hidden",
         PALLAS,
-        'limit = jnp.maximum(i, refs["prefix"][at.b] - 1)',
-        "limit = i",
+        "jnp.minimum(ends_at(high, i), limit)",
+        "jnp.minimum(i, limit)",
         on_pallas("prefix"),
     ),
     Fault(
@@ -453,8 +454,8 @@ FAULTS = (
     Fault(
         "Pallas: large blocks for windows too",
         PALLAS,
-        "wide = mask.window is None and ",
-        "wide = ",
+        'wide = not set(mask.used) - {"causal"}',
+        'wide = not set(mask.used) - {"causal", "window"}',
         f"{PALLAS_BLOCKS} -k blocks_are_large",
     ),
     Fault(

@@ -37,8 +37,8 @@ FAULTS = (
     Fault(
         "every block of the table is computed",
         PAGED,
-        "        end = jnp.minimum(end, high + 1)\n",
-        "        end = jnp.full_like(end, 64)\n",
+        "end = jnp.minimum(end, ends_at(last_sees.high, high) + 1)\n",
+        "end = jnp.full_like(end, 64)\n",
         f"{PAGED_TESTS} -k in_the_list",
     ),
     Fault(

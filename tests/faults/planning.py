@@ -207,9 +207,14 @@ FAULTS = (
     ),
     Fault(
         "contiguous parts are as even as a zigzag's",
-        "ejdist/sequence/order.py",
+        "ejdist/order.py",
         "lambda ranks: (2 * ranks - 1) / ranks",
         "lambda ranks: 1.0",
+    ),
+    Fault(
+        "ejdist/sequence/schedule.py",
+        "return float(pairs.max() / pairs.mean())",
+        "return 1.0",
         f"{TESTS} -k contiguous_parts",
     ),
     Fault(

@@ -37,7 +37,7 @@ FAULTS = (
         "self._whole(lse, queries)",
         SEQUENCE,
     ),
-    Fault("a window is dropped between ranks", LOCAL, "and mask.window is None", "", f"{SEQUENCE} -k window"),
+    Fault("a window is dropped between ranks", LOCAL, '{"causal"}', '{"causal", "window"}', f"{SEQUENCE} -k window"),
     Fault(
         "the positions of a dropout are dropped between ranks",
         LOCAL,
@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "segments do not travel",
         LOCAL,
-        '("kv_segment_ids", "kv_positions")',
-        '("kv_positions",)',
+        'if "S" in dims and "T" not in dims',
+        'if name == "kv_positions"',
         f"{SEQUENCE} -k packed",
     ),
     Fault("gradients of keys do not come home", SCHEMES, "local.ranks - hops[-1])", "0)", SEQUENCE),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels import MaskInfo
-from kernels.engines.attention.blocks import FIRST, FULL_FIRST, FULL_LAST, LAST, spans
+from kernels.engines.attention.tiles import FIRST, FULL_FIRST, FULL_LAST, LAST, spans
 
 T, S = 40, 56
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from grid import FLOOR, cotangents, error
 
 from kernels import MaskInfo, Unsupported
 from kernels.engines.attention import pallas_visits
-from kernels.engines.attention.blocks import FIRST, LAST, spans
+from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.framework.config import BwdParams, FwdParams
 from kernels.framework.interpret import interpret
 from kernels.ops.flash_attention import FlashAttentionConfig, expand_dropout_seed, flash_attention, op, pallas_tpu

@@ -27,6 +27,7 @@ from kernels.engines.attention.gluon_parts import (
     BLOCK_OF_SUMS,
     ROW,
     TILE_OF_SUMS,
+    ends_of,
     positions_of,
     segments_of,
     span_of,
@@ -98,7 +99,7 @@ def row_of(rows, index, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O: gl.constexpr):
+def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, O: gl.constexpr):
     """Returns weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
     PAIRS: gl.constexpr = p.type.layout
     at = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
@@ -107,7 +108,8 @@ def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
     q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
     k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
     k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
-    return gl.where(visible(kj[:, None], q_at, k_at, q_segment, k_segment, prefix, O), p, 0.0)
+    ends = ends_of(ends_ptr, at[None, :], O)
+    return gl.where(visible(kj[:, None], q_at, k_at, q_segment, k_segment, ends, O), p, 0.0)
 
 
 @gluon.jit
@@ -119,7 +121,7 @@ def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(s, rows, index, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+def weights_of(s, rows, index, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
                O: gl.constexpr):  # fmt: skip
     """Returns (weights [keys, queries] of a pair of blocks from its logits, what the soft cap made of those over the cap).
     Without a cap the logits are less lse; with one, row `index` has what is to be added."""
@@ -129,16 +131,16 @@ def weights_of(s, rows, index, m, block, full_first, full_end, q_at_ptr, k_at_pt
         s = tanh(s * (O.SCALE / O.CAP), O)
         p = gl.exp2(s * (O.CAP * LOG2E) + row_of(rows, index, s.shape, s.type.layout))
     if (m >= full_end) | (m < full_first):
-        p = _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix, O)
+        p = _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, O)
     return p, s
 
 
 @gluon.jit
-def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
            dtype: gl.constexpr, VALUES: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """Returns (weights as the left side of their product with cotangents, weights times the slope of the soft cap)."""
     p, capped = weights_of(
-        s, rows, 2 * stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+        s, rows, 2 * stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
         O)  # fmt: skip
     weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, VALUES, 2))
     if O.CAP is not None:
@@ -147,7 +149,7 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
 
 
 @gluon.jit
-def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dk_ptr, dv_ptr, k_tile, v_tile,
+def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr, k_tile, v_tile,
                kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = O.N // O.K
     AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # logits of the next block are begun in this one
@@ -161,9 +163,8 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
     q_tiles, d_tiles, rows, full, free = ring
     b, head, block = place(O, HEADS)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
-    prefix = None
-    if prefix_ptr is not None:
-        prefix = gl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if ends_ptr is not None:
+        ends_ptr += b * O.ENDS_BATCH
     if q_at_ptr is not None:
         q_at_ptr += b * O.Q_AT_BATCH
         k_at_ptr += b * O.K_AT_BATCH
@@ -188,7 +189,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
         if EARLY:
             weights, p = _weigh(
                 s, rows, 0, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
-                prefix, dtype, OF_VALUES, O)  # fmt: skip
+                ends_ptr, dtype, OF_VALUES, O)  # fmt: skip
         for i in range(steps):
             if not AHEAD:
                 mbarrier.wait(full.index(stage), phase)
@@ -203,7 +204,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
             if not EARLY:
                 weights, p = _weigh(
                     s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
-                    prefix, dtype, OF_VALUES, O)  # fmt: skip
+                    ends_ptr, dtype, OF_VALUES, O)  # fmt: skip
             dv = warpgroup_mma(weights, d_tiles.index(stage), dv, is_async=True)
             dp = warpgroup_mma_wait(1, (dp,))
             ds_tile.store((p * dp).to(dtype))
@@ -232,7 +233,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
                 s = warpgroup_mma_wait(1, (s,))
                 weights, p = _weigh(
                     s, rows, next_stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
-                    prefix, dtype, OF_VALUES, O)  # fmt: skip
+                    ends_ptr, dtype, OF_VALUES, O)  # fmt: skip
             if AHEAD:
                 delta = row_of(rows, 2 * next_stage + 1, SHAPE, PAIRS)
             if AHEAD and not EARLY:
@@ -278,7 +279,7 @@ def specialised_gradient_kernel(
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
-    prefix_ptr,
+    ends_ptr,
     dk_ptr,
     dv_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 128
@@ -296,7 +297,7 @@ def specialised_gradient_kernel(
     dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, O.BLOCK_H], TILE_OF_SUMS)
     gl.warp_specialize(
         [
-            (_gradients, (dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dk_ptr, dv_ptr,
+            (_gradients, (dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr,
                           k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, HEADS, STAGES)),
             (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k_tile, v_tile, kv_full, ring, O,
                      HEADS, STAGES)),

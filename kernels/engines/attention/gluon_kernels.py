@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.engines.attention.gluon_parts import (
     BLOCK,
+    ends_of,
     positions_of,
     segments_of,
     span_of,
@@ -55,7 +56,7 @@ def _in_turns(O):
     Three do always. Two find that order by themselves in long rows, where waiting for one another costs more than it brings; in
     a window, whose rows are short, heads of 128 gain by it.
     """
-    return _attending(O) > 2 or (O.LEFT is not None and O.BLOCK_H == 128)
+    return _attending(O) > 2 or (O.LOW is not None and O.BLOCK_H == 128)
 
 
 @gluon.constexpr_function
@@ -143,7 +144,7 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
 
 
 @gluon.jit
-def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O: gl.constexpr):
+def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr):
     """Returns (weights of a block of keys against the largest logit so far, that logit, the sum of weights, what the sums
     before are to be scaled by). `largest` is in units of the products, or capped products."""
     if O.CAP is None:
@@ -156,7 +157,7 @@ def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segm
         kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
         k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
         k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
-        seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, prefix, O)
+        seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, ends, O)
         s = gl.where(seen, s, float("-inf"))
     new = gl.maximum(largest, gl.max(s, axis=1))
     anchor = gl.where(new == float("-inf"), 0.0, new * UNIT)  # a row that has seen no key yet
@@ -225,15 +226,14 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q[0].dtype
-    spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr = arrays
+    spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, sink_ptr, out_ptr, lse_ptr = arrays
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
     first, full, full_end, last = span_of(spans_ptr, b, block, O)
     row = block * O.BLOCK_Q + WHICH * ROWS
     at = row + gl.arange(0, ROWS, ROW)
-    prefix = None
-    if prefix_ptr is not None:
-        prefix = gl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if ends_ptr is not None:
+        ends_ptr += b * O.ENDS_BATCH
     if q_at_ptr is not None:
         q_at_ptr += b * O.Q_AT_BATCH
         k_at_ptr += b * O.K_AT_BATCH
@@ -242,6 +242,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         k_segment_ptr += b * O.K_SEGMENT_BATCH
     q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)
     q_segment = segments_of(q_segment_ptr, at, O.T)
+    ends = ends_of(ends_ptr, at[:, None], O)
 
     zeros = gl.zeros([ROWS, O.BLOCK_K], gl.float32, LOGITS)
     acc = gl.zeros([ROWS, O.BLOCK_V], gl.float32, SUMS)
@@ -258,7 +259,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
         weights, largest, total, rescale = _weights(
-            s, last - 1, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
+            s, last - 1, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
         p = gl.convert_layout(weights.to(dtype), LEFT)
         for i in range(1, last - first):
             j = last - 1 - i
@@ -276,7 +277,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
             mbarrier.arrive(k_free.index(k_stage))
             masked = (j >= full_end) | (j < full)
             weights, largest, total, rescale = _weights(
-                s, j, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix, O)  # fmt: skip
+                s, j, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
             acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(v_free.index(stage))
             p = gl.convert_layout(weights.to(dtype), LEFT)
@@ -311,7 +312,7 @@ def specialised_forward_kernel(
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
-    prefix_ptr,
+    ends_ptr,
     sink_ptr,
     out_ptr,
     lse_ptr,
@@ -330,7 +331,7 @@ def specialised_forward_kernel(
     queries = _make_ring(QUEUED, WARPGROUPS * PANELS, dtype, ROWS, WIDTH, WARPGROUPS)
     keys = _make_ring(STAGES, PANELS, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
     values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
-    arrays = (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, sink_ptr, out_ptr, lse_ptr)
+    arrays = (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, sink_ptr, out_ptr, lse_ptr)
     if _in_turns(O):
         turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(WARPGROUPS):

@@ -18,6 +18,7 @@ ROW = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
 
 # The same source as in Triton's kernels: what a pair means is said once.
 visible = gluon.jit(triton_parts.visible.fn)
+ends_of = gluon.jit(triton_parts.ends_of.fn)
 _exact_tanh = gluon.jit(triton_parts.tanh.fn)
 positions_of = gluon.jit(triton_parts.positions_of.fn)
 segments_of = gluon.jit(triton_parts.segments_of.fn)

@@ -102,7 +102,7 @@ def _logits(k_tile, q_tile, s, O: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dv_ptr, k_tile,
+def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dv_ptr, k_tile,
            v_tile, kv_full, queries, cotangents, pairs, done, O: gl.constexpr, HEADS: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
     """Makes the weights of a block, and the gradient of the values."""
@@ -116,9 +116,8 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
     b, head, block = place(O, HEADS)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     steps = O.N // O.K * (last - first)
-    prefix = None
-    if prefix_ptr is not None:
-        prefix = gl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if ends_ptr is not None:
+        ends_ptr += b * O.ENDS_BATCH
     if q_at_ptr is not None:
         q_at_ptr += b * O.Q_AT_BATCH
         k_at_ptr += b * O.K_AT_BATCH
@@ -142,7 +141,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
         s = warpgroup_mma_wait(0, (s,))
         for i in range(steps):
             p, capped = weights_of(
-                s, q_rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix,
+                s, q_rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
                 O)  # fmt: skip
             weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
             mbarrier.wait(tile_free.index(stage), phase ^ 1)
@@ -297,7 +296,7 @@ def specialised_wide_gradient_kernel(
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
-    prefix_ptr,
+    ends_ptr,
     dk_ptr,
     dv_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 64
@@ -323,7 +322,7 @@ def specialised_wide_gradient_kernel(
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, O.BLOCK_Q, dq_desc.block_type.shape[3]], TILE_OF_SUMS)
     gl.warp_specialize(
         [
-            (_weigh, (d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, prefix_ptr, dv_ptr,
+            (_weigh, (d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dv_ptr,
                       k_tile, v_tile, kv_full, queries, cotangents, pairs, done, O, HEADS, STAGES)),
             (_differentiate, (q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents,
                               pairs, done, O, HEADS, STAGES)),

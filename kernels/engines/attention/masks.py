@@ -1,14 +1,14 @@
 """`MaskInfo`: which keys a query may see, described in O(S) memory.
 
 Everything that is given holds at once: nothing is dropped because something else was said too. A dense S x S mask exists
-only if the caller brought one. Backends read per-element visibility for a block (`visible_block`) and, to skip what is
-fully masked, bounds per block (`active_blocks`).
+only if the caller brought one. What the description means is in `ranges.py`: whoever computes reads the `key_range` of a mask,
+or the tiles that follow from it (`tiles.py`), and none of its rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.engines.attention.ranges import RULES, KeyRange, interval_of, visible
 from kernels.framework import segments
 from kernels.framework.options import is_array
 
@@ -63,8 +64,23 @@ def _both(a: Window | None, b: Window | None) -> Window | None:
     return left, right
 
 
-_DATA = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "attention_mask", "prefix_lengths")
-_INDICES = tuple(name for name in _DATA if name != "attention_mask")
+# Dims of the fields that are arrays. What has no dim of the queries and one of the keys goes where the keys go.
+MASK_DIMS = {
+    "q_segment_ids": ("B", "T"),
+    "kv_segment_ids": ("B", "S"),
+    "q_positions": ("B", "T"),
+    "kv_positions": ("B", "S"),
+    "attention_mask": ("B", "N", "T", "S"),
+    "prefix_lengths": ("B",),
+}
+# What an operation asks of a backend that is given a mask: feature -> the field that needs it. A rule is a feature of its own.
+MASK_FEATURES = {name: name for rule in RULES for name in rule.fields if name not in MASK_DIMS} | {
+    "prefix": "prefix_lengths",
+    "segments": "q_segment_ids",
+    "positions": "q_positions",
+    "dense_mask": "attention_mask",
+}
+_INDICES = tuple(name for name in MASK_DIMS if name != "attention_mask")
 
 
 @jax.tree_util.register_dataclass
@@ -220,7 +236,13 @@ class MaskInfo:
     @property
     def data_fields(self) -> tuple[str, ...]:
         """Names of the array fields that are given."""
-        return tuple(name for name in _DATA if getattr(self, name) is not None)
+        return tuple(name for name in MASK_DIMS if getattr(self, name) is not None)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the fields that are given: rules, and arrays."""
+        rules = (f.name for f in dataclasses.fields(self) if f.name not in MASK_DIMS and f.name != "packed")
+        return (*(name for name in rules if getattr(self, name) not in (None, False)), *self.data_fields)
 
     def check(self, batch: int, q_length: int, kv_length: int, num_heads: int) -> None:
         """Raises ValueError, naming the field, where an array is none, or does not fit the queries and keys."""
@@ -273,6 +295,34 @@ class MaskInfo:
         q = np.arange(q_length, dtype=np.int32) + np.int32(kv_length - q_length)
         return q[None], np.arange(kv_length, dtype=np.int32)[None]
 
+    @property
+    def rules_are_static(self) -> bool:
+        """Whether the positions that a query at a place may see are known without the values of any array."""
+        return self.q_positions is None and not any(name in rule.fields for rule in RULES for name in self.data_fields)
+
+    @property
+    def counts_in_segments(self) -> bool:
+        """Whether a rule counts tokens from the start of each segment, so that it needs whole rows: see `resolved`."""
+        there = self.chunks_in_segments and self.q_segment_ids is not None
+        return there and any(getattr(self, name) is not None for rule in RULES for name in rule.counted)
+
+    def loosened(self, unknown: Collection[str]) -> MaskInfo:
+        """Returns the mask without those data fields and the rules that read them: under it a query sees all that it may see
+        whatever their values are. Segments and positions go in pairs."""
+        unknown = set(unknown)
+        for pair in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
+            unknown |= set(pair) if unknown & set(pair) else set()
+        counted = "q_segment_ids" in unknown and self.chunks_in_segments
+        dropped = set(unknown)
+        for rule in RULES:
+            # Positions may be in any order, so what compares them rules nothing out.
+            if "q_positions" in unknown or unknown & set(rule.fields):
+                dropped |= set(rule.fields)
+            elif counted and any(getattr(self, name) is not None for name in rule.counted):
+                dropped |= set(rule.fields)
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return self.replace(**{name: defaults[name] for name in dropped})
+
     def resolved(self, order: Any = None) -> MaskInfo:
         """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
 
@@ -283,7 +333,7 @@ class MaskInfo:
           order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
         """
         q, k = self.q_segment_ids, self.kv_segment_ids
-        if not self.chunks_in_segments or self.chunk_size is None or q is None or k is None:
+        if not self.counts_in_segments or q is None or k is None or self.chunk_size is None:
             return self
         # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
         q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
@@ -291,12 +341,17 @@ class MaskInfo:
         q, k = segments.joint(q, k, q_at // self.chunk_size, k_at // self.chunk_size)
         return self.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
 
+    def key_range(self, q_length: int, kv_length: int) -> KeyRange:
+        """Returns what the mask means for queries and keys of those lengths; its arrays are NumPy's where no field is data."""
+        mask = self.resolved()
+        q, k = mask.positions(q_length, kv_length)
+        return KeyRange(q, k, *interval_of(mask, q), mask.q_segment_ids, mask.kv_segment_ids, mask.attention_mask)
+
     def visible(self, q_length: int, kv_length: int) -> jax.Array:
         """Returns the dense mask, bool [B|1, N|1, T, S]: the meaning of all fields, for oracles and small sizes."""
-        mask = self.resolved()
-        q, k = (jnp.asarray(p) for p in mask.positions(q_length, kv_length))
-        seen = visible_block(mask, q, k, mask.q_segment_ids, mask.kv_segment_ids)[:, None]
-        return seen if mask.attention_mask is None else seen & mask.attention_mask
+        keys = self.key_range(q_length, kv_length)
+        seen = visible(keys)[:, None]
+        return seen if keys.dense is None else seen & keys.dense
 
 
 def _check_chunk_size(chunk_size: Any) -> None:
@@ -306,89 +361,18 @@ def _check_chunk_size(chunk_size: Any) -> None:
         )
 
 
-def visible_block(mask: MaskInfo, q: jax.Array, k: jax.Array, q_segments: Any, k_segments: Any) -> jax.Array:
-    """Returns bool [B|1, t, s] for a block of query positions [B|1, t] and key positions [B|1, s].
+def features_of_masks() -> dict[str, Callable[[Any], bool]]:
+    """Returns `MASK_FEATURES` as an operation declares its features: by whether a call whose argument is 'mask' uses them."""
 
-    The dense `attention_mask` is not in it; it has heads.
-    """
-    i, j = q[:, :, None], k[:, None, :]
-    seen = jnp.ones((1, q.shape[1], k.shape[1]), bool)
-    if mask.causal:
-        below = j <= i
-        if mask.prefix_lengths is not None:
-            below |= j < mask.prefix_lengths[:, None, None]
-        seen &= below
-    if mask.window is not None:
-        left, right = mask.window
-        if left is not None:
-            seen &= j >= i - left
-        if right is not None:
-            seen &= j <= i + right
-    if mask.chunk_size is not None:
-        seen &= i // mask.chunk_size == j // mask.chunk_size
-    if q_segments is not None:
-        a, b = q_segments[:, :, None], k_segments[:, None, :]
-        seen &= (a == b) & (a >= 0)
-    return seen
+    def uses(field: str) -> Callable[[Any], bool]:
+        return lambda call: call.mask is not None and field in call.mask.used
+
+    return {name: uses(field) for name, field in MASK_FEATURES.items()}
 
 
-def _bounds(values: Any, block: int, valid: Any, xp: Any) -> tuple[Any, Any]:
-    """Returns the least and greatest value of each block [B, n]; an empty block gets bounds that meet nothing."""
-    values, valid = xp.broadcast_arrays(values, valid)
-    batch, length = values.shape
-    blocks = -(-length // block)
-    pad = ((0, 0), (0, blocks * block - length))
-    big = np.int32(2**30)
-    low = xp.pad(xp.where(valid, values, big), pad, constant_values=big).reshape(batch, blocks, block)
-    high = xp.pad(xp.where(valid, values, -big), pad, constant_values=-big).reshape(batch, blocks, block)
-    return low.min(-1), high.max(-1)
-
-
-def active_blocks(mask: MaskInfo, q_length: int, kv_length: int, q_block: int, kv_block: int) -> Any:
-    """Returns bool [q blocks, kv blocks]: False only where no query of the block sees any key of the block.
-
-    NumPy where positions and segments are not given, so that the pattern is a constant of the program; otherwise traced,
-    from the least and greatest position and segment of each block: O(S) work, no S x S array.
-    """
-    mask = mask.resolved()
-    arrays = (mask.q_positions, mask.kv_positions, mask.q_segment_ids, mask.kv_segment_ids, mask.prefix_lengths)
-    static = all(x is None or isinstance(x, np.ndarray) for x in arrays)
-    xp: Any = np if static else jnp
-    q, k = mask.positions(q_length, kv_length)
-    q_valid, k_valid = np.ones((1, q_length), bool), np.ones((1, kv_length), bool)
-    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
-        q_valid, k_valid = mask.q_segment_ids >= 0, mask.kv_segment_ids >= 0
-    (q_low, q_high), (k_low, k_high) = _bounds(q, q_block, q_valid, xp), _bounds(k, kv_block, k_valid, xp)
-    q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
-    # A block of nothing but padding has low > high.
-    active = (q_low <= q_high) & (k_low <= k_high)
-    if mask.causal:
-        below = k_low <= q_high
-        if mask.prefix_lengths is not None:
-            below |= k_low < mask.prefix_lengths[:, None, None]
-        active &= below
-    if mask.window is not None:
-        left, right = mask.window
-        if left is not None:
-            active &= k_high >= q_low - left
-        if right is not None:
-            active &= k_low <= q_high + right
-    if mask.chunk_size is not None:
-        active &= (k_high // mask.chunk_size >= q_low // mask.chunk_size) & (
-            k_low // mask.chunk_size <= q_high // mask.chunk_size
-        )
-    if mask.q_segment_ids is not None:
-        (a_low, a_high) = _bounds(mask.q_segment_ids, q_block, q_valid, xp)
-        (b_low, b_high) = _bounds(mask.kv_segment_ids, kv_block, k_valid, xp)
-        active &= (a_low[:, :, None] <= b_high[:, None]) & (b_low[:, None] <= a_high[:, :, None])
-    active = active.any(0)
-    if mask.attention_mask is not None:
-        dense = mask.attention_mask.any((0, 1))
-        dense = jnp.broadcast_to(dense, (max(dense.shape[0], q_length), max(dense.shape[1], kv_length)))
-        pad = [(0, n * b - m) for n, b, m in zip(active.shape, (q_block, kv_block), dense.shape, strict=True)]
-        dense = jnp.pad(dense, pad).reshape(active.shape[0], q_block, active.shape[1], kv_block)
-        active = active & dense.any((1, 3))
-    return active
+def key_range(mask: MaskInfo | None, q_length: int, kv_length: int) -> KeyRange:
+    """Returns the key range of a mask, or of none."""
+    return (MaskInfo() if mask is None else mask).key_range(q_length, kv_length)
 
 
 def map_data(mask: MaskInfo | None, function: Callable[[str, Any], Any]) -> MaskInfo | None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo, map_data
+from kernels.engines.attention.ranges import Interval, ends_at, interval_of
+
+# Past every position, and past every distance between two of them.
+_FAR = np.int64(2**31)
 
 
 def visible_pairs(mask: MaskInfo | None, batch: int, num_heads: int, q_length: int, kv_length: int) -> int:
     """Returns the visible (query, key) pairs of all rows and heads. O(S log S) without a dense mask.
 
-    Whatever a query sees by position is one interval of positions, within one segment: keys are sorted by segment and
-    position, and an interval's ends are looked up. A dense mask is counted row by row. Fields that are tracers or mere
-    shapes cannot be read: they count as absent, so the number is then an upper bound.
+    Whatever a query sees by position is an interval of positions, less a gap, within one segment: keys are sorted by segment
+    and position, and the ends are looked up. A dense mask is counted row by row. Fields that are tracers or mere shapes cannot
+    be read: they count as absent, so the number is then an upper bound.
     """
     with jax.ensure_compile_time_eval():  # concrete fields stay readable under a trace
         mask = _readable(MaskInfo() if mask is None else mask).resolved()
@@ -24,57 +29,48 @@ def visible_pairs(mask: MaskInfo | None, batch: int, num_heads: int, q_length: i
             q_ids, k_ids = np.zeros_like(q), np.zeros_like(k)
         else:
             q_ids, k_ids = np.asarray(mask.q_segment_ids, np.int64), np.asarray(mask.kv_segment_ids, np.int64)
-        prefix = None if mask.prefix_lengths is None else np.asarray(mask.prefix_lengths, np.int64)
+        interval = _positions(interval_of(map_data(mask, lambda _, x: np.asarray(x)), q), q)
         dense = None if mask.attention_mask is None else np.asarray(mask.attention_mask)
-    rows = max(x.shape[0] for x in (q, k, q_ids, k_ids, prefix, dense) if x is not None)
+    of = {"q": q, "k": k, "q_ids": q_ids, "k_ids": k_ids, "dense": dense, **interval._asdict()}
+    rows = max(x.shape[0] for x in of.values() if x is not None)
     heads = 1 if dense is None else dense.shape[1]
-    of = {"q": q, "k": k, "q_ids": q_ids, "k_ids": k_ids, "prefix": prefix, "dense": dense}
     total = 0
     for row in range(rows):
         one: dict[str, Any] = {name: None if x is None else x[row % x.shape[0]] for name, x in of.items()}
-        low, high = _interval(mask, one["q"], one["prefix"])
-        total += _count(one, low, high) if dense is None else _count_dense(one, low, high)
+        total += _count(one) if dense is None else _count_dense(one)
     return total * (batch // rows) * (num_heads // heads)
+
+
+@functools.lru_cache(maxsize=64)
+def keys_of_causal(mask: MaskInfo, length: int) -> np.ndarray:
+    """Returns int64 [length], not to be written to: how many keys each query of one document sees under `causal` and the rules
+    of a mask without arrays. It does not depend on what comes behind the query."""
+    q = np.arange(length, dtype=np.int64)[None]
+    low, high, gap_low, gap_high = _positions(interval_of(mask.combine(MaskInfo(causal=True)), q), q)
+    low = np.maximum(low, 0)
+    hidden = np.minimum(high, gap_high) - np.maximum(low, gap_low) + 1
+    count = (np.maximum(high - low + 1, 0) - np.maximum(hidden, 0))[0]
+    count.setflags(write=False)
+    return count
 
 
 def _readable(mask: MaskInfo) -> MaskInfo:
     """Returns the mask without the fields whose values are not known."""
-    unknown = {
-        name for name in mask.data_fields if isinstance(getattr(mask, name), (jax.core.Tracer, jax.ShapeDtypeStruct))
-    }
-    for pair in ({"q_segment_ids", "kv_segment_ids"}, {"q_positions", "kv_positions"}):
-        unknown |= pair if unknown & pair else set()
-    if not unknown:
-        return mask
-    # Positions may be in any order, and a prefix may be as long as the row, so rules about them rule out nothing.
-    loose: dict[str, Any] = {}
-    if unknown & {"q_positions", "prefix_lengths"}:
-        loose["causal"] = False
-    if "q_positions" in unknown:
-        loose |= {"window": None, "chunk_size": None, "prefix_lengths": None}
-    if "q_segment_ids" in unknown and mask.chunks_in_segments:
-        loose["chunk_size"] = None  # counted from the starts of segments
-    return mask.replace(**dict.fromkeys(unknown), **loose)
+    return mask.loosened(
+        {name for name in mask.data_fields if isinstance(getattr(mask, name), (jax.core.Tracer, jax.ShapeDtypeStruct))}
+    )
 
 
-def _interval(mask: MaskInfo, at: np.ndarray, prefix: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least and the greatest key position that a query at each position sees, both included."""
-    far = np.int64(2**31)
-    low, high = np.full_like(at, -far), np.full_like(at, far)
-    if mask.causal:
-        high = np.minimum(high, at if prefix is None else np.maximum(at, prefix - 1))
-    left, right = mask.window or (None, None)
-    if left is not None:
-        low = np.maximum(low, at - left)
-    if right is not None:
-        high = np.minimum(high, at + right)
-    if mask.chunk_size is not None:
-        start = at // mask.chunk_size * mask.chunk_size
-        low, high = np.maximum(low, start), np.minimum(high, start + mask.chunk_size - 1)
-    return low, high
+def _positions(interval: Interval, q: np.ndarray) -> Interval:
+    """Returns the interval with int64 [#B, T] in place of every end; a gap that there is not is empty."""
+    fill = Interval(-_FAR, _FAR, np.int64(0), np.int64(-1))
+    ends = (fill if end is None else ends_at(end, q) for end, fill in zip(interval, fill, strict=True))
+    return Interval(
+        *(np.broadcast_to(np.asarray(end, np.int64), np.broadcast_shapes(np.shape(end), q.shape)) for end in ends)
+    )
 
 
-def _count(one: dict[str, Any], low: np.ndarray, high: np.ndarray) -> int:
+def _count(one: dict[str, Any]) -> int:
     span = np.int64(2**33)  # wider than any two positions are apart, so that segments do not meet
 
     def place(ids: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -82,16 +78,21 @@ def _count(one: dict[str, Any], low: np.ndarray, high: np.ndarray) -> int:
 
     keys = np.sort(place(one["k_ids"], one["k"])[one["k_ids"] >= 0])
     real = one["q_ids"] >= 0
-    ids, low, high = one["q_ids"][real], low[real], high[real]
-    first = np.searchsorted(keys, place(ids, low), side="left")
-    last = np.searchsorted(keys, place(ids, high), side="right")
-    return int(np.maximum(last - first, 0).sum())
+    ids, low, high, gap_low, gap_high = (one[name][real] for name in ("q_ids", *Interval._fields))
+
+    def between(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        first = np.searchsorted(keys, place(ids, low), side="left")
+        last = np.searchsorted(keys, place(ids, high), side="right")
+        return np.maximum(last - first, 0)
+
+    return int((between(low, high) - between(np.maximum(low, gap_low), np.minimum(high, gap_high))).sum())
 
 
-def _count_dense(one: dict[str, Any], low: np.ndarray, high: np.ndarray) -> int:
+def _count_dense(one: dict[str, Any]) -> int:
     total = 0
-    for i in range(len(low)):
-        seen = (one["k"] >= low[i]) & (one["k"] <= high[i]) & (one["k_ids"] == one["q_ids"][i]) & (one["q_ids"][i] >= 0)
+    for i, (low, high, gap_low, gap_high) in enumerate(zip(*(one[name] for name in Interval._fields), strict=True)):
+        seen = (one["k"] >= low) & (one["k"] <= high) & ((one["k"] < gap_low) | (one["k"] > gap_high))
+        seen &= (one["k_ids"] == one["q_ids"][i]) & (one["q_ids"][i] >= 0)
         allowed = one["dense"][:, i if one["dense"].shape[1] > 1 else 0]
         total += int((allowed & seen).sum())
     return total

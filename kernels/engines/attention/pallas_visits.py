@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.engines.attention.blocks import FIRST, FULL_FIRST, FULL_LAST, LAST
+from kernels.engines.attention.tiles import FIRST, FULL_FIRST, FULL_LAST, LAST
 
 __all__ = ["ACTIVE", "BEGINS", "ENDS", "FULL", "Step", "Visits", "decoded", "united", "visits_of"]
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.engines.attention.triton_parts import (
+    ends_of,
     kept,
     positions_of,
     rows_of,
@@ -21,7 +22,7 @@ from kernels.engines.attention.triton_parts import (
 
 @triton.jit
 def _query_blocks(dq, d_slope, begin, end, q, d_out, lse, delta, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr, k_segment_ptr,
-                  prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O: tl.constexpr,
+                  ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O: tl.constexpr,
                   MASKED: tl.constexpr):  # fmt: skip
     """Returns the gradients of a block of queries, and of the slope, after the key blocks from `begin` to `end`."""
     for n in range(begin, end):
@@ -31,7 +32,7 @@ def _query_blocks(dq, d_slope, begin, end, q, d_out, lse, delta, k_ptr, v_ptr, q
         k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
         k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-        x, bend = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O,
+        x, bend = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
         p = tl.exp2(x - lse[:, None])
         dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
@@ -63,7 +64,7 @@ def query_gradient_kernel(
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
-    prefix_ptr,
+    ends_ptr,
     dense_ptr,
     bias_ptr,
     slope_ptr,
@@ -92,15 +93,16 @@ def query_gradient_kernel(
         bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     if d_bias_ptr is not None:
         d_bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
-    prefix, slope, seed = None, None, None
-    if prefix_ptr is not None:
-        prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    slope, seed = None, None
+    if ends_ptr is not None:
+        ends_ptr += b * O.ENDS_BATCH
     if slope_ptr is not None:
         slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
     q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[:, None]
     q_segment = segments_of(q_segment_ptr, at, O.T)[:, None]
+    ends = ends_of(ends_ptr, at[:, None], O)
     q = rows_of(q_ptr + wide * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
     d_out = rows_of(d_out_ptr + wide * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
     lse, delta = statistics(lse_ptr + wide * (O.T * O.N), delta_ptr + wide * (O.T * O.N), at, n, O)
@@ -111,13 +113,13 @@ def query_gradient_kernel(
     first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     dq, d_slope = _query_blocks(
         dq, d_slope, first, full, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
-        prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
+        ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
     dq, d_slope = _query_blocks(
         dq, d_slope, full, full_end, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
-        prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, False)  # fmt: skip
+        ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, False)  # fmt: skip
     dq, d_slope = _query_blocks(
         dq, d_slope, full_end, last, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
-        prefix, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
+        ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
     store_rows(dq_ptr + wide * (O.T * O.N * O.H), dq, at, O.N, n, O.H, O.T, O.BLOCK_H)
     if slope_ptr is not None:
         tl.store(d_slope_ptr + (b * O.N + n) * BLOCKS + block, tl.sum(d_slope, axis=0))
@@ -125,7 +127,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_blocks(dk, dv, begin, end, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj, k_at, k_segment, q_at_ptr, q_segment_ptr,
-                prefix, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                ends_ptr, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. Logits lie
     with the keys as rows, so that the weights are the left side of both products as they are."""
     for m in range(begin, end):
@@ -135,8 +137,9 @@ def _key_blocks(dk, dv, begin, end, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, 
         lse, delta = statistics(lse_ptr, delta_ptr, at, n, O)
         q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[None, :]
         q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
+        ends = ends_of(ends_ptr, at[None, :], O)
         kq = tl.dot(k, tl.trans(q), input_precision="ieee")
-        x, bend = scores(kq, at[None, :], kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O,
+        x, bend = scores(kq, at[None, :], kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
         p = tl.exp2(x - lse[None, :])
         dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
@@ -164,7 +167,7 @@ def key_gradient_kernel(
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
-    prefix_ptr,
+    ends_ptr,
     dense_ptr,
     bias_ptr,
     slope_ptr,
@@ -189,9 +192,8 @@ def key_gradient_kernel(
     if q_segment_ptr is not None:
         q_segment_ptr += b * O.Q_SEGMENT_BATCH
         k_segment_ptr += b * O.K_SEGMENT_BATCH
-    prefix = None
-    if prefix_ptr is not None:
-        prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    if ends_ptr is not None:
+        ends_ptr += b * O.ENDS_BATCH
     k_at = positions_of(k_at_ptr, at, 0, O.S)[:, None]
     k_segment = segments_of(k_segment_ptr, at, O.S)[:, None]
     k = rows_of(k_ptr + wide * (O.S * O.K * O.H), at, O.K, head, O.H, O.S, O.BLOCK_H)
@@ -214,13 +216,13 @@ def key_gradient_kernel(
             seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
         dk, dv = _key_blocks(
             dk, dv, first, full, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
-            q_segment_ptr, prefix, dense, bias, slope, seed, n, O, True)  # fmt: skip
+            q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
         dk, dv = _key_blocks(
             dk, dv, full, full_end, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
-            q_segment_ptr, prefix, dense, bias, slope, seed, n, O, False)  # fmt: skip
+            q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, False)  # fmt: skip
         dk, dv = _key_blocks(
             dk, dv, full_end, last, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
-            q_segment_ptr, prefix, dense, bias, slope, seed, n, O, True)  # fmt: skip
+            q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
     store_rows(dk_ptr + wide * (O.S * O.K * O.H), dk, at, O.K, head, O.H, O.S, O.BLOCK_H)
     store_rows(dv_ptr + wide * (O.S * O.K * O.HV), dv, at, O.K, head, O.HV, O.S, O.BLOCK_V)
 
@@ -238,7 +240,7 @@ def bias_gradient_kernel(
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
-    prefix_ptr,
+    ends_ptr,
     dense_ptr,
     bias_ptr,
     slope_ptr,
@@ -273,12 +275,12 @@ def bias_gradient_kernel(
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_K], tl.float32)
     for b in range(b_begin, b_end):
         wide = tl.cast(b, tl.int64)
-        q_at_row, k_at_row, q_segment_row, k_segment_row, prefix = (
+        q_at_row, k_at_row, q_segment_row, k_segment_row, ends_row = (
             q_at_ptr,
             k_at_ptr,
             q_segment_ptr,
             k_segment_ptr,
-            None,
+            ends_ptr,
         )
         if q_at_ptr is not None:
             q_at_row = q_at_ptr + b * O.Q_AT_BATCH
@@ -286,8 +288,8 @@ def bias_gradient_kernel(
         if q_segment_ptr is not None:
             q_segment_row = q_segment_ptr + b * O.Q_SEGMENT_BATCH
             k_segment_row = k_segment_ptr + b * O.K_SEGMENT_BATCH
-        if prefix_ptr is not None:
-            prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+        if ends_ptr is not None:
+            ends_row = ends_ptr + b * O.ENDS_BATCH
         for n in range(n_begin, n_end):
             head = n // (O.N // O.K)
             dense, bias = dense_ptr, bias_ptr + wide * O.BIAS_BATCH + n * O.BIAS_HEAD
@@ -304,6 +306,7 @@ def bias_gradient_kernel(
                 at = i * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
                 q_at = positions_of(q_at_row, at, O.S - O.T, O.T)[:, None]
                 q_segment = segments_of(q_segment_row, at, O.T)[:, None]
+                ends = ends_of(ends_row, at[:, None], O)
                 q = rows_of(q_ptr + wide * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
                 d_out = rows_of(d_out_ptr + wide * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
                 lse, delta = statistics(lse_ptr + wide * (O.T * O.N), delta_ptr + wide * (O.T * O.N), at, n, O)
@@ -314,7 +317,7 @@ def bias_gradient_kernel(
                     k_at = positions_of(k_at_row, kj, 0, O.S)[None, :]
                     k_segment = segments_of(k_segment_row, kj, O.S)[None, :]
                     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-                    x, _ = scores(qk, at[:, None], kj[None, :], q_at, k_at, q_segment, k_segment, prefix, dense, bias, slope,
+                    x, _ = scores(qk, at[:, None], kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense, bias, slope,
                                    O, True)  # fmt: skip
                     dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
                     if seed is not None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from kernels.engines.attention.triton_parts import (
     LN2,
     LOG2E,
+    ends_of,
     kept,
     positions_of,
     rows_of,
@@ -27,7 +28,7 @@ from kernels.engines.attention.triton_parts import (
 
 
 @triton.jit
-def _forward_blocks(acc, largest, total, begin, end, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+def _forward_blocks(acc, largest, total, begin, end, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
                     dense_ptr, bias_ptr, slope, seed, head, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Returns the state of the rows after the key blocks from `begin` to `end`."""
     for n in range(begin, end):
@@ -36,7 +37,7 @@ def _forward_blocks(acc, largest, total, begin, end, q, k_ptr, v_ptr, qi, q_at, 
         k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
         k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-        x, _ = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O,
+        x, _ = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
         new = tl.maximum(largest, tl.max(x, axis=1))
         anchor = new
@@ -63,7 +64,7 @@ def forward_kernel(
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
-    prefix_ptr,  # [B|1]
+    ends_ptr,  # [B|1, ends, T], those that are arrays
     dense_ptr,  # [B|1, N|1, T|1, S|1] int8
     bias_ptr,  # likewise
     sink_ptr,  # [N]: the log-sum-exp of a head's sinks
@@ -93,15 +94,16 @@ def forward_kernel(
         dense_ptr += wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
     if bias_ptr is not None:
         bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
-    prefix, slope, seed = None, None, None
-    if prefix_ptr is not None:
-        prefix = tl.load(prefix_ptr + b * O.PREFIX_BATCH)
+    slope, seed = None, None
+    if ends_ptr is not None:
+        ends_ptr += b * O.ENDS_BATCH
     if slope_ptr is not None:
         slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
     q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[:, None]
     q_segment = segments_of(q_segment_ptr, at, O.T)[:, None]
+    ends = ends_of(ends_ptr, at[:, None], O)
     q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
 
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_V], tl.float32)
@@ -114,13 +116,13 @@ def forward_kernel(
     span = spans_ptr + b * O.SPAN_BATCH + block * 4
     first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     acc, largest, total = _forward_blocks(
-        acc, largest, total, first, full, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+        acc, largest, total, first, full, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
         dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
     acc, largest, total = _forward_blocks(
-        acc, largest, total, full, full_end, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+        acc, largest, total, full, full_end, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
         dense_ptr, bias_ptr, slope, seed, head, O, False)  # fmt: skip
     acc, largest, total = _forward_blocks(
-        acc, largest, total, full_end, last, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, prefix,
+        acc, largest, total, full_end, last, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
         dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
     some = total != 0  # of a NaN too, so that lse is one
     total = tl.where(some, total, 1.0)

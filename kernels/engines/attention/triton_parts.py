@@ -13,13 +13,17 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# What an end of the keys that a query sees is given by.
+POSITION, OFFSET, ROW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @dataclass(frozen=True)
 class Options:
     """What is compiled into a kernel: sizes, strides in entries (0 where a dim is broadcast), and the meaning of the call.
 
     Names are those of the contract; `THRESHOLD` and `FACTOR` are of the bits of dropout and of a weight that is kept. `EXACT`
-    asks Hopper's kernels for a tanh to the rounding of float32.
+    asks Hopper's kernels for a tanh to the rounding of float32. The ends of a `KeyRange` are (POSITION, it), (OFFSET, from the
+    query's own position), (ROW, of the array of ends), or None where they are open.
     """
 
     B: int
@@ -32,11 +36,10 @@ class Options:
     SCALE: float
     CAP: float | None
     EXACT: bool
-    CAUSAL: bool
-    LEFT: int | None
-    RIGHT: int | None
-    CHUNK: int | None
-    PREFIX: bool
+    LOW: tuple[int, int] | None
+    HIGH: tuple[int, int] | None
+    GAP_LOW: tuple[int, int] | None
+    GAP_HIGH: tuple[int, int] | None
     SEGMENTS: bool
     THRESHOLD: int
     FACTOR: float
@@ -45,7 +48,7 @@ class Options:
     K_AT_BATCH: int
     Q_SEGMENT_BATCH: int
     K_SEGMENT_BATCH: int
-    PREFIX_BATCH: int
+    ENDS_BATCH: int
     DENSE_BATCH: int
     DENSE_HEAD: int
     DENSE_ROW: int
@@ -110,31 +113,45 @@ def _pair(ptr, qi, kj, ROW: tl.constexpr, COLUMN: tl.constexpr, T: tl.constexpr,
 
 
 @triton.jit
-def visible(kj, q_at, k_at, q_segment, k_segment, prefix, O: tl.constexpr):
-    """Returns which pairs attend, of keys kj and of positions and segments that broadcast; a dense mask apart."""
+def ends_of(ptr, at, O: tl.constexpr):
+    """Returns pointers to the first end of the queries `at` in a row of the batch [ends, T]; past the last query, to its."""
+    if ptr is None:
+        ends = None
+    else:
+        ends = ptr + tl.minimum(at, O.T - 1)
+    return ends
+
+
+@triton.jit
+def _end(END: tl.constexpr, q_at, ends, O: tl.constexpr):
+    if END[0] == ROW:
+        end = tl.load(ends + END[1] * O.T)
+    elif END[0] == POSITION:
+        end = END[1]
+    elif END[1] == 0:
+        end = q_at
+    else:
+        end = q_at + END[1]
+    return end
+
+
+@triton.jit
+def visible(kj, q_at, k_at, q_segment, k_segment, ends, O: tl.constexpr):
+    """Returns which pairs attend, of keys kj and of positions, segments and ends that broadcast; a dense mask apart."""
     seen = kj < O.S
-    if O.CAUSAL:
-        below = k_at <= q_at
-        if O.PREFIX:
-            below = below | (k_at < prefix)
-        seen = seen & below
-    if O.LEFT is not None:
-        seen = seen & (k_at >= q_at - O.LEFT)
-    if O.RIGHT is not None:
-        seen = seen & (k_at <= q_at + O.RIGHT)
-    if O.CHUNK is not None:
-        # Of positions below 0 the division would round up, not down.
-        low = (q_at >= 0) == (k_at >= 0)
-        i = tl.where(q_at >= 0, q_at, -1 - q_at)
-        j = tl.where(k_at >= 0, k_at, -1 - k_at)
-        seen = seen & low & (i // O.CHUNK == j // O.CHUNK)
+    if O.HIGH is not None:
+        seen = seen & (k_at <= _end(O.HIGH, q_at, ends, O))
+    if O.LOW is not None:
+        seen = seen & (k_at >= _end(O.LOW, q_at, ends, O))
+    if O.GAP_LOW is not None:
+        seen = seen & ((k_at < _end(O.GAP_LOW, q_at, ends, O)) | (k_at > _end(O.GAP_HIGH, q_at, ends, O)))
     if O.SEGMENTS:
         seen = seen & (q_segment == k_segment) & (q_segment >= 0)
     return seen
 
 
 @triton.jit
-def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias_ptr, slope, O: tl.constexpr,
+def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
     """Returns the logits of the products qk, in units of log 2, -inf where masked; and the slope of the soft cap, or 1.
 
@@ -152,7 +169,7 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, prefix, dense_ptr, bias
     if slope is not None:
         x -= (slope * LOG2E) * tl.abs(q_at - k_at).to(tl.float32)
     if MASKED:
-        seen = visible(kj, q_at, k_at, q_segment, k_segment, prefix, O)
+        seen = visible(kj, q_at, k_at, q_segment, k_segment, ends, O)
         if dense_ptr is not None:
             seen = seen & (_pair(dense_ptr, qi, kj, O.DENSE_ROW, O.DENSE_COLUMN, O.T, O.S, 0) != 0)
         x = tl.where(seen, x, float("-inf"))

@@ -55,7 +55,7 @@ def _mask(
     for part in parts:
         part.check(batch, queries, keys, heads)
         mask = mask.combine(part)
-    return {"mask": mask} if parts or mask.causal or mask.window else {}
+    return {"mask": mask} if parts or mask.used else {}
 
 
 def _given(name: str, *, softmax_scale: Any, **options: Any) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels import flash_attention
-from kernels.engines.attention.masks import MaskInfo, active_blocks, visible_block
+from kernels.engines.attention.masks import key_range
+from kernels.engines.attention.ranges import KeyRange, visible
+from kernels.engines.attention.tiles import active_tiles
 from kernels.framework.execute import backward_of
 from kernels.ops.attention_variants.contract import (
     centred,
@@ -236,16 +238,13 @@ def quantized_forward(query, key, value, mask, softmax_scale, block_size):
     B, T, N, H = query.shape
     S, K, Hv = key.shape[1], key.shape[2], value.shape[3]
     scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
-    mask = MaskInfo() if mask is None else mask.resolved()
+    keys = key_range(mask, T, S)
     q, q_scale = quantized(query, block_size)
     k, k_scale = quantized(centred(key), block_size)
     block_q, block_k = min(BLOCK, T), min(BLOCK, S)
-    active = jnp.asarray(active_blocks(mask, T, S, block_q, block_k))
-    q_at, k_at = (jnp.asarray(p) for p in mask.positions(T, S))
-    rows = {"x": q, "scale": q_scale, "at": q_at, "real": jnp.ones((1, T), bool)}
-    columns = {"x": k, "scale": k_scale, "value": value, "at": k_at, "real": jnp.ones((1, S), bool)}
-    if mask.q_segment_ids is not None:
-        rows["id"], columns["id"] = mask.q_segment_ids, mask.kv_segment_ids
+    active = jnp.asarray(active_tiles(keys, block_q, block_k))
+    rows = {"x": q, "scale": q_scale, "real": jnp.ones((1, T), bool), **keys.of_queries()}
+    columns = {"x": k, "scale": k_scale, "value": value, "real": jnp.ones((1, S), bool), **keys.of_keys()}
 
     def split(x, size):
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)))
@@ -263,7 +262,7 @@ def quantized_forward(query, key, value, mask, softmax_scale, block_size):
             largest, total, out = carry
             integers = jnp.einsum("btkgh,bskh->bkgts", heads, column["x"], preferred_element_type=jnp.int32)
             x = integers.astype(jnp.float32) * row_scale * column["scale"].swapaxes(1, 2)[:, :, None, None]
-            seen = visible_block(mask, row["at"], column["at"], row.get("id"), column.get("id"))
+            seen = visible(keys._replace(**{n: x for n, x in (row | column).items() if n in KeyRange._fields}))
             seen &= row["real"][:, :, None] & column["real"][:, None]
             x = jnp.where(seen[:, None, None], x, -jnp.inf)
             new = jnp.maximum(largest, jnp.max(x, axis=-1))

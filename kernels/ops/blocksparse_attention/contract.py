@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo, features_of_masks
 from kernels.engines.attention.pairs import visible_pairs
 from kernels.engines.attention.softmax import backward_inputs
 from kernels.framework.binding import Call
@@ -152,18 +152,8 @@ def work(call: Call) -> tuple[Work, Work]:
     return forward, backward
 
 
-def _with_mask(name: str):
-    return lambda call: call.mask is not None and getattr(call.mask, name) is not None
-
-
 FEATURES = {
-    "causal": lambda call: call.mask is not None and call.mask.causal,
-    "window": _with_mask("window"),
-    "chunk_size": _with_mask("chunk_size"),
-    "prefix": _with_mask("prefix_lengths"),
-    "segments": _with_mask("q_segment_ids"),
-    "positions": _with_mask("q_positions"),
-    "dense_mask": _with_mask("attention_mask"),
+    **features_of_masks(),
     "gqa": lambda call: call.dims["N"] != call.dims["K"],
     "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
     "value_width": lambda call: call.dims["H"] != call.dims["Hv"],

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kernels.engines.attention.masks import MaskInfo, active_blocks
+from kernels.engines.attention.masks import MaskInfo, key_range
+from kernels.engines.attention.tiles import active_tiles
 from kernels.ops.blocksparse_attention.contract import sides_of
 
 Size = int | tuple[int, int]
@@ -117,4 +118,4 @@ def blocks_of_mask(mask: MaskInfo, q_length: int, kv_length: int | None = None, 
     lengths = q_length, q_length if kv_length is None else kv_length
     for name, n in zip(("q_length", "kv_length"), lengths, strict=True):
         _integer(name, n, 1)
-    return active_blocks(mask, *lengths, *sides_of(block_size, "blocks_of_mask"))
+    return active_tiles(key_range(mask, *lengths), *sides_of(block_size, "blocks_of_mask"))

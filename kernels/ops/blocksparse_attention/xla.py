@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.attention.masks import MaskInfo, active_blocks, visible_block
+from kernels.engines.attention.masks import key_range
+from kernels.engines.attention.ranges import KeyRange, visible
+from kernels.engines.attention.tiles import active_tiles, listed
 from kernels.framework.binding import Call
 from kernels.framework.execute import Saved
 from kernels.ops.blocksparse_attention.contract import FEATURES, BlockSparseConfig, check_blocks, dot, op
@@ -52,38 +54,34 @@ class _Plan(NamedTuple):
     lanes: jax.Array  # int32 [steps, lanes side by side]; -1 is none
     order: jax.Array  # int32 [lanes, key blocks], the set ones first
     count: jax.Array  # int32 [lanes]: how many are set
-    mask: MaskInfo  # padded to whole blocks
+    keys: KeyRange  # padded to whole blocks
 
 
 def _plan(query, key, block_mask, mask, block_size, cfg) -> _Plan:
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
     check_blocks(block_mask, block_size, B, T, S, N, K)
-    mask = MaskInfo() if mask is None else mask.resolved()
+    keys = key_range(mask, T, S)
     size = _divisor(block_size[0], cfg.block), _divisor(block_size[1], cfg.block)
     q_blocks, k_blocks = -(-T // size[0]), -(-S // size[1])
     for dim in (0, 1):
         block_mask = jnp.repeat(block_mask, block_size[dim] // size[dim], 2 + dim)
-    active = block_mask[:, :, :q_blocks, :k_blocks] & jnp.asarray(active_blocks(mask, T, S, *size))
+    active = block_mask[:, :, :q_blocks, :k_blocks] & jnp.asarray(active_tiles(keys, *size))
     shape: Any = active.shape
-    active = active.reshape(-1, k_blocks)
-    order, count = jnp.argsort(~active, axis=1, stable=True).astype(jnp.int32), active.sum(1, dtype=jnp.int32)
-    side_by_side = min(cfg.lanes, active.shape[0])
+    order, count, _ = listed(active.reshape(-1, k_blocks))
+    side_by_side = min(cfg.lanes, count.shape[0])
     lanes = jnp.argsort(-count, stable=True).astype(jnp.int32)
     lanes = jnp.pad(lanes, (0, -lanes.shape[0] % side_by_side), constant_values=-1).reshape(-1, side_by_side)
     k, g = (K, N // K) if shape[1] == 1 else (1, 1)
     inner = (B // shape[0], k, g, K // k)
-    q_at, k_at = (jnp.asarray(p) for p in mask.positions(T, S))
     whole_q, whole_k = q_blocks * size[0], k_blocks * size[1]
-    changes = {"q_positions": _padded(q_at, 1, whole_q), "kv_positions": _padded(k_at, 1, whole_k)}
-    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
-        changes["q_segment_ids"] = _padded(mask.q_segment_ids, 1, whole_q)
-        changes["kv_segment_ids"] = _padded(mask.kv_segment_ids, 1, whole_k)
-    dense = mask.attention_mask
+    changes = {n: _padded(jnp.asarray(x), 1, whole_q) for n, x in keys.of_queries().items()}
+    changes |= {n: _padded(jnp.asarray(x), 1, whole_k) for n, x in keys.of_keys().items()}
+    dense = keys.dense
     if dense is not None:
         for dim, length, whole in ((2, T, whole_q), (3, S, whole_k)):
             dense = _padded(dense, dim, whole) if dense.shape[dim] == length else dense
-        changes["attention_mask"] = dense
-    return _Plan(shape, size, inner, S, lanes, order, count, mask.replace(**changes))
+        changes["dense"] = dense
+    return _Plan(shape, size, inner, S, lanes, order, count, keys._replace(**changes))
 
 
 def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -136,21 +134,17 @@ def _seen(plan: _Plan, lane: jax.Array, j: jax.Array) -> jax.Array:
     (rows, heads, q_blocks, _), (block_q, block_k), (_, k, g, _) = plan.shape, plan.size, plan.inner
     i, row, head = lane % q_blocks, lane // (q_blocks * heads), lane // q_blocks % heads
 
-    def mine(x: Any, start: jax.Array, size: int) -> Any:
+    def mine(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
         """Returns [rows | 1, size]: of the lane's own rows."""
-        if x is None:
-            return None
         x = jax.lax.dynamic_slice_in_dim(x, start, size, 1)
         return x if rows == 1 or x.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(x, row, 1, 0)
 
-    mask = plan.mask
-    q, k_at = mine(mask.q_positions, i * block_q, block_q), mine(mask.kv_positions, j * block_k, block_k)
-    ids = mine(mask.q_segment_ids, i * block_q, block_q), mine(mask.kv_segment_ids, j * block_k, block_k)
-    prefix = None if mask.prefix_lengths is None else mine(mask.prefix_lengths[:, None], jnp.int32(0), 1)
-    seen = visible_block(mask.replace(prefix_lengths=None if prefix is None else prefix[:, 0]), q, k_at, *ids)
+    here = {n: mine(x, i * block_q, block_q) for n, x in plan.keys.of_queries().items()}
+    here |= {n: mine(x, j * block_k, block_k) for n, x in plan.keys.of_keys().items()}
+    seen = visible(plan.keys._replace(**here))
     seen &= (j * block_k + jnp.arange(block_k) < plan.length)[None, None]
     seen = seen[:, None, None]
-    dense = mask.attention_mask
+    dense = plan.keys.dense
     if dense is not None:
         at = (row if rows > 1 else 0, head if heads > 1 else 0, i * block_q, j * block_k)
         whole = (1 if rows > 1 else dense.shape[0], 1 if heads > 1 else dense.shape[1], block_q, block_k)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.engines.attention import softmax
 from kernels.engines.attention.dropout import dropout_scale
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo, features_of_masks
 from kernels.engines.attention.pairs import visible_pairs
 from kernels.framework.binding import Call
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
@@ -162,22 +162,12 @@ def work_with_weights(call: Call) -> tuple[Work, Work]:
     return forward + weights, backward + weights
 
 
-def _with_mask(name: str):
-    return lambda call: call.mask is not None and getattr(call.mask, name) is not None
-
-
 def uses_gqa(call: Call) -> bool:
     return call.dims["N"] != call.dims["K"]
 
 
 FEATURES = {
-    "causal": lambda call: call.mask is not None and call.mask.causal,
-    "window": _with_mask("window"),
-    "chunk_size": _with_mask("chunk_size"),
-    "prefix": _with_mask("prefix_lengths"),
-    "segments": _with_mask("q_segment_ids"),
-    "positions": _with_mask("q_positions"),
-    "dense_mask": _with_mask("attention_mask"),
+    **features_of_masks(),
     "gqa": uses_gqa,
     "cross_attention": lambda call: call.dims["T"] != call.dims["S"],
     "value_width": lambda call: call.dims["H"] != call.dims["Hv"],

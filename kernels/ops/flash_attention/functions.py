@@ -128,7 +128,7 @@ def flash_attention(
         mask = mask.combine(part)
     mask.check(B, T, S, N)
     arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
-    if mask.data_fields or mask.causal or mask.window or mask.chunk_size:
+    if mask.used:
         arguments["mask"] = mask
     if bias is not None:
         arguments["bias"] = bias

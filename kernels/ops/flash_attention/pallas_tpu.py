@@ -21,7 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.engines.attention.blocks import FIRST, LAST, spans
 from kernels.engines.attention.dropout import _mix
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.pallas_visits import (
@@ -35,6 +34,8 @@ from kernels.engines.attention.pallas_visits import (
     united,
     visits_of,
 )
+from kernels.engines.attention.ranges import Edge, Interval, ends_at
+from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.framework.binding import Call
 from kernels.framework.config import BwdParams, FwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
@@ -69,11 +70,9 @@ class _Plan:
     scale: float
     cap: float | None
     dropout: float
-    causal: bool
-    window: tuple[int | None, int | None]
+    ends: tuple[Edge | str | None, ...]  # of `Interval`: compiled in, the name of an input, or open
     placed: bool  # positions are data
-    prefix: bool
-    ids: int  # how many pairs of ids must be equal
+    segments: bool
     dense: bool
     bias: bool
     alibi: bool
@@ -92,11 +91,11 @@ class _Plan:
     @property
     def upper(self) -> bool:
         """Whether there is a greatest position that a query sees. Padded keys lie beyond all of them."""
-        return self.causal or self.window[1] is not None or self.S % self.block_k > 0
+        return self.ends[1] is not None or self.S % self.block_k > 0
 
     @property
     def masked(self) -> bool:
-        return self.upper or self.window[0] is not None or self.ids > 0 or self.dense
+        return self.upper or any(end is not None for end in self.ends) or self.segments or self.dense
 
 
 @dataclass(frozen=True)
@@ -185,6 +184,8 @@ def _call(query, key, value, mask, options, params) -> _Call:
     bq, bk = _blocks(params, T, S)
     G = N // K
     mask = MaskInfo() if mask is None else mask.resolved()
+    keys = mask.key_range(T, S)
+    ends = {name: getattr(keys, name) for name in Interval._fields}
     plan = _Plan(
         block_q=bq,
         block_k=bk,
@@ -196,19 +197,15 @@ def _call(query, key, value, mask, options, params) -> _Call:
         scale=1 / math.sqrt(H) if softmax_scale is None else softmax_scale,
         cap=logits_soft_cap,
         dropout=dropout_prob,
-        causal=mask.causal,
-        window=mask.window or (None, None),
+        ends=tuple(end if end is None or isinstance(end, Edge) else name for name, end in ends.items()),
         placed=mask.q_positions is not None,
-        prefix=mask.causal and mask.prefix_lengths is not None,
-        ids=(mask.q_segment_ids is not None) + (mask.chunk_size is not None),
+        segments=keys.q_segments is not None,
         dense=mask.attention_mask is not None,
         bias=bias is not None,
         alibi=alibi_slopes is not None,
         sinks=softmax_aux is not None,
     )
     scalars, inputs = {}, []
-    if mask.causal and mask.prefix_lengths is not None:
-        scalars["prefix"] = jnp.broadcast_to(mask.prefix_lengths, (B,)).astype(jnp.int32)
     if alibi_slopes is not None:
         scalars["slopes"] = jnp.broadcast_to(alibi_slopes.astype(jnp.float32), (B, N)).reshape(-1)
     if softmax_aux is not None:
@@ -232,14 +229,12 @@ def _call(query, key, value, mask, options, params) -> _Call:
 
     if plan.placed:
         vectors("positions", mask.q_positions, mask.kv_positions, _BEYOND)
-    ids = 0
-    if mask.q_segment_ids is not None:
+    for name in plan.ends:
+        if isinstance(name, str):
+            vector(name, ends[name], bq, True)
+    if plan.segments:
         # A query that is padding equals no key, not even one that is.
-        vectors(f"ids{ids}", jnp.where(mask.q_segment_ids < 0, -2, mask.q_segment_ids), mask.kv_segment_ids, -1)
-        ids += 1
-    if mask.chunk_size is not None:
-        q_at, k_at = mask.positions(T, S)
-        vectors(f"ids{ids}", q_at // mask.chunk_size, k_at // mask.chunk_size, -1)
+        vectors("segments", jnp.where(keys.q_segments < 0, -2, keys.q_segments), keys.k_segments, -1)
     for name, x in (("bias", bias), ("dense", mask.attention_mask)):
         if x is None:
             continue
@@ -251,27 +246,23 @@ def _call(query, key, value, mask, options, params) -> _Call:
         inputs.append(_of_pairs(name, x, bq, bk))
 
     whole = spans(mask, T, S, bq, bk)
-    queries, keys = -(-T // bq), -(-S // bk)
-    most = _most(mask, plan.placed, T, S, bq, bk)
+    q_blocks, k_blocks = -(-T // bq), -(-S // bk)
+    most = _most(mask, T, S, bq, bk)
     return _Call(
         plan,
         scalars,
         tuple(inputs),
-        lambda: visits_of(whole[0], keys, most[0], False),
-        lambda: visits_of(whole[1], queries, most[1], True),
-        lambda by_keys: visits_of(united(whole[by_keys]), queries if by_keys else keys, most[by_keys], by_keys),
+        lambda: visits_of(whole[0], k_blocks, most[0], False),
+        lambda: visits_of(whole[1], q_blocks, most[1], True),
+        lambda by_keys: visits_of(united(whole[by_keys]), q_blocks if by_keys else k_blocks, most[by_keys], by_keys),
         B,
         G,
     )
 
 
-def _most(mask: MaskInfo, placed: bool, T: int, S: int, block_q: int, block_k: int) -> tuple[int, int]:
+def _most(mask: MaskInfo, T: int, S: int, block_q: int, block_k: int) -> tuple[int, int]:
     """Returns the most visits that a row can have, by queries and by keys: what the rules that are no data allow."""
-    if placed:
-        pairs = -(-T // block_q) * -(-S // block_k)
-        return pairs, pairs
-    causal = mask.causal and mask.prefix_lengths is None
-    rules = MaskInfo(causal=causal, window=mask.window, chunk_size=mask.chunk_size)
+    rules = mask.loosened(mask.data_fields)
     by_queries, by_keys = (
         int(np.maximum(x[..., LAST] - x[..., FIRST], 1).sum()) for x in spans(rules, T, S, block_q, block_k)
     )
@@ -311,19 +302,16 @@ def _positions(plan: _Plan, refs: dict[str, Any], at: Step) -> tuple[Any, Any]:
 def _visible(plan: _Plan, refs: dict[str, Any], at: Step, i: Any, j: Any) -> Any:
     """Returns which pairs of a tile attend."""
     seen = []
+    low, high, gap_low, gap_high = (refs[end][...] if isinstance(end, str) else end for end in plan.ends)
     if plan.upper:
-        limit = i
-        if plan.prefix:
-            limit = jnp.maximum(i, refs["prefix"][at.b] - 1)
-        end = jnp.full_like(i, _BEYOND - 1 if plan.placed else plan.S - 1)
-        limit = jnp.minimum(limit, end) if plan.causal else end
-        if plan.window[1] is not None:
-            limit = jnp.minimum(limit, i + plan.window[1])
-        seen.append(j <= limit)
-    if plan.window[0] is not None:
-        seen.append(j >= i - plan.window[0])
-    for n in range(plan.ids):
-        seen.append(_column(refs[f"k_ids{n}"][...]) == refs[f"q_ids{n}"][...])
+        limit = jnp.full_like(i, _BEYOND - 1 if plan.placed else plan.S - 1)
+        seen.append(j <= (limit if high is None else jnp.minimum(ends_at(high, i), limit)))
+    if low is not None:
+        seen.append(j >= ends_at(low, i))
+    if gap_low is not None:
+        seen.append((j < ends_at(gap_low, i)) | (j > ends_at(gap_high, i)))
+    if plan.segments:
+        seen.append(_column(refs["k_segments"][...]) == refs["q_segments"][...])
     if plan.dense:
         seen.append(jnp.broadcast_to(refs["dense"][...].astype(jnp.int32), (plan.block_k, plan.block_q)) != 0)
     return functools.reduce(jnp.logical_and, seen)
@@ -719,7 +707,7 @@ def heuristic(call: Call, platform: str) -> FlashAttentionConfig:
     # pairs of a long sequence in scalar memory. What they hold beyond a mask's edge is little of a long triangle, and much
     # of a window or of documents. In float32 every option at once, with heads of 256, would come near the limit of VMEM.
     mask = MaskInfo() if call.mask is None else call.mask
-    wide = mask.window is None and mask.chunk_size is None and not mask.data_fields
+    wide = not set(mask.used) - {"causal"}
     pairs = call.dims["T"] * call.dims["S"]
     if pairs > 2**36 or (wide and pairs >= 2**26 and call.dtype == "bfloat16"):
         return _config((1024, 1024), (1024, 1024))
@@ -735,11 +723,10 @@ def candidates(call: Call) -> list[FlashAttentionConfig]:
 def rejects(call: Call) -> str | None:
     cfg, dims = heuristic(call, "tpu"), call.dims
     mask = MaskInfo() if call.mask is None else call.mask
-    rules = MaskInfo(causal=mask.causal and mask.prefix_lengths is None, window=mask.window)
     rows = max([1, *(getattr(mask, name).shape[0] for name in mask.data_fields if name != "attention_mask")])
     for params in (cfg.fwd_params, cfg.bwd_params):
         bq, bk = _blocks(params, dims["T"], dims["S"])
-        most = max(_most(rules, mask.q_positions is not None, dims["T"], dims["S"], bq, bk))
+        most = max(_most(mask, dims["T"], dims["S"], bq, bk))
         if 4 * most * rows > _SMEM_BYTES:
             return (
                 f"the {most:,} pairs of blocks of {rows} rows take {4 * most * rows / 2**10:,.0f} KiB of scalar memory, and "

@@ -10,19 +10,21 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from kernels.engines.attention.blocks import spans
 from kernels.engines.attention.gluon_gradients import specialised_gradient_kernel
 from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
-from kernels.engines.attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW
+from kernels.engines.attention.gluon_parts import BLOCK, BLOCK_OF_SUMS
+from kernels.engines.attention.gluon_parts import ROW as ROW_OF_STATISTICS
 from kernels.engines.attention.gluon_wide import specialised_wide_gradient_kernel
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.ranges import Edge, Interval, KeyRange
+from kernels.engines.attention.tiles import spans
 from kernels.engines.attention.triton_gradients import (
     bias_gradient_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
 )
 from kernels.engines.attention.triton_kernels import forward_kernel
-from kernels.engines.attention.triton_parts import Options
+from kernels.engines.attention.triton_parts import OFFSET, POSITION, ROW, Options
 from kernels.framework.config import BwdParams, FwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.execute import Saved
@@ -134,15 +136,16 @@ def _prepare(
 ) -> _Call:
     (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
     mask = MaskInfo() if mask is None else mask.resolved()
+    keys = mask.key_range(T, S)
     seed = dropout_seed if dropout_prob > 0 else None
     dense = None if mask.attention_mask is None else mask.attention_mask.astype(jnp.int8)
-    left, right = mask.window or (None, None)
+    ends, coded = _ends(keys)
     arrays = {
         "q_at_ptr": mask.q_positions,
         "k_at_ptr": mask.kv_positions,
         "q_segment_ptr": mask.q_segment_ids,
         "k_segment_ptr": mask.kv_segment_ids,
-        "prefix_ptr": mask.prefix_lengths if mask.causal else None,
+        "ends_ptr": ends,
     }
     arrays = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
     batch = {name.removesuffix("_ptr").upper() + "_BATCH": _stride(x, 0) for name, x in arrays.items()}
@@ -163,11 +166,7 @@ def _prepare(
         SCALE=_scale(softmax_scale, H),
         CAP=logits_soft_cap,
         EXACT=logits_soft_cap is not None and _exact(query, cfg),
-        CAUSAL=mask.causal,
-        LEFT=left,
-        RIGHT=right,
-        CHUNK=mask.chunk_size,
-        PREFIX=arrays["prefix_ptr"] is not None,
+        **coded,
         SEGMENTS=mask.q_segment_ids is not None,
         THRESHOLD=min(round(dropout_prob * 2**32), 2**32 - 1),
         FACTOR=1 / (1 - dropout_prob),
@@ -182,6 +181,22 @@ def _prepare(
     return _Call(arrays, options, mask)
 
 
+def _ends(keys: KeyRange) -> tuple[Any, dict[str, tuple[int, int] | None]]:
+    """Returns the ends of a range that are arrays, int32 [B|1, ends, T] or None, and `Options` of all of them."""
+    coded: dict[str, tuple[int, int] | None] = {}
+    arrays: list[Any] = []
+    for name in Interval._fields:
+        end = getattr(keys, name)
+        if isinstance(end, Edge):
+            coded[name.upper()] = (OFFSET if end.moves else POSITION).value, end.offset
+        elif end is not None:
+            coded[name.upper()] = ROW.value, len(arrays)
+            arrays.append(end)
+        else:
+            coded[name.upper()] = None
+    return jnp.stack(jnp.broadcast_arrays(*arrays), 1) if arrays else None, coded
+
+
 def _exact(query: Any, cfg: FlashAttentionConfig) -> bool:
     """Returns whether a soft cap takes more than the instruction for tanh: where weights in 16 bits are more exact than what it
     is off by, and where the plain kernels, which have no such instruction, make the other direction."""
@@ -191,7 +206,7 @@ def _exact(query: Any, cfg: FlashAttentionConfig) -> bool:
 def _work(query, key, value, mask, matmuls: tuple[int, int]) -> Work:
     """Returns the work of so many products over the width of keys, and of values: of all pairs, or of half of them."""
     (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
-    pairs = B * N * T * S // (2 if mask.causal else 1)
+    pairs = B * N * T * S // (2 if mask.key_range(T, S).high is not None else 1)
     return Work(2 * pairs * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
 
 
@@ -263,7 +278,7 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
 
     def by_head(x: jax.Array, fill: float) -> Any:
         x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - T)), constant_values=fill)
-        return tensor_descriptor(x, (B * N, length), (1, q_block), ROW.value)
+        return tensor_descriptor(x, (B * N, length), (1, q_block), ROW_OF_STATISTICS.value)
 
     # Flat, so that they have no other layout, and behind a barrier: XLA would make delta where it is turned, and take seven
     # times as long for the sum that it is.
@@ -462,8 +477,9 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
 def _is_long_and_plain(call: Any) -> bool:
     """Returns whether three warpgroups are faster: of long rows, without what takes more registers than each then has."""
     mask = MaskInfo() if call.mask is None else call.mask
-    more = mask.window, mask.chunk_size, mask.prefix_lengths, mask.q_segment_ids, call.softmax_aux, call.logits_soft_cap
-    return min(call.dims["T"], call.dims["S"]) >= LONG and not any(x is not None for x in more)
+    more = set(mask.used) - {"causal", "q_positions", "kv_positions"}
+    bare = not more and call.softmax_aux is None and call.logits_soft_cap is None
+    return min(call.dims["T"], call.dims["S"]) >= LONG and bare
 
 
 def _candidates(call: Any) -> list[FlashAttentionConfig]:

@@ -1,7 +1,7 @@
 """Blockwise flash attention in plain XLA, forward and backward: O(S) memory, masked blocks skipped, any device.
 
 A scan over query blocks; inside, a loop over that block's active key blocks only, whose trip count comes from
-`active_blocks`. The backward makes one pass over the same pairs: dQ belongs to the query block, dK and dV accumulate in
+`active_tiles`. The backward makes one pass over the same pairs: dQ belongs to the query block, dK and dV accumulate in
 float32 in the carry, so each pair costs five matmuls.
 """
 
@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.engines.attention.dropout import dropout_scale
-from kernels.engines.attention.masks import MaskInfo, active_blocks, visible_block
+from kernels.engines.attention.masks import MASK_FEATURES, key_range
+from kernels.engines.attention.ranges import KeyRange, visible
+from kernels.engines.attention.tiles import active_tiles, listed
 from kernels.framework.binding import Call
 from kernels.framework.config import BwdParams, FwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
@@ -78,16 +80,12 @@ def _split(x: jax.Array, block: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], n, block, *x.shape[2:]), 1, 0)
 
 
-def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo, _Blocks]:
+def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[KeyRange, _Blocks]:
     T, S = query.shape[1], key.shape[1]
-    mask = MaskInfo() if mask is None else mask.resolved()
-    active = active_blocks(mask, T, S, block_q, block_k)
+    keys = key_range(mask, T, S)
+    active = active_tiles(keys, block_q, block_k)
     order, count = _compacted(active)
-    q_positions, k_positions = (jnp.asarray(p) for p in mask.positions(T, S))
-    rows = {"index": jnp.arange(T, dtype=jnp.int32)[None], "position": q_positions}
-    columns = {"index": jnp.arange(S, dtype=jnp.int32)[None], "position": k_positions}
-    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
-        rows["segment"], columns["segment"] = mask.q_segment_ids, mask.kv_segment_ids
+    rows, columns = ({n: jnp.asarray(x) for n, x in xs.items()} for xs in (keys.of_queries(), keys.of_keys()))
     whole_q, whole_k = active.shape[0] * block_q, active.shape[1] * block_k
     # A padded index is past the end, which is how padding is told from data.
     rows["index"] = jnp.arange(whole_q, dtype=jnp.int32)[None]
@@ -98,11 +96,11 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[MaskInfo,
         "value": _pad(value, 1, whole_k),
     }
     pairs = {}
-    for name, x in (("bias", bias), ("attention_mask", mask.attention_mask)):
+    for name, x in (("bias", bias), ("attention_mask", keys.dense)):
         if x is not None:
             x = _pad(x, 2, whole_q) if x.shape[2] > 1 or T == 1 else x
             pairs[name] = _pad(x, 3, whole_k) if x.shape[3] > 1 or S == 1 else x
-    return mask, _Blocks(block_q, block_k, order, count, rows, columns, pairs)
+    return keys, _Blocks(block_q, block_k, order, count, rows, columns, pairs)
 
 
 def _compacted(active: Any) -> tuple[jax.Array, jax.Array]:
@@ -113,8 +111,8 @@ def _compacted(active: Any) -> tuple[jax.Array, jax.Array]:
         if ((at >= first[:, None]) & (at < (first + count)[:, None]) == active).all():
             # Causal, window, chunk: nothing of the size of the pattern goes into the program.
             return jnp.asarray(first[:, None], jnp.int32), jnp.asarray(count, jnp.int32)
-    order = jnp.argsort(~jnp.asarray(active), axis=1, stable=True)
-    return order.astype(jnp.int32), jnp.asarray(active).sum(1, dtype=jnp.int32)
+    tiles = listed(jnp.asarray(active))
+    return tiles.index, tiles.count
 
 
 def _nth(order: jax.Array, n: jax.Array) -> jax.Array:
@@ -152,7 +150,7 @@ class _Logits(NamedTuple):
     distance: jax.Array | None  # |i - j|, for the gradient of ALiBi slopes
 
 
-def _logits(q, row, column, i, j, mask, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
+def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
     """Returns the logits of one block pair. q is [B, block_q, K, G, H]; limits is (T, S)."""
     num_kv_heads = q.shape[2]
     x = _dot("btkgh,bskh->bkgts", q, column["key"]) * scale
@@ -165,9 +163,10 @@ def _logits(q, row, column, i, j, mask, blocks, limits, alibi_slopes, scale, cap
         x = x + _heads(block.astype(jnp.float32), num_kv_heads)
     distance = None
     if alibi_slopes is not None:
-        distance = jnp.abs(row["position"][:, :, None] - column["position"][:, None]).astype(jnp.float32)
+        distance = jnp.abs(row["q_positions"][:, :, None] - column["k_positions"][:, None]).astype(jnp.float32)
         x = x - _heads(alibi_slopes.astype(jnp.float32)[:, :, None, None], num_kv_heads) * distance[:, None, None]
-    seen = visible_block(mask, row["position"], column["position"], row.get("segment"), column.get("segment"))
+    here = {n: x for n, x in (row | column).items() if n in KeyRange._fields}
+    seen = visible(keys._replace(**here))
     seen &= (row["index"] < limits[0])[:, :, None] & (column["index"] < limits[1])[:, None]
     seen = seen[:, None, None]
     if "attention_mask" in blocks.pairs:
@@ -179,7 +178,7 @@ def _logits(q, row, column, i, j, mask, blocks, limits, alibi_slopes, scale, cap
 def _keep(dropout_seed, row, column, probability, num_kv_heads):
     if probability == 0:
         return None
-    return _heads(dropout_scale(dropout_seed, row["position"], column["position"], probability), num_kv_heads)
+    return _heads(dropout_scale(dropout_seed, row["q_positions"], column["k_positions"], probability), num_kv_heads)
 
 
 def forward(
@@ -201,7 +200,7 @@ def forward(
     S, K, Hv = key.shape[1], key.shape[2], value.shape[3]
     G = N // K
     scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
-    mask, blocks = _prepare(query, key, value, mask, bias, cfg.fwd_params.q_blocksize, cfg.fwd_params.kv_blocksize)
+    keys, blocks = _prepare(query, key, value, mask, bias, cfg.fwd_params.q_blocksize, cfg.fwd_params.kv_blocksize)
     if softmax_aux is None:
         m0, l0 = -jnp.inf, 0.0
         sink = jnp.full((1, K, G, 1), m0, jnp.float32)
@@ -221,7 +220,7 @@ def forward(
             largest, total, out = carry
             j = _nth(order, n)
             column = _column_block(blocks, j)
-            s = _logits(q, row, column, i, j, mask, blocks, (T, S), alibi_slopes, scale, logits_soft_cap).value
+            s = _logits(q, row, column, i, j, keys, blocks, (T, S), alibi_slopes, scale, logits_soft_cap).value
             new = jnp.maximum(largest, jnp.max(s, axis=-1))
             anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has seen no key yet
             p = jnp.exp(s - anchor[..., None])
@@ -266,7 +265,7 @@ def backward(
     S, K, Hv = key.shape[1], key.shape[2], value.shape[3]
     G = N // K
     scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
-    mask, blocks = _prepare(query, key, value, mask, bias, cfg.bwd_params.q_blocksize, cfg.bwd_params.kv_blocksize)
+    keys, blocks = _prepare(query, key, value, mask, bias, cfg.bwd_params.q_blocksize, cfg.bwd_params.kv_blocksize)
 
     def per_row(x):
         """Returns [n, B, K, G, block_q] of x [B, T, N]."""
@@ -296,7 +295,7 @@ def backward(
             dq, sums = carry
             j = _nth(order, n)
             column = _column_block(blocks, j)
-            s = _logits(q, row, column, i, j, mask, blocks, (T, S), alibi_slopes, scale, logits_soft_cap)
+            s = _logits(q, row, column, i, j, keys, blocks, (T, S), alibi_slopes, scale, logits_soft_cap)
             p = jnp.where(some, jnp.exp(s.value - anchor), 0)
             dp = _dot("btkgv,bskv->bkgts", d_out, column["value"])
             keep = _keep(dropout_seed, row, column, dropout_prob, K)
@@ -358,8 +357,7 @@ def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> j
 
 
 EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
-MASKS = {"causal", "window", "chunk_size", "prefix", "segments", "positions", "dense_mask"}
-FEATURES = MASKS | {"gqa", "cross_attention", "value_width"}
+FEATURES = {*MASK_FEATURES, "gqa", "cross_attention", "value_width"}
 
 op.register(
     forward,

@@ -125,7 +125,7 @@ def flash_mla(
     for part in parts:
         part.check(B, T, S, N)
         mask = mask.combine(part)
-    if parts or mask.causal or mask.window:
+    if parts or mask.used:
         arguments["mask"] = mask
     if deterministic:
         arguments["deterministic"] = deterministic

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.attention.masks import MaskInfo, visible_block
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.ranges import KeyRange, ends_at, interval_of, visible
 from kernels.engines.matmul.dot import dot
 from kernels.framework.binding import Call
 from kernels.framework.select import NOMINAL_SIZE
@@ -109,13 +110,11 @@ def _tiles(requests: _Requests, num_tiles: Any, o: _Options) -> _Tiles:
     offset = requests.kv_len[r] - requests.count[r]
     low, high = offset + first, offset + jnp.minimum(first + o.block_q, requests.count[r]) - 1
     begin, end = requests.kv_start[r], requests.kv_end[r]
-    left, right = (None, None) if o.mask.window is None else o.mask.window
-    if left is not None:
-        begin = jnp.maximum(begin, low - left)
-    if right is not None:
-        end = jnp.minimum(end, high + right + 1)
-    if o.mask.causal:
-        end = jnp.minimum(end, high + 1)
+    first_sees, last_sees = interval_of(o.mask, low), interval_of(o.mask, high)
+    if first_sees.low is not None:
+        begin = jnp.maximum(begin, ends_at(first_sees.low, low))
+    if last_sees.high is not None:
+        end = jnp.minimum(end, ends_at(last_sees.high, high) + 1)
     block = jnp.maximum(begin, 0) // o.block_k
     pairs = jnp.where(at < last[-1], jnp.maximum(-(-end // o.block_k) - block, 1), 0)
     ends = jnp.cumsum(pairs, dtype=jnp.int32)
@@ -188,7 +187,7 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
             x = o.cap * jnp.tanh(x / o.cap)
         if slopes is not None:
             x = x - slopes * jnp.abs(i[:, :, None] - j[:, None]).astype(jnp.float32)[:, None, None]
-        seen = visible_block(o.mask, i, j, None, None) & there[:, None] & (row < count[:, None])[:, :, None]
+        seen = visible(KeyRange(i, j, *interval_of(o.mask, i))) & there[:, None] & (row < count[:, None])[:, :, None]
         x = jnp.where(seen[:, None, None], x, -jnp.inf)
         m = jnp.max(x, axis=-1)
         p = jnp.exp(x - _finite(m)[..., None])

@@ -1,0 +1,189 @@
+"""`KeyRange`: what any conjunction of mask rules comes to for a query, and the one table of what each rule means.
+
+A rule is one function from the positions of queries to an `Interval` of the positions of keys that they see. Nothing else knows
+what a rule means: backends compare keys with a `KeyRange`, and the tiles that a kernel visits, the pairs that FLOPs count, the
+hops of a ring and the planner all follow from its bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["RULES", "Edge", "Interval", "KeyRange", "Rule", "ends_at", "interval_of", "visible"]
+
+
+class Edge(NamedTuple):
+    """An end that is known when a program is made: so far from the query's own position, or a position of its own."""
+
+    offset: int
+    moves: bool = True
+
+
+class Interval(NamedTuple):
+    """Positions of the keys that a query sees: low to high, both included, but for those from gap_low to gap_high.
+
+    Each end is an `Edge`, which kernels compile in; an integer array, one position a query; or None where it is open. Both ends
+    of the gap are given, or neither.
+    """
+
+    low: Any = None
+    high: Any = None
+    gap_low: Any = None
+    gap_high: Any = None
+
+
+class KeyRange(NamedTuple):
+    """What a mask means: the interval of its rules, and what is no matter of positions. Arrays of queries or keys may be those
+    of a block of them.
+
+    Attributes:
+      q_positions, k_positions: int32 [#B, T] and [#B, S]; NumPy where the mask gives none.
+      low, high, gap_low, gap_high: as in `Interval`; arrays are [#B, T].
+      q_segments, k_segments: int32 [#B, T] and [#B, S], or None: a pair attends only if they are equal and not negative.
+      dense: bool [#B, #N, #T, #S] or None.
+    """
+
+    q_positions: Any
+    k_positions: Any
+    low: Any = None
+    high: Any = None
+    gap_low: Any = None
+    gap_high: Any = None
+    q_segments: Any = None
+    k_segments: Any = None
+    dense: Any = None
+
+    def of_queries(self) -> dict[str, Any]:
+        """Returns the arrays that have an entry for each query, by field."""
+        names = ("q_positions", *Interval._fields, "q_segments")
+        return {n: x for n in names if (x := getattr(self, n)) is not None and not isinstance(x, Edge)}
+
+    def of_keys(self) -> dict[str, Any]:
+        """Returns the arrays that have an entry for each key, by field."""
+        return {n: x for n in ("k_positions", "k_segments") if (x := getattr(self, n)) is not None}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every query sees every key."""
+        return all(x is None for x in self[2:])
+
+
+class Rule(NamedTuple):
+    """A rule of a mask.
+
+    fields: those of `MaskInfo` that it reads; without a value for the first one it rules nothing out.
+    interval: (mask, integer positions of queries of any shape [#B, ...]) -> `Interval`. Its low and high never decrease with
+      the position.
+    counted: those of the fields that count tokens from the start of a segment, where there are segments and no positions.
+    """
+
+    fields: tuple[str, ...]
+    interval: Callable[[Any, Any], Interval]
+    counted: tuple[str, ...] = ()
+
+
+def _of_rows(x: Any, q: Any) -> Any:
+    """Returns what there is one of for each row of the batch, [#B], to broadcast against the positions of queries."""
+    return x.reshape(-1, *(1,) * (q.ndim - 1))
+
+
+def _causal(mask: Any, q: Any) -> Interval:
+    if mask.prefix_lengths is None:
+        return Interval(high=Edge(0))
+    prefix = _of_rows(mask.prefix_lengths, q)
+    return Interval(high=_library(q, prefix).maximum(q, prefix - 1))
+
+
+def _window(mask: Any, q: Any) -> Interval:
+    left, right = mask.window
+    return Interval(None if left is None else Edge(-left), None if right is None else Edge(right))
+
+
+def _chunk(mask: Any, q: Any) -> Interval:
+    start = q // mask.chunk_size * mask.chunk_size
+    return Interval(start, start + (mask.chunk_size - 1))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("causal", "prefix_lengths"), _causal),
+    Rule(("window",), _window),
+    Rule(("chunk_size",), _chunk, counted=("chunk_size",)),
+)
+
+
+def _library(*arrays: Any) -> Any:
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def ends_at(end: Any, q: Any) -> Any:
+    """Returns an end that is not open as positions, one for each of the queries at positions q, or one for all of them."""
+    if not isinstance(end, Edge):
+        return end
+    return q + end.offset if end.moves else end.offset
+
+
+def _joined(a: Any, b: Any, q: Any, name: str) -> Any:
+    """Returns the end at which both rules hold: the greater of two that are low, the smaller of two that are high."""
+    if a is None or b is None:
+        return b if a is None else a
+    greater = name == "low"
+    if isinstance(a, Edge) and isinstance(b, Edge) and a.moves == b.moves:
+        return Edge(max(a.offset, b.offset) if greater else min(a.offset, b.offset), a.moves)
+    a, b = ends_at(a, q), ends_at(b, q)
+    xp = _library(a, b, q)
+    return xp.maximum(a, b) if greater else xp.minimum(a, b)
+
+
+def _static(end: Any, q: Any) -> Any:
+    """Returns the end as an `Edge`, if its array says no more than one does."""
+    if not isinstance(end, np.ndarray) or not isinstance(q, np.ndarray):
+        return end
+    offset, fixed = (end - q).ravel(), end.ravel()
+    if (offset == offset[0]).all():
+        return Edge(int(offset[0]))
+    return Edge(int(fixed[0]), moves=False) if (fixed == fixed[0]).all() else end
+
+
+def interval_of(mask: Any, q: Any) -> Interval:
+    """Returns what the rules of a `MaskInfo` that is resolved let queries at positions q see, together.
+
+    Args:
+      q: integers [#B, ...]; NumPy's where they are not given, so that ends may be constants of the program.
+    """
+    whole = Interval()
+    for rule in RULES:
+        if getattr(mask, rule.fields[0]) in (None, False):
+            continue
+        one = rule.interval(mask, q)
+        if one.gap_low is not None:
+            assert whole.gap_low is None, "two rules leave a gap, and a range has one"
+            whole = whole._replace(gap_low=one.gap_low, gap_high=one.gap_high)
+        whole = whole._replace(low=_joined(whole.low, one.low, q, "low"), high=_joined(whole.high, one.high, q, "high"))
+    return Interval(*(_static(end, q) for end in whole))
+
+
+def visible(keys: KeyRange) -> jax.Array:
+    """Returns bool [#B, T, S]: which pairs attend, of the queries and keys whose positions are there; `dense` apart, which has
+    heads."""
+    q, j = keys.q_positions, keys.k_positions[:, None, :]
+
+    def at(end: Any) -> Any:
+        end = ends_at(end, q)
+        return end if isinstance(end, int) else end[:, :, None]
+
+    seen = jnp.ones((1, q.shape[1], j.shape[2]), bool)
+    if keys.high is not None:
+        seen &= j <= at(keys.high)
+    if keys.low is not None:
+        seen &= j >= at(keys.low)
+    if keys.gap_low is not None:
+        seen &= (j < at(keys.gap_low)) | (j > at(keys.gap_high))
+    if keys.q_segments is not None:
+        a, b = keys.q_segments[:, :, None], keys.k_segments[:, None, :]
+        seen &= (a == b) & (a >= 0)
+    return seen

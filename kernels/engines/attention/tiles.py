@@ -1,0 +1,216 @@
+"""Which tiles of keys a tile of queries visits, row by row of the batch, from the bounds of a `KeyRange` over the tile: what a
+kernel goes over.
+
+Some of them need no look at the range, because every pair attends. The rest is compared entry by entry, so that bounds may be
+wide, never narrow: what is skipped is only what nobody sees, and what is taken as full is only what everybody sees. A kernel
+that has a tile of keys goes over the tiles of queries likewise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.engines.attention.masks import MaskInfo, key_range
+from kernels.engines.attention.ranges import Edge, KeyRange, ends_at
+
+__all__ = [
+    "FIRST",
+    "FULL_FIRST",
+    "FULL_LAST",
+    "LAST",
+    "TileMap",
+    "active_tiles",
+    "listed",
+    "spans",
+    "tile_maps",
+]
+
+# The entries of a span.
+FIRST, FULL_FIRST, FULL_LAST, LAST = range(4)
+_FAR = 2**30
+
+
+class TileMap(NamedTuple):
+    """The tiles that a tile visits, in a list: the first `full` of them need no look at the range.
+
+    index: int32 [#B, #N, tiles, most]; what is behind the first `count` entries is not visited. count, full: int32
+      [#B, #N, tiles].
+    """
+
+    index: Any
+    count: Any
+    full: Any
+
+
+class _Queries(NamedTuple):
+    """The bounds of each tile of queries [#B, n], over those that are not padding."""
+
+    some: Any  # whether any query is not padding
+    whole: Any  # whether none is padding
+    ends: dict[str, tuple[Any, Any]]  # the least and greatest of each end that is not open
+    segments: tuple[Any, Any] | None
+
+
+class _Keys(NamedTuple):
+    """The bounds of each tile of keys, likewise."""
+
+    some: Any
+    whole: Any
+    position: tuple[Any, Any]
+    segments: tuple[Any, Any] | None
+
+
+def _extremes(x: Any, valid: Any, tile: int, xp: Any) -> tuple[Any, Any]:
+    """Returns the least and the greatest of x [#B, length] in each tile, among what is valid; else such as meet nothing."""
+    x, valid = xp.broadcast_arrays(x, valid)
+    batch, length = x.shape
+    tiles = -(-length // tile)
+    pad = ((0, 0), (0, tiles * tile - length))
+
+    def padded(fill: int) -> Any:
+        return xp.pad(xp.where(valid, x, fill), pad, constant_values=fill).reshape(batch, tiles, tile)
+
+    return padded(_FAR).min(-1), padded(-_FAR).max(-1)
+
+
+def _library(keys: KeyRange) -> Any:
+    arrays = (*keys.of_queries().values(), *keys.of_keys().values())
+    return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
+
+
+def _valid(segments: Any, length: int, tile: int, xp: Any) -> tuple[Any, Any, Any]:
+    """Returns which tokens are no padding [#B, length], whether any token of a tile is none, and whether all are."""
+    valid = xp.ones((1, length), bool) if segments is None else segments >= 0
+    tiles = -(-length // tile)
+    pad = ((0, 0), (0, tiles * tile - length))
+
+    def padded(fill: bool) -> Any:
+        return xp.pad(valid, pad, constant_values=fill).reshape(valid.shape[0], tiles, tile)
+
+    return valid, padded(False).any(-1), padded(True).all(-1)
+
+
+def _of_queries(keys: KeyRange, tile: int, xp: Any) -> _Queries:
+    q, ids = keys.q_positions, keys.q_segments
+    valid, some, whole = _valid(ids, q.shape[1], tile, xp)
+    position = _extremes(q, valid, tile, xp)
+    ends = {}
+    for name in ("low", "high", "gap_low", "gap_high"):
+        end = getattr(keys, name)
+        if isinstance(end, Edge):  # an edge moves as positions do
+            ends[name] = ends_at(end, position[0]), ends_at(end, position[1])
+        elif end is not None:
+            ends[name] = _extremes(end, valid, tile, xp)
+    return _Queries(some, whole, ends, None if ids is None else _extremes(ids, valid, tile, xp))
+
+
+def _of_keys(keys: KeyRange, tile: int, xp: Any) -> _Keys:
+    k, ids = keys.k_positions, keys.k_segments
+    valid, some, whole = _valid(ids, k.shape[1], tile, xp)
+    return _Keys(some, whole, _extremes(k, valid, tile, xp), None if ids is None else _extremes(ids, valid, tile, xp))
+
+
+def _met(keys: KeyRange, q_tile: int, kv_tile: int, xp: Any) -> tuple[Any, Any]:
+    """Returns bool [#B, query tiles, key tiles]: whether some pair may attend, and whether every pair does; `dense` apart."""
+    q, k = _of_queries(keys, q_tile, xp), _of_keys(keys, kv_tile, xp)
+    first, last = (x[:, None] for x in k.position)
+
+    def end(name: str) -> tuple[Any, Any]:
+        return tuple(x if isinstance(x, int) else x[:, :, None] for x in q.ends[name])  # pyrefly: ignore[bad-return]
+
+    some = q.some[:, :, None] & k.some[:, None]
+    every = some & q.whole[:, :, None] & k.whole[:, None]
+    if "low" in q.ends:
+        least, greatest = end("low")
+        some, every = some & (last >= least), every & (first >= greatest)
+    if "high" in q.ends:
+        least, greatest = end("high")
+        some, every = some & (first <= greatest), every & (last <= least)
+    if "gap_low" in q.ends:
+        (low, low_most), (high_least, high) = end("gap_low"), end("gap_high")
+        some &= (first < low_most) | (last > high_least)
+        every &= (last < low) | (first > high) | (high < low)  # beside it, or it is empty
+    if q.segments is not None and k.segments is not None:
+        (a, b), (c, d) = (x[:, :, None] for x in q.segments), (x[:, None] for x in k.segments)
+        some, every = some & (a <= d) & (c <= b), every & (a == d) & (c == b)
+    return some, every
+
+
+def active_tiles(keys: KeyRange, q_tile: int, kv_tile: int) -> Any:
+    """Returns bool [query tiles, key tiles]: False only where no query of the tile sees any key of the tile, in no row.
+
+    NumPy where the range has no arrays but NumPy's, so that the pattern is a constant of the program; otherwise traced, from
+    the bounds of each tile: O(S) work, no S x S array.
+    """
+    some, _ = _met(keys, q_tile, kv_tile, _library(keys))
+    active = some.any(0)
+    if keys.dense is not None:
+        lengths = keys.q_positions.shape[1], keys.k_positions.shape[1]
+        dense = keys.dense.any((0, 1))
+        dense = jnp.broadcast_to(dense, [max(n, m) for n, m in zip(dense.shape, lengths, strict=True)])
+        pad = [(0, n * b - m) for n, b, m in zip(active.shape, (q_tile, kv_tile), dense.shape, strict=True)]
+        dense = jnp.pad(dense, pad).reshape(active.shape[0], q_tile, active.shape[1], kv_tile)
+        active = active & dense.any((1, 3))
+    return active
+
+
+def _some_and_every(keys: KeyRange, q_tile: int, kv_tile: int) -> tuple[Any, Any, Any]:
+    """Returns (some, every, library) of the tiles. One of keys that ends past the last key is never full, and where there is a
+    dense mask, which is not looked at, none is."""
+    xp, kv_length = _library(keys), keys.k_positions.shape[1]
+    some, every = _met(keys, q_tile, kv_tile, xp)
+    if kv_length % kv_tile:
+        every = every & (np.arange(every.shape[2]) < every.shape[2] - 1)
+    return some, every if keys.dense is None else xp.zeros_like(every), xp
+
+
+def spans(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
+    """Returns int32 ([#B, query tiles, 4], [#B, key tiles, 4]): of each tile of queries the span of key tiles, and of each tile
+    of keys that of query tiles, as (FIRST, FULL_FIRST, FULL_LAST, LAST): the contiguous form of `tile_maps`.
+
+    FIRST <= FULL_FIRST <= FULL_LAST <= LAST; FIRST = LAST where nothing attends. NumPy where the mask has no arrays, so that
+    the spans are constants of the program.
+    """
+    some, every, xp = _some_and_every(key_range(mask, q_length, kv_length), q_tile, kv_tile)
+    return _span(some, every, xp), _span(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
+
+
+def _span(some: Any, every: Any, xp: Any) -> Any:
+    """Returns int32 [#B, n, 4] of bool [#B, n, m]: the hull of `some`, and the first run of `every`."""
+    n = some.shape[-1]
+    at = np.arange(n, dtype=np.int32)
+    first = xp.where(some, at, n).min(-1)
+    last = xp.where(some, at + 1, 0).max(-1)
+    first = xp.minimum(first, last)
+    full = xp.where(every, at, n).min(-1)
+    end = xp.where(~every & (at > full[..., None]), at, n).min(-1)
+    none = full == n
+    full, end = xp.where(none, first, full), xp.where(none, first, end)
+    return xp.stack([first, full, end, last], axis=-1).astype(np.int32)
+
+
+def listed(some: Any, every: Any = None) -> TileMap:
+    """Returns the lists of bool [..., tiles, n]: first `every`, which is part of `some`, then the rest of `some`, each in
+    ascending order. Without `every` no tile is full."""
+    xp: Any = np if isinstance(some, np.ndarray) else jnp
+    nothing = xp.zeros(some.shape[:-1], np.int32)
+    rank = ~some if every is None else xp.where(every, 0, xp.where(some, 1, 2))
+    index = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
+    count = some.sum(-1, dtype=np.int32)
+    return TileMap(index, count, nothing if every is None else every.sum(-1, dtype=np.int32))
+
+
+def tile_maps(keys: KeyRange, q_tile: int, kv_tile: int, blocks: Any = None) -> tuple[TileMap, TileMap]:
+    """Returns the lists of key tiles of each tile of queries, and the transpose: of query tiles of each tile of keys.
+
+    Args:
+      blocks: bool [#B, #N, query tiles, key tiles], which tiles are visited at all; default: those that some query sees.
+    """
+    some, every, _ = _some_and_every(keys, q_tile, kv_tile)
+    some, every = some[:, None], every[:, None]
+    if blocks is not None:
+        some, every = some & blocks, every & blocks
+    return listed(some, every), listed(some.swapaxes(2, 3), every.swapaxes(2, 3))

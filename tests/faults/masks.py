@@ -1,0 +1,119 @@
+"""Faults of key ranges, of the tiles that follow from them, and of what counts by them."""
+
+from faults import Fault
+
+MASKS = "kernels/engines/attention/masks.py"
+RANGES = "kernels/engines/attention/ranges.py"
+TILES = "kernels/engines/attention/tiles.py"
+PAIRS = "kernels/engines/attention/pairs.py"
+SCHEDULE = "ejdist/sequence/schedule.py"
+TESTS = "tests/test_ranges.py"
+
+FAULTS = (
+    Fault(
+        "two rules: the looser end holds",
+        RANGES,
+        "else min(a.offset, b.offset)",
+        "else max(a.offset, b.offset)",
+        TESTS,
+    ),
+    Fault(
+        "two rules of which one is an array: the looser end holds",
+        RANGES,
+        "xp.minimum(a, b)",
+        "xp.maximum(a, b)",
+        TESTS,
+    ),
+    Fault("a prefix hides what is behind it", RANGES, ".maximum(q, prefix - 1)", ".minimum(q, prefix - 1)", TESTS),
+    Fault("a prefix is one key longer", RANGES, "q, prefix - 1)", "q, prefix)", "tests/test_masks.py -k visible"),
+    Fault(
+        "a chunk begins where the query is",
+        RANGES,
+        "start = q // mask.chunk_size * mask.chunk_size",
+        "start = q",
+        TESTS,
+    ),
+    Fault(
+        "an array of ends is one edge",
+        RANGES,
+        "if (offset == offset[0]).all()",
+        "if (offset == offset[0]).any()",
+        TESTS,
+    ),
+    Fault(
+        "an edge that stands still moves",
+        RANGES,
+        "q + end.offset if end.moves else",
+        "q + end.offset if True else",
+        f"{TESTS} -k gap",
+    ),
+    Fault(
+        "a gap is one key shorter in a pair",
+        RANGES,
+        "(j > at(keys.gap_high))",
+        "(j >= at(keys.gap_high))",
+        f"{TESTS} -k gap",
+    ),
+    Fault(
+        "a tile in a gap is full",
+        TILES,
+        "every &= (last < low) | (first > high) | (high < low)",
+        "every &= True",
+        f"{TESTS} -k gap",
+    ),
+    Fault("a tile beside a gap is skipped", TILES, "(first < low_most)", "(first < low)", f"{TESTS} -k gap"),
+    Fault(
+        "tiles of one segment and the next are full", TILES, "every & (a == d) & (c == b)", "every & (a == c)", TESTS
+    ),
+    Fault(
+        "a tile at the end of a chunk is full", TILES, "every & (last <= least)", "every & (last <= greatest)", TESTS
+    ),
+    Fault("lists: what is full is not first", TILES, "xp.where(every, 0, xp.where(some, 1, 2))", "~some", TESTS),
+    Fault(
+        "lists: the transpose is of what some see, not of what all see",
+        TILES,
+        "listed(some.swapaxes(2, 3), every",
+        "listed(every.swapaxes(2, 3), every",
+        TESTS,
+    ),
+    Fault(
+        "lists: tiles outside of a pattern of blocks are full",
+        TILES,
+        "some & blocks, every & blocks",
+        "some & blocks, every",
+        f"{TESTS} -k blocks",
+    ),
+    Fault(
+        "a tile under a dense mask is full",
+        TILES,
+        "every if keys.dense is None else xp.zeros_like(every)",
+        "every",
+        f"{TESTS} -k dense",
+    ),
+    Fault(
+        "the last tile of keys is full where it is cut",
+        TILES,
+        "if kv_length % kv_tile:",
+        "if False:",
+        "tests/kernels/test_blocks.py",
+    ),
+    Fault(
+        "unknown positions leave the rules that compare them", MASKS, 'if "q_positions" in unknown or ', "if ", TESTS
+    ),
+    Fault("unknown arrays leave the rules that read them", MASKS, " or unknown & set(rule.fields):", ":", TESTS),
+    Fault(
+        "unknown segments leave what is counted in them",
+        MASKS,
+        'counted = "q_segment_ids" in unknown',
+        "counted = False",
+        TESTS,
+    ),
+    Fault("a document has keys before its first", PAIRS, "low = np.maximum(low, 0)", "low = low", TESTS),
+    Fault(
+        "a ring's hops are those of causal attention alone",
+        SCHEDULE,
+        "rules = mask.replace(",
+        "rules = MaskInfo(causal=True).replace(",
+        TESTS,
+    ),
+)

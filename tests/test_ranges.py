@@ -1,0 +1,220 @@
+"""The key range of a mask, and the tiles that follow from it, against the dense mask: for each rule by itself, and together."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejdist.order import Order
+from ejdist.sequence.schedule import needed
+from ejdist.training.flops import visible_pairs as pairs_of_documents
+from kernels import MaskInfo
+from kernels.engines.attention.masks import MASK_DIMS, MASK_FEATURES, key_range
+from kernels.engines.attention.pairs import keys_of_causal, visible_pairs
+from kernels.engines.attention.ranges import RULES, Edge, Interval, KeyRange, ends_at, interval_of, visible
+from kernels.engines.attention.tiles import FIRST, FULL_FIRST, FULL_LAST, LAST, active_tiles, listed, spans, tile_maps
+
+T, S = 40, 56
+# What shows each rule: fields that are static, and arrays that it reads. A rule without an example here fails a test.
+STATIC = {
+    "causal": {"causal": True},
+    "window": {"window": (9, 0)},
+    "open window": {"window": (None, 3)},
+    "two sides": {"window": (7, 12)},
+    "chunk_size": {"chunk_size": 12},
+    "chunk under a window": {"chunk_size": 24, "window": (9, 4)},
+    "causal chunk": {"causal": True, "chunk_size": 12},
+}
+DATA = {
+    "prefix_lengths": {"causal": True, "prefix_lengths": jnp.asarray([0, 21])},
+    "prefix in a window": {"causal": True, "window": (9, 5), "prefix_lengths": jnp.asarray([30, 21])},
+}
+MASKS = {name: MaskInfo(**fields) for name, fields in (STATIC | DATA).items()} | {"none": MaskInfo()}
+RULES_AND_DATA = {name for rule in RULES for name in rule.fields}
+
+
+def packed(mask):
+    ids = np.repeat(np.arange(4), 14)[None] + np.zeros((2, 1), int)
+    ids[1, 5:19], ids[0, -3:] = -1, -1
+    return mask.combine(MaskInfo.from_segments(ids[:, -T:], ids))
+
+
+def shuffled(mask):
+    rng = np.random.default_rng(3)
+    return mask.permute(rng.permutation(T), rng.permutation(S))
+
+
+FORMS = {"in order": lambda mask: mask, "packed": packed, "shuffled": shuffled}
+
+
+def dense(mask):
+    return np.broadcast_to(np.asarray(mask.visible(T, S)), (2, 1, T, S))[:, 0]
+
+
+def tiled(seen, q_tile, kv_tile, fill):
+    """Returns [B, query tiles, key tiles, q_tile * kv_tile] of [B, T, S]."""
+    pad = [(0, -n % tile) for n, tile in zip(seen.shape[1:], (q_tile, kv_tile), strict=True)]
+    seen = np.pad(seen, [(0, 0), *pad], constant_values=fill)
+    rows, columns = seen.shape[1] // q_tile, seen.shape[2] // kv_tile
+    seen = seen.reshape(-1, rows, q_tile, columns, kv_tile)
+    return seen.transpose(0, 1, 3, 2, 4).reshape(-1, rows, columns, q_tile * kv_tile)
+
+
+def test_every_rule_and_every_field_of_one_has_an_example():
+    assert {name for mask in MASKS.values() for name in mask.used} == RULES_AND_DATA
+    for rule in RULES:
+        assert set(rule.counted) <= set(rule.fields)
+        assert rule.fields[0] in MASK_FEATURES and rule.fields[0] not in MASK_DIMS, rule.fields
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_ends_never_decrease_and_are_static_where_the_rules_are(name):
+    mask, at = MASKS[name], np.arange(-20, 60)[None]
+    interval = interval_of(mask, at)
+    for end in (interval.low, interval.high):
+        if end is not None:
+            found = np.asarray(
+                np.broadcast_to(ends_at(end, at), np.broadcast_shapes(at.shape, np.shape(ends_at(end, at))))
+            )
+            assert (np.diff(found, axis=1) >= 0).all()
+    keys = mask.key_range(T, S)
+    for end in (getattr(keys, field) for field in Interval._fields):
+        if name in STATIC:  # nothing to be read when the program runs
+            assert end is None or isinstance(end, (Edge, np.ndarray))
+        if "chunk" not in name and name not in DATA:  # and nothing to be stored in it
+            assert end is None or isinstance(end, Edge)
+    assert keys.is_open == (name == "none")
+
+
+def test_causal_and_a_window_are_compiled_in():
+    assert MaskInfo(causal=True, window=(9, 5)).key_range(T, S)[2:] == (Edge(-9), Edge(0), *(None,) * 5)
+    assert MaskInfo(causal=True, chunk_size=8).key_range(T, T).high == Edge(0)  # what the chunk says of it is no news
+    assert MaskInfo(chunk_size=64).key_range(T, T)[2:4] == (Edge(0, moves=False), Edge(63, moves=False))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_and_pairs_are_those_of_the_dense_mask(name, form):
+    """What is not visited nobody sees, what is full everybody does; in order, lists and their transpose say the same."""
+    mask = FORMS[form](MASKS[name])
+    seen, keys = dense(mask), mask.key_range(T, S)
+    assert visible_pairs(mask, 2, 1, T, S) == seen.sum()
+    for q_tile, kv_tile in ((8, 8), (12, 8), (16, 64)):
+        some = tiled(seen, q_tile, kv_tile, False).any(-1)
+        every = tiled(seen, q_tile, kv_tile, True).all(-1)
+        rows = range(2)
+        assert (np.asarray(active_tiles(keys, q_tile, kv_tile)) | ~some.any(0)).all()
+        by_query, by_key = (
+            [np.broadcast_to(x[:, 0], (2, *x.shape[2:])) for x in tiles] for tiles in tile_maps(keys, q_tile, kv_tile)
+        )
+        span, _ = (np.broadcast_to(x, (2, *x.shape[1:])) for x in spans(mask, T, S, q_tile, kv_tile))
+        visited, full = np.zeros_like(some), np.zeros_like(some)
+        for b, i in itertools.product(rows, range(some.shape[1])):
+            index, count, whole = (x[b, i] for x in by_query)
+            visited[b, i, index[:count]], full[b, i, index[:whole]] = True, True
+            for part in (index[:whole], index[whole:count]):
+                assert (np.diff(part) > 0).all()
+            at = np.flatnonzero(visited[b, i])
+            first, full_first, full_last, last = span[b, i]
+            assert (first, last) == ((at[0], at[-1] + 1) if at.size else (first, first))
+            assert full[b, i, full_first:full_last].all() and (full_last > full_first) == full[b, i].any()
+        assert (visited | ~some).all() and (every | ~full).all() and (visited | ~full).all()
+        if form == "in order":  # exactly those, but for a last tile of keys that is cut
+            assert (visited == some).all() and (full == every)[..., : S // kv_tile].all()
+        for b, j in itertools.product(rows, range(some.shape[2])):
+            index, count, whole = (x[b, j] for x in by_key)
+            np.testing.assert_array_equal(np.sort(index[:count]), np.flatnonzero(visited[b, :, j]))
+            np.testing.assert_array_equal(index[:whole], np.flatnonzero(full[b, :, j]))
+
+
+def test_tiles_of_blocks():
+    """A pattern of blocks leaves those of the range that are set, for each head; what is full stays so."""
+    keys = MaskInfo(causal=True).key_range(64, 64)
+    blocks = np.random.default_rng(0).random((1, 3, 8, 8)) < 0.5
+    by_query, by_key = tile_maps(keys, 8, 8, blocks)
+    wanted, full = blocks & np.tril(np.ones((8, 8), bool)), blocks & np.tril(np.ones((8, 8), bool), -1)
+    np.testing.assert_array_equal(by_query.count, wanted.sum(-1))
+    np.testing.assert_array_equal(by_query.full, full.sum(-1))
+    np.testing.assert_array_equal(by_key.count, wanted.sum(-2))
+    for n, i in np.ndindex(3, 8):
+        own = by_query.index[0, n, i, : by_query.count[0, n, i]]
+        np.testing.assert_array_equal(np.sort(own), np.flatnonzero(wanted[0, n, i]))
+    assert all(isinstance(x, np.ndarray) for x in (*by_query, *by_key))  # constants of the program
+    plain = listed(wanted)
+    np.testing.assert_array_equal(plain.count, by_query.count)
+    assert (
+        not plain.full.any() and (plain.index[0, 0, 7, : plain.count[0, 0, 7]] == np.flatnonzero(wanted[0, 0, 7])).all()
+    )
+
+
+def test_a_dense_mask_is_never_full():
+    mask = MaskInfo(causal=True, attention_mask=jnp.ones((1, 1, T, S), bool))
+    for tiles in tile_maps(mask.key_range(T, S), 8, 8):
+        assert not np.asarray(tiles.full).any() and np.asarray(tiles.count).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_loosened_mask_hides_nothing_more(name, form):
+    """Whatever the arrays hold that are not known, the rules that are left let through all that the mask does."""
+    mask = FORMS[form](MASKS[name])
+    for unknown in (mask.data_fields, mask.data_fields[:1], mask.data_fields[-1:]):
+        loose = mask.loosened(unknown)
+        assert not set(loose.used) & set(unknown)
+        assert (dense(loose) | ~dense(mask)).all()
+    assert MASKS["window"].loosened(()) == MASKS["window"]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("name", STATIC)
+def test_the_ring_the_planner_and_flops_count_by_the_same_range(name, order):
+    mask, order, length = MaskInfo(**STATIC[name]), Order(order, 4), 64
+    at = order.indices(length)
+    seen = np.asarray(mask.visible(length, length))[0, 0][at][:, at]
+    joined = seen.reshape(4, 16, 4, 16).any((1, 3))
+    asked = needed(order, length, mask)
+    assert (asked | ~joined).all()
+    assert order.name == "striped" or (asked == joined).all()
+    below = np.asarray(mask.combine(MaskInfo(causal=True)).visible(length, length))[0, 0]
+    np.testing.assert_array_equal(keys_of_causal(mask, length), below.sum(1))
+    assert (
+        pairs_of_documents(np.repeat([[0, 1]], [20, 44], axis=1), mask) == below[:20, :20].sum() + below[:44, :44].sum()
+    )
+
+
+def test_a_range_is_made_without_a_square_of_memory():
+    """Traced positions, segments and prefixes: O(S) arrays, and tiles of their bounds."""
+    at = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
+
+    def maps(at, prefix):
+        mask = MaskInfo(q_positions=at, kv_positions=at, causal=True, prefix_lengths=prefix, chunk_size=8192)
+        return tile_maps(key_range(mask, 32768, 32768), 256, 256)
+
+    used = jax.jit(maps).lower(at, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
+    assert used.temp_size_in_bytes < 32768 * 200
+
+
+def test_a_gap_hides_the_keys_in_it():
+    """Positions from gap_low to gap_high, of queries that move and of arrays, alike in a pair, a tile and the count."""
+    at = np.arange(32, dtype=np.int32)[None]
+    three, behind = np.full(32, 3), np.arange(32) - 6
+    for low, high, a, b in (
+        (Edge(3, moves=False), Edge(-6), three, behind),
+        (three[None], behind[None], three, behind),
+        (Edge(-9), Edge(-4), behind - 3, behind + 2),
+    ):
+        keys = KeyRange(at, at, high=Edge(0), gap_low=low, gap_high=high)
+        seen = np.asarray(visible(keys))[0]
+        j = np.arange(32)
+        np.testing.assert_array_equal(seen, (j <= j[:, None]) & ((j < a[:, None]) | (j > b[:, None])))
+        by_query, _ = tile_maps(keys, 4, 4)
+        some, every = (x[0] for x in (tiled(seen[None], 4, 4, False).any(-1), tiled(seen[None], 4, 4, False).all(-1)))
+        for i in range(8):
+            count, full = by_query.count[0, 0, i], by_query.full[0, 0, i]
+            assert set(np.flatnonzero(some[i])) <= set(by_query.index[0, 0, i, :count])
+            assert set(by_query.index[0, 0, i, :full]) <= set(np.flatnonzero(every[i]))
+            # No tile in the middle of the gap is visited, and what is past it on either side is full.
+            assert count <= some[i].sum() + 1 and full == every[i].sum()
+    assert FIRST < FULL_FIRST < FULL_LAST < LAST
