@@ -126,6 +126,8 @@ def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
     whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
     whole = whole.resolved(order.indices(own * order.shards))
     start = exchange.rank(axis) * own
+    # What was gathered, and what was counted over the whole.
+    names = {*names, *whole.data_fields} - ({*mask.data_fields} - {*names})
     return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, own, 1) for n in names})
 
 

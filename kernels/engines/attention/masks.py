@@ -253,13 +253,12 @@ class MaskInfo:
                     f"mask field {name!r} must be an array of {'bools' if kind is np.bool_ else 'integers'}, got "
                     + (str(value.dtype) if is_array(value) else type(value).__name__)
                 )
-        for side, length in (("q", q_length), ("kv", kv_length)):
-            for name in (f"{side}_segment_ids", f"{side}_positions"):
-                value = getattr(self, name)
-                if value is not None and not (
-                    value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length
-                ):
-                    raise ValueError(f"mask field {name!r} must be [{batch} or 1, {length}], got {value.shape}")
+        for name in self.data_fields:
+            value, length = getattr(self, name), {"T": q_length, "S": kv_length}.get(MASK_DIMS[name][-1])
+            if MASK_DIMS[name] in (("B", "T"), ("B", "S")) and not (
+                value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length
+            ):
+                raise ValueError(f"mask field {name!r} must be [{batch} or 1, {length}], got {value.shape}")
         self._check_pairs()
         mask = self.attention_mask
         if mask is not None:
@@ -304,7 +303,7 @@ class MaskInfo:
     def counts_in_segments(self) -> bool:
         """Whether a rule counts tokens from the start of each segment, so that it needs whole rows: see `resolved`."""
         there = self.chunks_in_segments and self.q_segment_ids is not None
-        return there and any(getattr(self, name) is not None for rule in RULES for name in rule.counted)
+        return there and any(rule.counts(self) for rule in RULES)
 
     def loosened(self, unknown: Collection[str]) -> MaskInfo:
         """Returns the mask without those data fields and the rules that read them: under it a query sees all that it may see
@@ -318,7 +317,7 @@ class MaskInfo:
             # Positions may be in any order, so what compares them rules nothing out.
             if "q_positions" in unknown or unknown & set(rule.fields):
                 dropped |= set(rule.fields)
-            elif counted and any(getattr(self, name) is not None for name in rule.counted):
+            elif counted and rule.counts(self):
                 dropped |= set(rule.fields)
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         return self.replace(**{name: defaults[name] for name in dropped})
@@ -326,20 +325,17 @@ class MaskInfo:
     def resolved(self, order: Any = None) -> MaskInfo:
         """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
 
-        Chunks of packed sequences, without positions of the caller's own, are counted from the start of each segment: here
-        they become segments of their own. Backends call it; whoever shards a mask, or brings positions to it, before.
+        In packed sequences, without positions of the caller's own, some rules count from the start of each segment: chunks
+        become segments of their own here. Backends call it; whoever shards a mask, or brings positions to it, before.
 
         Args:
           order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
         """
-        q, k = self.q_segment_ids, self.kv_segment_ids
-        if not self.counts_in_segments or q is None or k is None or self.chunk_size is None:
-            return self
-        # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
-        q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
-        k_at = segments.rank(k, order)
-        q, k = segments.joint(q, k, q_at // self.chunk_size, k_at // self.chunk_size)
-        return self.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
+        mask = self
+        for rule in RULES:
+            if mask.counts_in_segments and rule.counts(mask):
+                mask = rule.resolved(mask, order)
+        return mask
 
     def key_range(self, q_length: int, kv_length: int) -> KeyRange:
         """Returns what the mask means for queries and keys of those lengths; its arrays are NumPy's where no field is data."""

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["RULES", "Edge", "Interval", "KeyRange", "Rule", "ends_at", "interval_of", "visible"]
+from kernels.framework import segments
+
+__all__ = ["EXAMPLES", "RULES", "Edge", "Interval", "KeyRange", "Rule", "ends_at", "interval_of", "visible"]
 
 
 class Edge(NamedTuple):
@@ -79,12 +81,14 @@ class Rule(NamedTuple):
     fields: those of `MaskInfo` that it reads; without a value for the first one it rules nothing out.
     interval: (mask, integer positions of queries of any shape [#B, ...]) -> `Interval`. Its low and high never decrease with
       the position.
-    counted: those of the fields that count tokens from the start of a segment, where there are segments and no positions.
+    counts: whether the rule of a mask counts tokens from the start of a segment, where there are segments and no positions.
+    resolved: (mask, order) -> the mask with arrays in place of what is counted, see `MaskInfo.resolved`.
     """
 
     fields: tuple[str, ...]
     interval: Callable[[Any, Any], Interval]
-    counted: tuple[str, ...] = ()
+    counts: Callable[[Any], bool] = lambda mask: False
+    resolved: Callable[[Any, Any], Any] = lambda mask, order: mask
 
 
 def _of_rows(x: Any, q: Any) -> Any:
@@ -109,11 +113,25 @@ def _chunk(mask: Any, q: Any) -> Interval:
     return Interval(start, start + (mask.chunk_size - 1))
 
 
+def _chunks_of_segments(mask: Any, order: Any) -> Any:
+    """Chunks become segments of their own."""
+    q, k = mask.q_segment_ids, mask.kv_segment_ids
+    # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
+    q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
+    q, k = segments.joint(q, k, q_at // mask.chunk_size, segments.rank(k, order) // mask.chunk_size)
+    return mask.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("causal", "prefix_lengths"), _causal),
     Rule(("window",), _window),
-    Rule(("chunk_size",), _chunk, counted=("chunk_size",)),
+    Rule(("chunk_size",), _chunk, lambda mask: mask.chunk_size is not None, _chunks_of_segments),
 )
+# Rules without arrays, by the name of a case: what every operation that takes a mask is tested with.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "window": {"causal": True, "window": (7, 0)},
+    "chunk": {"causal": True, "chunk_size": 8},
+}
 
 
 def _library(*arrays: Any) -> Any:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.ranges import EXAMPLES
 from kernels.framework.backend import Case
 
 SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
@@ -65,6 +66,10 @@ def _causal(rng, dims):
     return MaskInfo(causal=True)
 
 
+def _rules(**rules):
+    return lambda rng, dims: MaskInfo(**rules)
+
+
 _LONG = {"B": 1, "T": 16384, "S": 16384, "N": 8, "K": 2, "H": 128, "Hv": 128}
 CASES = (
     _case("shared", SMALL, "smoke", mask=_causal),
@@ -74,6 +79,7 @@ CASES = (
     _case("segments", SMALL, "slow", rows=True, mask=_segments(causal=True, chunk_size=5), density=0.8),
     _case("permuted", SMALL, "slow", mask=_permuted),
     _case("prefix", SMALL, "slow", mask=_prefix),
+    *(_case(name, SMALL, "slow", mask=_rules(**rules)) for name, rules in EXAMPLES.items()),
     _case("dense_mask", SMALL, "slow", heads=True, mask=_dense),
     _case(
         "together",

@@ -7,6 +7,7 @@ import numpy as np
 
 from kernels.engines.attention.dropout import expand_dropout_seed
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.ranges import EXAMPLES
 from kernels.framework.backend import Case
 
 SMALL = {"B": 2, "T": 37, "S": 37, "N": 4, "K": 2, "H": 16, "Hv": 16}
@@ -101,7 +102,7 @@ def _bench(name, dims, *, causal=True, window=None, tags=frozenset({"bench"}), m
 
 # Those that `attention`, which also returns its weights, is held to: every option and every kind of mask once.
 WITH_WEIGHTS = (
-    "causal", "cross", "window", "chunk", "prefix", "segments", "permuted", "dense_mask", "value_width", "scale", "soft_cap",
+    *EXAMPLES, "causal", "cross", "prefix", "segments", "permuted", "dense_mask", "value_width", "scale", "soft_cap",
     "bias", "several_sinks", "alibi_per_row", "dropout",
 )  # fmt: skip
 # What differs from a case beside it in one number or one shape only: in the full grid.
@@ -117,10 +118,9 @@ CASES = (
     Case("cross", CROSS),
     Case("cross_causal", CROSS, make=_mask(causal=True)),
     Case("more_queries_than_keys", {**CROSS, "T": 53, "S": 29}, make=_mask(causal=True), tags=SLOW),
-    Case("window", SMALL, make=_mask(causal=True, window=(7, 0))),
+    *(Case(name, SMALL, make=_mask(**rules), tags=KERNELS) for name, rules in EXAMPLES.items()),
     Case("window_two_sided", SMALL, make=_mask(window=(5, 3))),
     Case("window_open_left", SMALL, make=_mask(window=(None, 2)), tags=SLOW),
-    Case("chunk", SMALL, make=_mask(causal=True, chunk_size=8), tags=KERNELS),
     Case("prefix", SMALL, make={"mask": _prefix}, tags=KERNELS),
     Case("segments", SMALL, make=_segments(causal=True), tags=KERNELS | {"smoke"}),
     Case("segments_window", SMALL, make=_segments(causal=True, window=(4, 0)), tags=SLOW),

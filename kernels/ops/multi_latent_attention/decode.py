@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.attention.masks import MaskInfo, window_of
+from kernels.engines.attention.ranges import KeyRange, ends_at, interval_of, visible
 from kernels.engines.matmul.dot import dot
 
 ENTRIES = 256  # of each row, that a step meets
@@ -24,14 +26,15 @@ class _Rows:
         S = kv_cache.shape[1]
         self.query = jnp.concatenate([query, query_rope], -1).reshape(B, T * N, -1)
         self.cache, self.R, self.block = kv_cache, R, min(ENTRIES, S)
-        self.scale, self.cap, self.window = softmax_scale, logits_soft_cap, sliding_window
+        self.scale, self.cap = softmax_scale, logits_soft_cap
         self.length = jnp.minimum(kv_lens.astype(jnp.int32), S)
         # A cache that is a part of a longer one has fewer entries than there are.
         self.position = jnp.repeat(kv_lens.astype(jnp.int32)[:, None] - T + jnp.arange(T, dtype=jnp.int32), N, axis=1)
         self.last = -(-jnp.max(self.length, initial=0) // self.block)
         self.first = jnp.int32(0)
-        if sliding_window is not None:
-            seen_first = jnp.maximum(jnp.min(self.position) - sliding_window + 1, 0)
+        self.sees = interval_of(MaskInfo(causal=True, window=window_of(sliding_window)), self.position)
+        if self.sees.low is not None:
+            seen_first = jnp.maximum(jnp.min(ends_at(self.sees.low, self.position)), 0)
             self.first = jnp.minimum(seen_first // self.block, self.last)
 
     def pairs(self, j: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -45,9 +48,7 @@ class _Rows:
         logits = dot("bqw,bkw->bqk", self.query, entries) * self.scale
         if self.cap is not None:
             logits = self.cap * jnp.tanh(logits / self.cap)
-        seen = there[:, None] & (at <= self.position[..., None])
-        if self.window is not None:
-            seen &= at > self.position[..., None] - self.window
+        seen = there[:, None] & visible(KeyRange(self.position, at[None], *self.sees))
         return start, entries, logits, seen
 
 
