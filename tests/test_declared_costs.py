@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejdist import make_mesh, ring_attention
+from ejdist import make_mesh, order, ring_attention
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic, Undeclared
 from ejdist.experts.choice import choose
 from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of, memory_of
@@ -34,7 +34,6 @@ from ejdist.planning.activations import counted_parts, has_experts
 from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, ways
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
-from ejdist.sequence import order
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme

@@ -207,11 +207,6 @@ FAULTS = (
     ),
     Fault(
         "contiguous parts are as even as a zigzag's",
-        "ejdist/order.py",
-        "lambda ranks: (2 * ranks - 1) / ranks",
-        "lambda ranks: 1.0",
-    ),
-    Fault(
         "ejdist/sequence/schedule.py",
         "return float(pairs.max() / pairs.mean())",
         "return 1.0",

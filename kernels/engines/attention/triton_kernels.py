@@ -2,7 +2,7 @@
 since Ampere, and the interpreter.
 
 A program has a block of queries, or of keys, of one head and row of the batch, and goes over the blocks that meet it: where
-every pair attends without a look at the mask, elsewhere entry by entry (blocks.py). Logits are in units of log 2, so that every
+every pair attends without a look at the mask, elsewhere entry by entry (tiles.py). Logits are in units of log 2, so that every
 exponential is one instruction.
 """
 
