@@ -174,7 +174,7 @@ FAULTS = (
         "ejdist/models/remat.py",
         "policies.save_only_these_names(*offloads, *saves)",
         "policies.save_only_these_names(*saves)",
-        "tests/test_model.py -k computed_again",
+        "tests/test_model.py -k computes_again",
     ),
     Fault(
         "the compiler may sum whole gradients of microbatches",
