@@ -154,7 +154,7 @@ def travelling(mesh: Any, scheme: str, direction: str) -> Callable:
         sums = jax.tree.map(lambda x: x.astype(jnp.float32), keys)
         return ring(keys, n - 1), ring(sums, n)
 
-    bodies = {Ring: passed_on, AllGather: gathered}
+    bodies: dict[type[Scheme], Callable] = {Ring: passed_on, AllGather: gathered}
     if type(scheme_of(scheme)) not in bodies:
         raise ValueError(f"schemes = {scheme!r}: there is no program of its transfers alone; add one to `travelling`")
     lies = {name: spec([*dims], ACTIVATIONS) for name, dims in DIMS.items()}
