@@ -62,7 +62,7 @@ def quantize(
 
     Args:
       w: float [..., D, F]; D is what is summed over, and a multiple of 32 and of group_size. Of "affine" the largest less the
-        least of a group must be finite in float32; else it is NaN where values are not known, under a trace or on a GPU.
+        least of a group must be finite in float32; what is not is NaN where values are unknown, under a trace or on a GPU.
       mode: "affine": scale * code + bias, code of 1 to 8 bits, from the least and the largest of a group. "nf4": scale times a
         quantile of the normal distribution, scale the largest magnitude. "mxfp4", "mxfp8": 2 ** (scale - 127) times an e2m1 or
         e4m3 number, rounded to nearest even; groups of 32, scales uint8 (e8m0).
