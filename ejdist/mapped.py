@@ -23,6 +23,7 @@ def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> 
     gradient of what is the same on several devices is summed over them, once.
     """
 
+    @functools.wraps(function)
     def mapped(*arguments: Any) -> Any:
         around = jax.sharding.get_abstract_mesh()
         inside = bool(around.manual_axes)

@@ -194,3 +194,18 @@ def test_on_tpus_a_kernel_is_mapped_and_nothing_is_gathered():
         made = compile_tpu(jax.value_and_grad(loss, (0, 1, 2, 3, 4)), array(8, 512, 256), array(256), *heads)
     assert mosaic_calls(made) > 2
     assert "all-gather" not in made.as_text()
+
+
+def test_on_tpus_the_rows_of_a_rank_are_mapped_too():
+    """Of attention that communicates over the axis of the outer map, whose rows lie on the others."""
+    chips = jax.sharding.Mesh(np.asarray(tpu_topology("v5e:2x4").devices).reshape(2, 2, 2), AXES)
+    heads = jax.ShapeDtypeStruct(
+        (8, 512, 2, 128), jnp.float32, sharding=NamedSharding(chips, P(("stage", "data"), "seq"))
+    )
+    part = P(None, "seq")
+    mapped = jax.shard_map(
+        functools.partial(ring, axis_name="seq"), mesh=chips, in_specs=(part,) * 3, out_specs=part, axis_names={"seq"}
+    )
+    with set_layout(B=("stage", "data"), T="seq"):
+        made = compile_tpu(mapped, heads, heads, heads)
+    assert mosaic_calls(made) and "all-gather" not in made.as_text()

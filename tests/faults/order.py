@@ -8,6 +8,8 @@ LOSSES = "ejdist/experts/losses.py"
 ORDERED = "kernels/framework/ordered.py"
 ORDER = "tests/test_order.py"
 MAPPED = "tests/test_sequence_mapped.py"
+INSIDE = "ejdist/mapped.py"
+NESTED = "tests/test_nested_maps.py"
 
 FAULTS = (
     Fault(
@@ -90,8 +92,8 @@ FAULTS = (
     Fault(
         "a mean is over the tokens of one rank",
         SHARDED,
-        "return replace(prepared, sums=sums).result(op, outputs)",
-        "return prepared.result(op, outputs)",
+        "prepared = replace(prepared, sums=jax.lax.psum(prepared.sums, axes))",
+        "pass",
         f"{MAPPED} -k mean_pooling",
     ),
     Fault(
@@ -114,5 +116,47 @@ FAULTS = (
         "jax.lax.axis_index(axis) * own, own)",
         "0, own)",
         f"{MAPPED} -k loss_of_sequences",
+    ),
+    Fault(
+        "inside a map over some axes a kernel is left to the partitioner",
+        "ejdist/mesh.py",
+        "return _left_of(mesh) if mesh.manual_axes else mesh",
+        "return None if mesh.manual_axes else mesh",
+        f"{NESTED} -k 'tpus or nobody_placed'",
+    ),
+    Fault(
+        "what one map inside another keeps is that of the first shard",
+        INSIDE,
+        "(out_specs, jax.P(names)))(some, rest)",
+        "(out_specs, jax.P(None)))(some, rest)",
+        f"{NESTED} -k numbers",
+    ),
+    Fault(
+        "a map inside one that does not track what varies has its own derivative",
+        INSIDE,
+        "if inside and not varying_axes(",
+        "if inside and varying_axes(",
+        f"{NESTED} -k outer_map",
+    ),
+    Fault(
+        "integers among the results of an inner map have cotangents",
+        INSIDE,
+        "if x.dtype != jax.dtypes.float0]",
+        "]",
+        f"{NESTED} -k 'numbers and moe'",
+    ),
+    Fault(
+        "a rank's rows are not mapped over the axes that its map leaves",
+        SHARDED,
+        "if current_mesh() is not None:\n        whole",
+        "if False:\n        whole",
+        f"{NESTED} -k rows_of_a_rank",
+    ),
+    Fault(
+        "constraints of a stage name the whole mesh",
+        "ejdist/layout.py",
+        "NamedSharding(around, where.spec) if around.manual_axes else where",
+        "where",
+        f"{NESTED} -k model_in_a_stage",
     ),
 )
