@@ -122,6 +122,8 @@ def axes_of_rank(
       ValueError: the layout has the sequence on an axis that this is mapped over, and the call does not say what to do; or what
         it says cannot be.
     """
+    if axis_name is None and not jax.sharding.get_abstract_mesh().manual_axes:
+        return None
     dims = needed_whole(op, prepared.call)
     if axis_name is None:
         axes = bound_axes(dims)

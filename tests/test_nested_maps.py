@@ -143,6 +143,20 @@ def test_operations_of_a_model_in_a_stage():
     compare(order.inverse(rows), table[tokens])
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "ring_attention"])
+def test_explicit_axes_inside_an_outer_map(name):
+    """Where an array lies on the inner axes is its type."""
+    function, _, arrays, specs = CALLS[name]
+    want = on_one_device(name)
+    chips = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
+    how = {"axis_name": "seq"} if name == "ring_attention" else {}
+    with jax.set_mesh(chips):
+        spec = P(("stage", "data"), "seq")
+        placed = [jax.device_put(x, NamedSharding(chips, spec if s == ROWS else WHOLE)) for x, s in zip(arrays, specs)]
+        mapped = jax.shard_map(functools.partial(function, **how), in_specs=specs, out_specs=ROWS, axis_names={"stage"})
+        compare(both_ways(mapped, placed)(*placed), want)
+
+
 def inside(function, *arrays, over="stage", **layout):
     with set_layout(**(layout or LAYOUT)), jax.set_mesh(mesh()):
         mapped = jax.shard_map(function, in_specs=WHOLE, out_specs=WHOLE, axis_names={over}, check_vma=False)
