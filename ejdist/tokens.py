@@ -22,76 +22,76 @@ from kernels.framework.public import Prepared
 _LAYOUT = "set_layout: argument 'order'"
 
 
-def said_order(name: str, ranks: int, where: str, given: str | Order | None) -> Order:
+def resolve_order(name: str, ranks: int, where: str, given: str | Order | None) -> Order:
     """Returns the order of the tokens over that many ranks: of the argument 'order' of a function, else the layout's.
 
     Raises:
       ValueError: the two differ, or one is for another number of ranks; `where` names what the ranks are of.
     """
-    said = current_layout().order
-    found = None if given is None else order_of(given, ranks, where, f"{name}: argument 'order'")
-    if said is None:
-        return Order("contiguous", ranks) if found is None else found
-    of_layout = order_of(said, ranks, where, _LAYOUT)
-    if found is not None and found != of_layout and ranks > 1:
+    of_layout = current_layout().order
+    asked = None if given is None else order_of(given, ranks, where, f"{name}: argument 'order'")
+    if of_layout is None:
+        return Order("contiguous", ranks) if asked is None else asked
+    order = order_of(of_layout, ranks, where, _LAYOUT)
+    if asked is not None and asked != order and ranks > 1:
         raise ValueError(
-            f"{name}: argument 'order' = {given!r}, but the layout in force has order {said!r}: leave the argument out, or "
-            "call under a set_layout with that order"
+            f"{name}: argument 'order' = {given!r}, but the layout in force has order {of_layout!r}: leave the argument out, "
+            "or call under a set_layout with that order"
         )
-    return of_layout
+    return order
 
 
 def order_of_call(
     name: str, op: Op, prepared: Prepared, axes: Axes, mesh: Any, *, given: str | Order | None, follows: bool
 ) -> Order | None:
-    """Returns the order that the tokens of a call lie in, for an operation that `follows` it; None where it needs to know none.
+    """Returns the order of the tokens of a call, for an operation that `follows` it; None where it need not know.
 
     Args:
-      axes: dim -> axes of the mesh that split it in this call. A sequence that is whole here was permuted none the less.
+      axes: dim -> axes of the mesh that split it in this call. A sequence that is whole here may be permuted all the same.
       mesh: None where there is none; else what has the sizes of the axes, as `mesh.shape`.
-      given: by the caller, before the layout's.
+      given: the order that the caller asks for; default: the layout's.
 
     Raises:
       Unsupported: the operation depends on the order, and has no form for this one; names it, and the remedy.
       ValueError: the caller and the layout say different orders, or one for another number of ranks.
     """
     layout = current_layout()
-    said = layout.order if given is None else given
-    if said is None:
+    order = layout.order if given is None else given
+    if order is None:
         return None
     split = axes.get("T") or axes.get("S") or ()
     sizes = {} if mesh is None else dict(mesh.shape)
     ranks = math.prod(sizes.get(a, 1) for a in split or layout.activations.get("T", ()))
-    name_of_order, shards = (said.name, said.shards) if isinstance(said, Order) else (said, ranks)
+    kind, shards = (order.name, order.shards) if isinstance(order, Order) else (order, ranks)
     if given is not None and layout.order is not None:
-        said_order(name, shards, "those of the tokens", given)
-    # Without a mesh nobody knows over how many ranks an order is that was given by its name.
-    unknown = mesh is None and not isinstance(said, Order)
-    if name_of_order == "contiguous" or (shards == 1 and not unknown):
+        resolve_order(name, shards, "those of the tokens", given)
+    # The name of an order says nothing without a mesh, which has the number of ranks.
+    unknown = mesh is None and not isinstance(order, Order)
+    if kind == "contiguous" or (shards == 1 and not unknown):
         return Order("contiguous", math.prod(sizes.get(a, 1) for a in split))
     if follows and split and not prepared.cuts:
-        return said_order(name, ranks, f"dim T lies on {', '.join(split)}", said)
+        return resolve_order(name, ranks, f"dim T lies on {', '.join(split)}", order)
     if prepared.cuts or depends_on_order(op, prepared.call):
-        raise _no_form(name, prepared.cuts, name_of_order, None if unknown else shards)
+        raise _no_form(name, prepared.cuts, kind, None if unknown else shards)
     return None
 
 
 def _no_form(name: str, cuts: str, order: str, ranks: int | None) -> Unsupported:
-    """Returns the refusal of a call on tokens in an order over that many ranks; None: nobody knows over how many."""
+    """Returns the refusal of a call on tokens in that order; ranks: None where their number is not known."""
     if ranks is None:
-        lie = f"in order {order!r} over ranks that are not known, since there is no mesh"
-        back = "give 'mesh', or call under `with jax.set_mesh(mesh):`"
+        where = f"in order {order!r} over ranks that are not known, since there is no mesh"
+        remedy = "give 'mesh', or call under `with jax.set_mesh(mesh):`"
     else:
-        lie = f"in order {order!r} over {ranks} ranks"
-        back = f"or bring them back before, Order({order!r}, {ranks}).inverse, and call under order='contiguous'"
+        where = f"in order {order!r} over {ranks} ranks"
+        remedy = f"or undo it first with Order({order!r}, {ranks}).inverse and call under order='contiguous'"
     why = (
         f"argument {cuts!r} cuts a sequence in its own order"
         if cuts
         else "its result depends on the order of the tokens"
     )
     return Unsupported(
-        f"{name}: {why}, and these lie {lie} (set_layout, or sequence.order of a recipe), for which it has no form: use "
-        f"order='contiguous' (sequence.order=contiguous), {back}"
+        f"{name}: {why}, and they are {where} (set_layout, or sequence.order of a recipe), which it does not support: use "
+        f"order='contiguous' (sequence.order=contiguous), {remedy}"
     )
 
 

@@ -28,7 +28,7 @@ from ejdist.sequence.local import Local, Static, merge
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run, run_on_rank, with_mesh
-from ejdist.tokens import said_order
+from ejdist.tokens import resolve_order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
@@ -200,7 +200,7 @@ def _check_without_mesh(axis: Axis, order: str | Order | None) -> None:
             f"ring_attention: argument 'axis_name' = {axis!r} names an axis, and there is no mesh: give 'mesh', or call under "
             "`with jax.set_mesh(mesh):`"
         )
-    said_order("ring_attention", 1, "no mesh is given or in force", order)
+    resolve_order("ring_attention", 1, "no mesh is given or in force", order)
     order = current_layout().order if order is None else order
     if isinstance(order, str) and order != "contiguous":
         raise ValueError(
@@ -331,7 +331,7 @@ def ring_attention(
                 "ring_attention: arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped "
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
-        made = said_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
+        made = resolve_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
         how |= {"order": made, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse)}
         names = (axis,) if isinstance(axis, str) else axis
         return run_on_rank(prepared, flash, names, **how, handles=("T", "S"), follows=True)
@@ -340,7 +340,7 @@ def ring_attention(
         _check_without_mesh(SP if axis_name is None else axis, order)
     names = (axis,) if isinstance(axis, str) else axis
     shards = 1 if whole is None else math.prod(whole.shape[n] for n in names)
-    lie = said_order("ring_attention", shards, f"axis_name = {axis!r}", order)
+    lie = resolve_order("ring_attention", shards, f"axis_name = {axis!r}", order)
     call, made = prepared.call, scheme_of(scheme)
     length = call.dims["T"]
     lie.check(length)

@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "two orders, of the argument and of the layout",
         TOKENS,
-        "found != of_layout and ranks > 1",
-        "found != of_layout and ranks < 1",
+        "asked != order and ranks > 1",
+        "asked != order and ranks < 1",
         f"{ORDER} -k takes_the_order",
     ),
     Fault(
