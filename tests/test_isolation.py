@@ -62,6 +62,17 @@ def test_its_own_folders_and_the_sources_are_not(tmp_path, _folders):
     assert not isolation.taken(_folders[1])
 
 
+def test_a_name_in_an_open_folder_is_not_one_in_the_checkout(tmp_path, monkeypatch, _folders):
+    """As where pytest, which starts there, removes what a test before made."""
+    (tmp_path / "outputs").mkdir()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getcwd", lambda: str(ROOT))
+        os.close(os.open("outputs", os.O_RDONLY, dir_fd=folder))
+    os.close(folder)
+    assert not isolation.taken(_folders[1])
+
+
 def test_processes_that_a_test_starts_are_watched_too(_folders):
     """So are those that they start in turn."""
     code = f"open({str(NEW)!r}, 'w')"
