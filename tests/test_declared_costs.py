@@ -71,7 +71,7 @@ def test_the_planner_costs_every_scheme_order_and_policy(name):
             made = predicted(sections, target)
             assert made.time.total > 0 and made.memory.total > 0 and math.isfinite(made.rate)
         c, b = sections.model, 2 if sections.model.compute_dtype == "bfloat16" else 4
-        tokens, hops = 8 * 1024 // 8, needed_hops(Order(lie, 4), 1024, None)
+        tokens, hops = 8 * 1024 // 8, needed_hops(Order(lie, 4), 1024, CAUSAL)
         query, key = (tokens * heads * c.head_dim * b for heads in (c.num_heads, c.num_kv_heads))
         shape = AttentionShape("sp", 4, hops, query, key, key, query, b, 1 + (not REMAT[remat].asked))
         layers = sum(scheme.cost(shape).bytes.values()) * c.num_layers
@@ -206,14 +206,14 @@ def test_a_scheme_sends_what_it_declares(name, lie, window):
     shapes = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.bfloat16) for heads in (4, 2, 2)]
 
     def loss(q, k, v):
-        window_of = {} if window is None else {"sliding_window": window}
+        rules = {} if window is None else {"sliding_window": window}
         how = {"scheme": name, "order": lie, "mesh": mesh, "platform": "xla"}
-        return ring_attention(q, k, v, causal=True, **window_of, **how).astype(jnp.float32).sum()
+        return ring_attention(q, k, v, causal=True, **rules, **how).astype(jnp.float32).sum()
 
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*shapes)
     made = collectives(program.jaxpr, dict(mesh.shape))
     query, key, value = (math.prod(x.shape) * 2 // 4 for x in shapes)
-    hops = needed_hops(Order(lie, 4), 64, window)
+    hops = needed_hops(Order(lie, 4), 64, MaskInfo(causal=True, window=window_of(window)))
     wanted = SCHEMES[name]().cost(AttentionShape("sp", 4, hops, query, key, value, query, 2))
     assert made.bytes == wanted.bytes and made.calls == wanted.calls
 

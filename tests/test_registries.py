@@ -29,6 +29,8 @@ KEYS, RULES = "which part a key of the model section is of", "which part a rule 
 ELSEWHERE = {
     ("ejdist/planning/step_time.py", "attention"): "a term of the step's time",
     ("ejdist/sequence/attention.py", "contiguous"): "the order of tokens that were not permuted",
+    ("ejdist/sequence/attention.py", "local"): "an argument of a sharded function",
+    ("ejdist/tokens.py", "contiguous"): "the order of tokens that were not permuted",
     ("ejdist/sequence/local.py", "striped"): "the order that joins no whole parts of two ranks",
     ("ejdist/sequence/linear_attention.py", "local"): "an argument of a sharded function",
     ("ejdist/operations.py", "attention"): "the operation that a model calls",

@@ -181,8 +181,7 @@ class Op:
         return {n: self._backends[n] for n in (*self.order, *self._backends) if n in self._backends}
 
     def unavailable(self) -> dict[str, str]:
-        """Returns the backends whose toolchain is not installed, or not in a version that has what they need, with what to
-        install."""
+        """Returns the backends whose toolchain is missing or in a version that lacks what they need, with what to install."""
         return dict(self._unavailable) if self.backends else {}
 
     def _load(self, stem: str) -> None:
