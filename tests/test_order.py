@@ -334,19 +334,25 @@ class Linear(parts.Part):
 
     name = "gla"
 
+    def __init__(self, bound):
+        self.bound = bound
+
     def declare(self, c):
         return {"linear": Param((c.model_dim, c.num_heads, c.head_dim), "D N H", std=c.init_std)}
 
     def apply(self, x, params, at):
         h = jnp.einsum("btd,dnh->btnh", x, at.ops.gather(params["linear"], "D N H"))
-        return x + at.ops.gla_attention(h, h, h).reshape(*x.shape[:2], -1)[..., : x.shape[2]], {}
+        mixed = at.ops.gla_attention(h, h, h) if self.bound else ejdist.gla_attention(h, h, h)
+        return x + mixed.reshape(*x.shape[:2], -1)[..., : x.shape[2]], {}
 
     def flops(self, c):
         return Flops(token=1)
 
 
-def test_a_layer_that_depends_on_the_order_is_refused_when_it_is_traced(monkeypatch):
-    monkeypatch.setitem(parts.PARTS, "gla", Linear())
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_layer_that_depends_on_the_order_is_refused_when_it_is_traced(bound, monkeypatch):
+    """By the operations that are bound to the mesh, and by those of `ejdist`."""
+    monkeypatch.setitem(parts.PARTS, "gla", Linear(bound))
     monkeypatch.setitem(kinds.KINDS, "gla", ("gla", "mlp"))
     small = [*TINY, "model.layer_pattern=[gla,full]", f"mesh.sp={RANKS}"]
 

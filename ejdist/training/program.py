@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ejdist.experts.schemes import SCHEMES
-from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, sharding
+from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, EP, SP, MeshSection
 from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
@@ -186,7 +186,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
 
     def loss(params: Any, batch: dict[str, jax.Array], *, context: StepContext) -> Any:
-        return model.loss(params, batch, ops=ops, z_loss=s.z_loss, context=context)
+        with set_layout(order=order):  # for what a part calls itself, and not by `ops`
+            return model.loss(params, batch, ops=ops, z_loss=s.z_loss, context=context)
 
     key = jax.random.key(s.run.seed)
 

@@ -69,6 +69,13 @@ FAULTS = (
         f"{ORDER} -k bound_operations",
     ),
     Fault(
+        "what a part of a model calls itself knows no order",
+        "ejdist/training/program.py",
+        "with set_layout(order=order):",
+        'with set_layout(order=Order("contiguous", order.shards)):',
+        f"{ORDER} -k layer_that",
+    ),
+    Fault(
         "two orders, of the argument and of the layout",
         TOKENS,
         "asked != order and ranks > 1",
