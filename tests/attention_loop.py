@@ -28,7 +28,7 @@ def sees(mask, i, j, b, n, T, S):
             return False
     if mask.window is not None:
         left, right = mask.window
-        if left is not None and of < at - left:
+        if left is not None and of < at - left and not _is_sink(mask, i, j, b, of):
             return False
         if right is not None and of > at + right:
             return False
@@ -44,6 +44,16 @@ def sees(mask, i, j, b, n, T, S):
         where = tuple(x if size > 1 else 0 for x, size in zip((b, n, i, j), m.shape, strict=True))
         return bool(m[where])
     return True
+
+
+def _is_sink(mask, i, j, b, position):
+    """Returns whether key j is one of the first `sink_tokens` of the sequence of query i."""
+    if mask.sink_tokens is None:
+        return False
+    if mask.q_segment_ids is None or (mask.q_positions is not None and not mask.packed):
+        return position < mask.sink_tokens
+    q_ids, k_ids = (np.asarray(x)[b % len(x)] for x in (mask.q_segment_ids, mask.kv_segment_ids))
+    return sum(1 for x in k_ids[:j] if x == q_ids[i]) < mask.sink_tokens
 
 
 def visible(mask, B, N, T, S):

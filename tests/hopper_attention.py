@@ -44,6 +44,8 @@ def calls(batch, length, heads):
         "causal": (MaskInfo(causal=True), {}),
         "window": (MaskInfo(causal=True, window=(200, 0)), {}),
         "both_sides": (MaskInfo(window=(70, 90)), {}),
+        "sink_window": (MaskInfo(causal=True, window=(40, 0), sink_tokens=5), {}),
+        "packed_sink_window": (segments(padded, causal=True, window=(20, 0), sink_tokens=5), {}),
         "chunks": (MaskInfo(causal=True, chunk_size=150), {}),
         "prefix": (MaskInfo(causal=True, prefix_lengths=prefix), {}),
         "packed": (segments(documents, causal=True), {}),

@@ -40,6 +40,8 @@ def some_mask(seed, positions=True):
         fields["prefix_lengths"] = jnp.asarray(rng.integers(0, s, 2))
     if rng.random() < 0.3:
         fields["attention_mask"] = jnp.asarray(rng.random((2, 3, 1, s)) < 0.7)
+    if rng.random() < 0.5:
+        fields["sink_tokens"] = int(rng.integers(1, 4))
     return MaskInfo(**fields), t, s
 
 
@@ -115,10 +117,13 @@ def test_combined_masks_are_the_conjunction(seed):
     b, *lengths = some_mask(100 + seed, positions=False)
     if lengths != [t, s]:
         b = MaskInfo(causal=b.causal, window=b.window)
-    # A prefix softens the causality of the whole and chunks restart in the segments of the whole: tested on their own.
+    # A prefix softens the causality of the whole, sink tokens its window, and chunks restart in the segments of the whole:
+    # tested on their own.
     packed = a.q_segment_ids is not None or b.q_segment_ids is not None
-    a = a.replace(prefix_lengths=None, chunk_size=None if packed else a.chunk_size)
-    b = b.replace(prefix_lengths=None, chunk_size=None if packed or a.chunk_size is None else 2 * a.chunk_size)
+    a = a.replace(prefix_lengths=None, sink_tokens=None, chunk_size=None if packed else a.chunk_size)
+    b = b.replace(
+        prefix_lengths=None, sink_tokens=None, chunk_size=None if packed or a.chunk_size is None else 2 * a.chunk_size
+    )
     for one, other in ((a, b), (b, a)):
         wanted = dense(a, t, s) & dense(b, t, s)
         np.testing.assert_array_equal(dense(one.combine(other), t, s), wanted)
@@ -177,6 +182,28 @@ def test_windows():
     # W keys, itself among them: neither W - 1 nor W + 1.
     seen = MaskInfo(causal=True, window=window_of(5)).visible(20, 20)[0, 0]
     np.testing.assert_array_equal(seen.sum(-1), np.minimum(np.arange(20) + 1, 5))
+
+
+def test_the_first_tokens_stay_visible_beside_a_window():
+    i, j = np.arange(12)[:, None], np.arange(12)[None]
+    wanted = (j <= i) & ((i - j < 4) | (j < 2))
+    sinks = MaskInfo(sink_tokens=2)
+    np.testing.assert_array_equal(MaskInfo(causal=True, window=(3, 0), sink_tokens=2).visible(12, 12)[0, 0], wanted)
+    np.testing.assert_array_equal(sinks.combine(MaskInfo(causal=True, window=(3, 0))).visible(12, 12)[0, 0], wanted)
+    assert sinks.combine(MaskInfo(sink_tokens=5)).sink_tokens == 2
+    # Of packed sequences those of each, wherever it lies; where positions are given, those at positions below 2.
+    ids = jnp.asarray([[0] * 2 + [1] * 10])
+    packed = MaskInfo.from_segments(ids, causal=True, window=(3, 0), sink_tokens=2)
+    alone = [np.asarray(MaskInfo(causal=True, window=(3, 0), sink_tokens=2).visible(n, n))[0, 0] for n in (2, 10)]
+    wanted = np.zeros((12, 12), bool)
+    wanted[:2, :2], wanted[2:, 2:] = alone
+    np.testing.assert_array_equal(packed.visible(12, 12)[0, 0], wanted)
+    at = jnp.asarray([[0, 1, *range(10)]])
+    np.testing.assert_array_equal(packed.replace(q_positions=at, kv_positions=at).visible(12, 12)[0, 0], wanted)
+    assert packed.resolved().resolved().q_sink_ends.tolist() == [[2**30] * 2 + [4] * 10]
+    x = jnp.ones((1, 12, 1, 8))
+    with pytest.raises(ValueError, match="'sink_tokens' = 2 keeps tokens visible beside a window"):
+        kernels.flash_attention(x, x, x, causal=True, sink_tokens=2)
 
 
 def test_causal_is_bottom_right_aligned_unless_positions_say_otherwise():
@@ -273,6 +300,8 @@ def test_a_mask_is_a_pytree_whose_rules_are_static():
         ({"prefix_lengths": jnp.zeros((3,), int)}, "'prefix_lengths'"),
         ({"chunk_size": 0}, "'chunk_size'"),
         ({"chunk_size": 2.0}, "'chunk_size'"),
+        ({"sink_tokens": 0}, "'sink_tokens' must be a positive integer"),
+        ({"q_sink_ends": jnp.zeros((2, 6), int)}, "'q_sink_ends' must be .2 or 1, 4."),
         ({"window": (-1, 0)}, "'window' must be"),
         ({"window": (1.5, 0)}, "'window' must be"),
         ({"causal": "yes"}, "'causal' is compiled in"),

@@ -188,7 +188,9 @@ def test_contiguous_parts_are_as_slow_as_the_last_rank():
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("rules", [{}, {"window": (19, 0)}, {"window": (63, 0)}, {"chunk_size": 24}])
+@pytest.mark.parametrize(
+    "rules", [{}, {"window": (19, 0)}, {"window": (7, 0), "sink_tokens": 3}, {"window": (63, 0)}, {"chunk_size": 24}]
+)
 def test_the_rank_with_the_most_pairs_is_waited_for(order, rules):
     mask, order = MaskInfo(causal=True, **rules), Order(order, 4)
     of_ranks = np.asarray(mask.visible(64, 64))[0, 0].sum(1)[order.indices(64)].reshape(4, 16).sum(1)

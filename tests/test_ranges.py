@@ -25,10 +25,13 @@ STATIC = EXAMPLES | {
     "two sides": {"window": (7, 12)},
     "chunk alone": {"chunk_size": 12},
     "chunk under a window": {"chunk_size": 24, "window": (9, 4)},
+    "sinks in a chunk": {"chunk_size": 24, "window": (4, 2), "sink_tokens": 6},
+    "more sinks than a window hides": {"causal": True, "window": (4, 0), "sink_tokens": 30},
     "causal chunk": {"causal": True, "chunk_size": 12},
 }
 DATA = {
     "prefix_lengths": {"causal": True, "prefix_lengths": jnp.asarray([0, 21])},
+    "sink ends": {"window": (4, 0), "sink_tokens": 3, "q_sink_ends": jnp.arange(T)[None] // 8},
     "prefix in a window": {"causal": True, "window": (9, 5), "prefix_lengths": jnp.asarray([30, 21])},
 }
 MASKS = {name: MaskInfo(**fields) for name, fields in (STATIC | DATA).items()} | {"none": MaskInfo()}

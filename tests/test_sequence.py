@@ -59,6 +59,8 @@ MASKS = {
     "packed_full": PACKED,
     "packed_chunk": {"causal": True, "chunk_size": 6, **PACKED},
     "packed_window": {"causal": True, "sliding_window": 5, **PACKED},
+    "sink_window": {"causal": True, "sliding_window": 9, "sink_tokens": 3},
+    "packed_sink_window": {"causal": True, "sliding_window": 5, "sink_tokens": 2, **PACKED},
     "sinks": {"causal": True, "softmax_aux": SINKS},
     "sinks_packed_window": {
         "causal": True,
@@ -155,9 +157,11 @@ def test_a_batch_of_one_row_stays_whole():
     np.testing.assert_allclose(got, WANTED(q, k, v), atol=1e-5)
 
 
-def test_inside_the_callers_own_shard_map():
+@pytest.mark.parametrize("rule", [{"chunk_size": 6}, {"sliding_window": 5, "sink_tokens": 2}], ids=str)
+def test_inside_the_callers_own_shard_map(rule):
+    """What is counted from the start of a segment is counted over all ranks."""
     mesh, spec, order = make_mesh(sp=4), P(None, "sp"), Order("zigzag", 4)
-    options = {"causal": True, "chunk_size": 6}
+    options = {"causal": True, **rule}
 
     def local(q, k, v, ids):
         return ring_attention(q, k, v, axis_name="sp", order="zigzag", q_segment_ids=ids, kv_segment_ids=ids, **options)
@@ -500,7 +504,13 @@ def test_what_is_not_split_is_refused_by_name(name, kind):
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(
     "mask",
-    [MaskInfo(causal=True), MaskInfo(), MaskInfo(causal=True, window=(9, 0)), MaskInfo(causal=True, chunk_size=16)],
+    [
+        MaskInfo(causal=True),
+        MaskInfo(),
+        MaskInfo(causal=True, window=(9, 0)),
+        MaskInfo(causal=True, window=(9, 0), sink_tokens=3),
+        MaskInfo(causal=True, chunk_size=16),
+    ],
 )
 def test_no_pair_that_exists_is_left_out_of_the_schedule(order, mask):
     made = Order(order, 4)

@@ -87,7 +87,7 @@ FAULTS = (
         f"{HOPPER} -k programs",
     ),
     Fault("mask off by one", RANGES, "Interval(high=Edge(0))", "Interval(high=Edge(-1))", FLASH),
-    Fault("window one key wider", RANGES, "Edge(-left)", "Edge(-left - 1)", FLASH),
+    Fault("window one key wider", RANGES, "Interval(Edge(-left), high)", "Interval(Edge(-left - 1), high)", FLASH),
     Fault("integer window is W + 1", MASKS, "(int(sliding_window) - 1, 0)", "(int(sliding_window), 0)", FLASH),
     Fault("padding attends", RANGES, "seen &= (a == b) & (a >= 0)", "seen &= a == b", FLASH),
     Fault("a tile too many skipped", TILES, "some & (first <= greatest)", "some & (first < greatest)", FLASH),

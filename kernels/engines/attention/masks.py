@@ -72,6 +72,7 @@ MASK_DIMS = {
     "kv_positions": ("B", "S"),
     "attention_mask": ("B", "N", "T", "S"),
     "prefix_lengths": ("B",),
+    "q_sink_ends": ("B", "T"),
 }
 # What an operation asks of a backend that is given a mask: feature -> the field that needs it. A rule is a feature of its own.
 MASK_FEATURES = {name: name for rule in RULES for name in rule.fields if name not in MASK_DIMS} | {
@@ -98,6 +99,9 @@ class MaskInfo:
       prefix_lengths: int [B|1]; keys at positions below it escape `causal` (prefix-LM), and nothing else.
       causal: key position <= query position.
       window: (left, right), see `window_of`.
+      sink_tokens: the first n tokens of a sequence escape the left side of `window`, and nothing else. They are those at
+        positions below n; where segments are given and positions are not, the first n of each segment, see `resolved`.
+      q_sink_ends: int [B|1, T]; the position behind the sink tokens of a query's sequence, where it is not `sink_tokens`.
       chunk_size: keys in the same chunk of that many positions. Where segments are given and positions are not, chunks
         are counted from the start of each segment, see `resolved`.
       packed: positions are those of a packed axis, and chunks are counted from the start of each segment none the less.
@@ -109,8 +113,10 @@ class MaskInfo:
     kv_positions: jax.Array | None = None
     attention_mask: jax.Array | None = None
     prefix_lengths: jax.Array | None = None
+    q_sink_ends: jax.Array | None = None
     causal: bool = field(default=False, metadata={"static": True})
     window: Window | None = field(default=None, metadata={"static": True})
+    sink_tokens: int | None = field(default=None, metadata={"static": True})
     chunk_size: int | None = field(default=None, metadata={"static": True})
     packed: bool = field(default=False, metadata={"static": True})
 
@@ -177,8 +183,8 @@ class MaskInfo:
 
         Positions belong to the tokens: given by either, they are what every rule of the result compares. Likewise
         prefix_lengths of either soften the result's `causal`, whoever brought it: MaskInfo(prefix_lengths=p) combined
-        with causal=True is a prefix-LM. Chunks are counted from the starts of the result's segments, but where a caller
-        brought positions of his own, along these.
+        with causal=True is a prefix-LM, and sink_tokens of either its `window`. Chunks are counted from the starts of the
+        result's segments, but where a caller brought positions of his own, along these.
 
         Raises:
           ValueError: both bring positions, or chunk sizes of which neither divides the other.
@@ -186,7 +192,7 @@ class MaskInfo:
         self._check_pairs()
         other._check_pairs()
         merged: dict[str, Any] = {}
-        for name in ("q_positions", "kv_positions"):
+        for name in ("q_positions", "kv_positions", "q_sink_ends"):
             a, b = getattr(self, name), getattr(other, name)
             if a is not None and b is not None and a is not b:
                 raise ValueError(f"argument {name!r} was given twice; a token has one position")
@@ -197,6 +203,8 @@ class MaskInfo:
                 raise ValueError(f"argument 'chunk_size' was given twice, as {a} and {b}; use one of them")
             a = min(a, b)
         merged["chunk_size"] = b if a is None else a
+        a, b = self.sink_tokens, other.sink_tokens
+        merged["sink_tokens"] = b if a is None else a if b is None else min(a, b)
         a, b = self.prefix_lengths, other.prefix_lengths
         merged["prefix_lengths"] = b if a is None else a if b is None else jnp.minimum(a, b)
         a, b = self.attention_mask, other.attention_mask
@@ -272,8 +280,8 @@ class MaskInfo:
         for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
             if (getattr(self, a) is None) != (getattr(self, b) is None):
                 raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
-        if self.chunk_size is not None:
-            _check_chunk_size(self.chunk_size)
+        _check_count("chunk_size", self.chunk_size, "chunks")
+        _check_count("sink_tokens", self.sink_tokens, "sink tokens")
         if not isinstance(self.causal, (bool, np.bool_)):
             raise ValueError(f"mask field 'causal' is compiled in and must be True or False, got {self.causal!r}")
         if self.window is not None and not (isinstance(self.window, tuple) and _is_window(self.window)):
@@ -326,7 +334,8 @@ class MaskInfo:
         """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
 
         In packed sequences, without positions of the caller's own, some rules count from the start of each segment: chunks
-        become segments of their own here. Backends call it; whoever shards a mask, or brings positions to it, before.
+        become segments of their own here, and `q_sink_ends` are found. Backends call it; whoever shards a mask, or brings
+        positions to it, before.
 
         Args:
           order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
@@ -350,10 +359,10 @@ class MaskInfo:
         return seen if keys.dense is None else seen & keys.dense
 
 
-def _check_chunk_size(chunk_size: Any) -> None:
-    if not is_integer(chunk_size) or not 1 <= chunk_size < _FARTHEST:
+def _check_count(name: str, count: Any, what: str) -> None:
+    if count is not None and (not is_integer(count) or not 1 <= count < _FARTHEST):
         raise ValueError(
-            f"argument 'chunk_size' must be a positive integer less than {_FARTHEST}, got {chunk_size!r}; None for no chunks"
+            f"argument {name!r} must be a positive integer less than {_FARTHEST}, got {count!r}; None for no {what}"
         )
 
 

@@ -19,6 +19,10 @@ from kernels.framework import segments
 __all__ = ["EXAMPLES", "RULES", "Edge", "Interval", "KeyRange", "Rule", "ends_at", "interval_of", "visible"]
 
 
+# Past every position.
+_BEYOND = 2**30
+
+
 class Edge(NamedTuple):
     """An end that is known when a program is made: so far from the query's own position, or a position of its own."""
 
@@ -105,7 +109,32 @@ def _causal(mask: Any, q: Any) -> Interval:
 
 def _window(mask: Any, q: Any) -> Interval:
     left, right = mask.window
-    return Interval(None if left is None else Edge(-left), None if right is None else Edge(right))
+    high = None if right is None else Edge(right)
+    if left is None:
+        return Interval(high=high)
+    if mask.sink_tokens is None:
+        return Interval(Edge(-left), high)
+    sinks = Edge(mask.sink_tokens, moves=False) if mask.q_sink_ends is None else mask.q_sink_ends
+    return Interval(high=high, gap_low=sinks, gap_high=Edge(-left - 1))
+
+
+def _sinks_of_segments(mask: Any, order: Any) -> Any:
+    """The sink tokens of a segment end at the position of the first of its keys that is not one of them."""
+    q, k = mask.q_segment_ids, mask.kv_segment_ids
+    at = jnp.arange(k.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
+    at = at[None] if mask.kv_positions is None else mask.kv_positions
+    rows = max(x.shape[0] for x in (q, k, at))
+    q, k, at = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, k, at))
+    by = jnp.lexsort((at, k), axis=1)
+    k, at = jnp.take_along_axis(k, by, 1), jnp.take_along_axis(at, by, 1)
+    index = jax.vmap(segments.searchsorted)(k, q) + mask.sink_tokens
+    own = jnp.take_along_axis(k, jnp.minimum(index, k.shape[1] - 1), 1) == q
+    ends = jnp.take_along_axis(at, jnp.minimum(index, k.shape[1] - 1), 1)
+    return mask.replace(q_sink_ends=jnp.where(own & (index < k.shape[1]), ends, _BEYOND))
+
+
+def _counts_sinks(mask: Any) -> bool:
+    return mask.window is not None and mask.sink_tokens is not None and mask.q_sink_ends is None
 
 
 def _chunk(mask: Any, q: Any) -> Interval:
@@ -124,12 +153,13 @@ def _chunks_of_segments(mask: Any, order: Any) -> Any:
 
 RULES: tuple[Rule, ...] = (
     Rule(("causal", "prefix_lengths"), _causal),
-    Rule(("window",), _window),
+    Rule(("window", "sink_tokens", "q_sink_ends"), _window, _counts_sinks, _sinks_of_segments),
     Rule(("chunk_size",), _chunk, lambda mask: mask.chunk_size is not None, _chunks_of_segments),
 )
 # Rules without arrays, by the name of a case: what every operation that takes a mask is tested with.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window": (7, 0)},
+    "sink_window": {"causal": True, "window": (7, 0), "sink_tokens": 3},
     "chunk": {"causal": True, "chunk_size": 8},
 }
 

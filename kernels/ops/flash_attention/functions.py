@@ -35,6 +35,7 @@ def flash_attention(
     softmax_aux: jax.Array | None = None,
     *,
     alibi_slopes: jax.Array | None = None,
+    sink_tokens: int | None = None,
     mask_info: MaskInfo | None = None,
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
@@ -61,6 +62,7 @@ def flash_attention(
       cum_seqlens_q, cum_seqlens_k: [0, n1, n1 + n2, ...] over the packed axis; the batch is 1 then.
       softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
       alibi_slopes: [N] or [B, N]; slope * |i - j| is subtracted from the logits.
+      sink_tokens: the first n tokens of each sequence stay visible beside the window (attention sinks, Xiao et al., 2023).
       mask_info: `MaskInfo`.
       q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding: whatever lies there, NaN too,
         reaches no other output and no gradient.
@@ -107,7 +109,8 @@ def flash_attention(
         raise ValueError(f"argument 'dropout_prob' must be in [0, 1), got {dropout_prob}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
         raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
-    mask = MaskInfo(causal=bool(causal), window=window_of(sliding_window), chunk_size=chunk_size)
+    window = window_of(sliding_window)
+    mask = MaskInfo(causal=bool(causal), window=window, sink_tokens=sink_tokens, chunk_size=chunk_size)
     parts = [] if mask_info is None else [mask_info]
     if q_segment_ids is not None or kv_segment_ids is not None:
         if q_segment_ids is None or (kv_segment_ids is None and T != S):
@@ -127,6 +130,11 @@ def flash_attention(
         part.check(B, T, S, N)
         mask = mask.combine(part)
     mask.check(B, T, S, N)
+    if mask.sink_tokens is not None and mask.window is None:
+        raise ValueError(
+            f"argument 'sink_tokens' = {mask.sink_tokens} keeps tokens visible beside a window, and there is none: give "
+            "'sliding_window'"
+        )
     arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
     if mask.used:
         arguments["mask"] = mask
