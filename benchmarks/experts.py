@@ -27,7 +27,7 @@ import ejdist
 from benchmarks.options import read
 from ejdist.experts import route
 from ejdist.layout import sharding, spec
-from ejdist.sharded import map_shards
+from ejdist.mapped import map_shards
 
 OPTIONS = {
     "tokens": 32768, "experts": 128, "top_k": 8, "width": 2048, "hidden": 768, "dtype": "bfloat16", "chunks": "1,2",

@@ -35,10 +35,10 @@ from benchmarks.measure import provenance
 from benchmarks.options import read
 from benchmarks.timing import quartiles
 from ejdist.layout import ACTIVATIONS, sharding, spec
+from ejdist.mapped import map_shards
 from ejdist.mesh import SP
 from ejdist.sequence import Scheme, exchange
 from ejdist.sequence.schemes import AllGather, Ring, scheme_of
-from ejdist.sharded import map_shards
 from kernels.engines.attention.pairs import visible_pairs
 
 OPTIONS = {

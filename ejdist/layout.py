@@ -7,6 +7,7 @@ between them: a parameter's D is stored over fsdp, and over sp, whose ranks all 
 from __future__ import annotations
 
 import contextvars
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,13 @@ class Layout:
     activations: Axes
     parameters: Axes
     order: str | Order | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((*self.activations.items(), *self.parameters.items(), self.order))
 
     def check(self, mesh: Any, also: Sequence[str] = ()) -> None:
         """Raises ValueError for a mesh with an axis of several devices that this layout says nothing of: everything would be

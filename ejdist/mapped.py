@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ejdist.layout import explicit
+from ejdist.layout import axes_in, explicit
 from ejdist.mesh import is_explicit
 from kernels.framework.binding import is_float_array
 from kernels.framework.dispatch import varying_axes
@@ -58,6 +58,17 @@ def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs
         floats = [i for i, x in enumerate(leaves) if is_float_array(x)]
         others = [i for i in range(len(leaves)) if i not in floats]
         specs = [lies[i] for i in floats], [lies[i] for i in others]
+        # What is kept comes back typed as varying over every axis of its spec, so inputs are differentiated in that type.
+        split = tuple(n for n in names if any(n in axes_in(s) for s in lies))
+
+        def alike(some: list) -> list:
+            missing = [tuple(a for a in split if a not in varying_axes(x)) for x in some]
+            return [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(some, missing, strict=True)]
+
+        def summed(gradients: list) -> list:
+            """Returns the gradients of the arrays as they were before `alike`."""
+            whole = [tuple(a for a in split if a not in axes_in(s)) for s in specs[0]]
+            return [jax.lax.psum(g, m) if m else g for g, m in zip(gradients, whole, strict=True)]
 
         def of_leaves(some: list, rest: list) -> Any:
             found = dict(zip(floats, some, strict=True)) | dict(zip(others, rest, strict=True))
@@ -77,11 +88,11 @@ def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs
                     out = of_leaves(some, rest)
                     return [x for x in jax.tree.leaves(out) if is_float_array(x)], out
 
-                _, pull, out = jax.vjp(apart, some, has_aux=True)
+                _, pull, out = jax.vjp(apart, alike(some), has_aux=True)
                 kept, parts = jax.tree.flatten(pull)
                 return out, [x[None] for x in kept]
 
-            out, kept = over(body, in_specs=specs, out_specs=(out_specs, jax.P(names)))(some, rest)
+            out, kept = over(body, in_specs=specs, out_specs=(out_specs, jax.P(split)))(some, rest)
             return out, jax.tree.unflatten(parts, kept)
 
         def backward(pull: Any, cotangents: Any) -> Any:
@@ -90,9 +101,9 @@ def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs
             sent = [(x, s) for x, s in sent if x.dtype != jax.dtypes.float0]
 
             def body(kept: list, sent: list) -> Any:
-                return jax.tree.unflatten(parts, [x[0] for x in kept])(sent)[0]
+                return summed(jax.tree.unflatten(parts, [x[0] for x in kept])(sent)[0])
 
-            of_sent = jax.P(names), [s for _, s in sent]
+            of_sent = jax.P(split), [s for _, s in sent]
             return over(body, in_specs=of_sent, out_specs=specs[0])(kept, [x for x, _ in sent]), None
 
         call.defvjp(forward, backward)

@@ -9,37 +9,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from ejdist.layout import Axes, axes_in, check_mesh_of, check_out_specs, explicit, spec
-from ejdist.mapped import map_shards
-from ejdist.mesh import current_mesh, is_explicit
+from ejdist.execution import run
+from ejdist.layout import Axes
+from ejdist.mesh import current_mesh
 from ejdist.order import Order
-from ejdist.placement import (
-    apart,
-    arrays_of,
-    check_local,
-    mesh_of,
-    not_one,
-    resolve_axes,
-    spec_tree,
-    stored_specs,
-    summed_dims,
-)
-from ejdist.tokens import Ranks, axes_of_rank, mesh_around, order_of_call
-from kernels.framework import select
-from kernels.framework.binding import Call, is_array, typed
+from ejdist.tokens import Ranks, axes_of_rank, order_of_call
 from kernels.framework.contract import Op
-from kernels.framework.dims import named
-from kernels.framework.dispatch import varying_axes
-from kernels.framework.interpret import interpreting
 from kernels.framework.ordered import SEQUENCE, whole_dims
 from kernels.framework.public import Prepared, PublicFunction, module_class
 
@@ -54,156 +35,6 @@ _RANK_DOC = """      axis_name: inside a `shard_map` of your own, where arrays a
         that it is split over, or a tuple of them, the major one first; ranks communicate over these. `()`: each rank has the
         whole sequence.
 """
-
-
-@dataclass(frozen=True)
-class _Program:
-    """What one compiled sharded call depends on: `key` is all of it, the rest is what it is made from."""
-
-    key: tuple
-    op: Op = field(compare=False)
-    local: Callable = field(compare=False)
-    mesh: Any = field(compare=False)
-    in_specs: Mapping[str, Any] = field(compare=False)
-    out_specs: Any = field(compare=False)
-    gathered: Mapping[str, Any] = field(compare=False)
-    sums: tuple[str, ...] = field(compare=False)
-    offsets: Mapping[str, tuple[tuple[str, ...], int]] = field(compare=False)
-    options: Mapping[str, Any] = field(compare=False)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(p: _Program) -> Callable:
-    """Returns the jitted function of the global arrays. Kept, so that a second eager call compiles nothing."""
-
-    def body(arrays: dict[str, Any]) -> Any:
-        for name, dims in p.gathered.items():
-            for dim, axes in dims:
-                arrays[name] = jax.lax.all_gather(arrays[name], axes, axis=dim, tiled=True)
-        for name, (axes, size) in p.offsets.items():
-            arrays[name] = arrays.get(name, jnp.int32(0)) + jax.lax.axis_index(axes) * size
-        out = p.local(**arrays, **p.options)
-        return jax.tree.map(settled, out, p.out_specs)
-
-    def settled(x: jax.Array, lies: PartitionSpec) -> jax.Array:
-        # An axis of one device may be in the type of an explicit array, and is no part of a result that lacks the dim.
-        strange = varying_axes(x) - {*axes_in(lies), *p.sums}
-        alone = tuple(a for a, n in p.mesh.shape.items() if n == 1 and a in strange)
-        return jax.lax.psum(x, p.sums + alone) if p.sums or alone else x
-
-    body.__name__ = p.op.name
-    return jax.jit(map_shards(body, p.mesh, (dict(p.in_specs),), p.out_specs))
-
-
-def run(
-    prepared: Prepared,
-    op: Op,
-    *,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-    local: Callable | None = None,
-    table: Axes | None = None,
-    handles: Collection[str] = (),
-    stored: bool = False,
-    order: str | Order | None = None,
-    follows: bool = False,
-    checked: bool = False,
-    name: str = "",
-    platform: str | None = None,
-    cfg: Any = None,
-) -> Any:
-    """Returns the result of a prepared call on sharded arguments.
-
-    Args:
-      prepared: the call, whose arrays are global, and what becomes of its outputs.
-      mesh, in_specs, out_specs: see `sharded`.
-      local: what runs on a shard, hashable, a function of the keyword arguments, with `axes` first if it has `handles`;
-        default: the operation.
-      table: dim -> axes that go before the layout's.
-      handles: dims that `local` communicates over, and that may be split for that reason.
-      stored: whether the operation's weights lie as the layout stores parameters; they are then gathered here.
-      order: that the tokens lie in; default: the layout's.
-      follows: whether `local` has a form for every order, which it then takes as `order`.
-      checked: whether the order was looked into before.
-      name: of the public function, default: the operation's.
-    """
-    call, name = prepared.call, name or op.name
-    op.check_asked(platform, cfg)
-    given, mesh = mesh, mesh_of(mesh, in_specs, out_specs)
-    if mesh is None:
-        if not checked:
-            order_of_call(name, op, prepared, {}, mesh_around(mesh, given), given=order, follows=False)
-        for name, value in arrays_of(call).items():
-            check_mesh_of(f"{op.name}: argument {name!r}", value, mesh)
-        return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
-    axes = resolve_axes(op, call, mesh, in_specs, table, handles)
-    check_local(op, call, axes, mesh, handles)
-    axes = apart(op, call, axes, mesh, handles, said=in_specs is not None or is_explicit(mesh))
-    follows, lie = follows and local is not None, None
-    if not checked:
-        lie = order_of_call(name, op, prepared, axes, mesh_around(mesh, given), given=order, follows=follows)
-    data = {n: v for n, v in call.traced().items() if v is not None}
-    specs = {n: spec_tree(op, n, v, axes, mesh) for n, v in data.items()}
-    gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}
-    # A dim that is 1 in every argument was not split, so it is not in the outputs either.
-    split = not_one(op, call)
-    summed = summed_dims(op, call)
-    lies = {d: a for d, a in axes.items() if d in split and d not in summed}
-    lead = len(call.dims["lead"]) if "lead" in call.dims else 0
-    outputs = [
-        named(dims, len(dims) - 1 + lead if any(d.variadic for d in dims) else len(dims)) for dims in op.output_dims
-    ]
-    results = tuple(spec(dims, lies) for dims in outputs)
-    if out_specs is not None:
-        by_name = dict(zip(op.outputs, results, strict=True))
-        returned = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
-        if prepared.finish is None:
-            wanted = tuple(by_name[n] for n in returned)
-        else:
-            dims: Any = prepared.dims
-            several = dims if any(isinstance(d, tuple) for d in dims) else (dims,)
-            wanted = tuple(spec(d, lies) for d in several)
-        check_out_specs(out_specs, wanted, mesh)
-    sums = tuple(a for d in sorted(summed & split.keys()) for a in axes.get(d, ()))
-    offsets = {
-        n: (axes[d], call.dims[d] // math.prod(mesh.shape[a] for a in axes[d]))
-        for n, d in op.offset_of.items()
-        if axes.get(d) and d in split
-    }
-    options = {**{n: v for n, v in call.static().items() if n not in offsets}, "platform": platform, "cfg": cfg}
-    own: Callable = op if local is None else local
-    if handles:
-        own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
-    if follows:
-        own = functools.partial(own, order=lie)
-    key = (
-        op,
-        local,
-        mesh,
-        tuple(handles),
-        tuple((d, axes.get(d, ())) for d in sorted(axes)),
-        results,
-        call.program_key(),
-        lie if follows else None,
-    )
-    key += (tuple(gathered.items()), tuple(offsets.items()), platform, typed(cfg), interpreting(), select.state(call))
-    out = results if len(results) > 1 else results[0]
-    if any(is_array(v) and 0 in v.shape for v in data.values()):
-        return prepared.result(op, _of_nothing(op, call, mesh, out, platform, cfg))
-    program = _Program(key, op, own, mesh, specs, out, gathered, sums, offsets, options)
-    return prepared.result(op, _compiled(program)(data))
-
-
-def _of_nothing(op: Op, call: Call, mesh: Any, out_specs: Any, platform: str | None, cfg: Any) -> Any:
-    """Returns the outputs of a call that has an empty array, with no `shard_map`: XLA ends the process without a word over one
-    whose arrays are all empty, as those of a gradient are."""
-    if not is_explicit(mesh):
-        return op.run(call, platform=platform, cfg=cfg)
-    whole = jax.sharding.reshard(call.traced(), NamedSharding(mesh, PartitionSpec()))
-    outputs = op(**whole, **call.static(), platform=platform, cfg=cfg)
-    where = jax.tree.map(lambda s: NamedSharding(mesh, explicit(s, mesh)), out_specs)
-    return jax.sharding.reshard(outputs, where)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ COMMON = (
     "kernels/toolchains/",
     "kernels/__init__.py",
     "ejdist/sharded.py",
+    "ejdist/execution.py",
+    "ejdist/placement.py",
     "ejdist/layout.py",
     "tests/grid.py",
 )

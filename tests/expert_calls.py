@@ -14,7 +14,7 @@ import kernels
 from ejdist import make_mesh
 from ejdist.experts.dispatch import Stats, exchange
 from ejdist.experts.schemes import SCHEMES
-from ejdist.sharded import map_shards
+from ejdist.mapped import map_shards
 
 TRAVELLING = tuple(n for n in SCHEMES if n not in ("local", "two_level"))
 

@@ -18,6 +18,7 @@ from ejdist.experts.dispatch import exchange
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.experts.schemes import AllToAll, fitting
 from ejdist.layout import spec
+from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_shape
 from ejdist.models import config
 from ejdist.models.config import ExpertsShape, LatentShape
@@ -37,7 +38,6 @@ from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme
-from ejdist.sharded import map_shards
 from kernels.engines.attention.masks import MaskInfo, window_of
 from recipes.schema import compose
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import ejdist
 import kernels
 from ejdist import make_mesh, set_layout
+from ejdist.execution import _decided
 from ejdist.layout import current_layout, gather, sharding
-from ejdist.sharded import _compiled
 
 RNG = np.random.default_rng(0)
 B, T, N, K, H, D, F, V = 4, 8, 4, 2, 4, 8, 12, 16
@@ -316,7 +316,7 @@ def test_explicit_axes_of_one_device_and_of_the_wrong_function():
     four = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
     with jax.set_mesh(four):
         some = jax.shard_map(ejdist.rms_norm, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"})
-        said(["rms_norm: argument 'x'", "explicit axes x", "map over"], lambda: some(jax.reshard(X, P("x", "y"))))
+        close(some(jax.reshard(X, P("x", "y"))), kernels.rms_norm(X))
 
 
 @pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
@@ -395,10 +395,10 @@ def test_a_second_eager_call_compiles_nothing(name, caplog):
         function, arrays, _ = call(name, mesh=make_mesh(dp=2, tp=2))
         run = functools.partial(function, *arrays)
     run()
-    before = _compiled.cache_info().misses
+    decided = len(_decided)
     with jax.log_compiles(), caplog.at_level("WARNING"):
         run()
-    assert _compiled.cache_info().misses == before and "ompil" not in caplog.text, caplog.text
+    assert len(_decided) == decided and "ompil" not in caplog.text, caplog.text
 
 
 def test_the_backward_of_a_split_mlp_has_one_all_reduce():
@@ -534,7 +534,11 @@ def test_every_function_has_the_arguments_and_documentation_of_the_plain_one_and
     where = ["mesh", "in_specs", "out_specs"]
     for name, function in kernels.public_functions().items():
         ours = getattr(ejdist, name)
-        assert list(inspect.signature(ours).parameters) == [*inspect.signature(function).parameters, *where], name
+        extra = [n for n in inspect.signature(ours).parameters if n not in inspect.signature(function).parameters]
+        needs_whole = (
+            ["axis_name"] if "axis_name" in extra else []
+        )  # what depends on a whole sequence, see test_order.py
+        assert extra == [*where, *needs_whole], name
         assert "mesh" in ours.__doc__ and (function.__doc__ or "").split("\n")[0] in ours.__doc__, name
         assert getattr(ejdist, function.Module.__name__).function is ours
     ring = inspect.signature(ejdist.ring_attention).parameters

@@ -11,7 +11,7 @@ from expert_calls import EP4, Where, einsum_experts, on_mesh, rows_only, shapes
 from jax.sharding import PartitionSpec as P
 
 from ejdist.experts.dispatch import exchange
-from ejdist.sharded import map_shards
+from ejdist.mapped import map_shards
 from kernels.toolchains.simulate.ahead_of_time import compile_tpu, tpu_topology
 
 # Of value and gradient, beside arguments and results: at most so many arrays [rows, D] of the tokens of all ranks (n M rows),

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from ejdist import make_mesh
 from ejdist.experts.dispatch import exchange
 from ejdist.experts.local import local
-from ejdist.sharded import map_shards
+from ejdist.mapped import map_shards
 from kernels import Unsupported
 
 

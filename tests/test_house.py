@@ -174,7 +174,7 @@ ONLY = {
         "ejdist/layout.py",
         "ejdist/mapped.py",
         "ejdist/placement.py",
-        "ejdist/sharded.py",
+        "ejdist/execution.py",
         "kernels/framework/dispatch.py",  # the spec of no axis, in the types of results
     },
     r"\bcustom_vjp\b": {

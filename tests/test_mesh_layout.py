@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejdist import make_mesh
 from ejdist.layout import ACTIVATIONS, PARAMETERS, axes_of_specs, constrain, gather, on_mesh, replicated, sharding, spec
+from ejdist.mapped import map_shards
 from ejdist.mesh import AXES, axis_is_bound, current_mesh, mesh_shape, slices_of
-from ejdist.sharded import map_shards
 
 # The documented form, which JAX would like to see replaced by `jax.set_mesh`.
 pytestmark = pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 import ejdist
 import kernels
 from ejdist import make_mesh
+from ejdist.execution import run
+from ejdist.mapped import map_shards
 from ejdist.sequence.state_passing import Linear, StatePassing, halo
-from ejdist.sharded import map_shards, run
 from kernels.engines.scan import chunks, recurrence
 from kernels.framework.contract import Op
 from kernels.framework.public import Prepared

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 from ejdist import Order, make_mesh, ring_attention
+from ejdist.mapped import map_shards
 from ejdist.sequence import SCHEMES, Ring, Scheme, exchange, merge
 from ejdist.sequence.schedule import hops, needed
-from ejdist.sharded import map_shards
 from kernels import MaskInfo, Unsupported, flash_attention
 from kernels.framework.dispatch import vary_alike, varying_axes
 from kernels.framework.interpret import interpret

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import ejdist
 import kernels
 from ejdist import make_mesh
-from ejdist.sharded import map_shards, sharded
+from ejdist.mapped import map_shards
+from ejdist.sharded import sharded
 from kernels.framework.dims import named
 
 RNG = np.random.default_rng(0)

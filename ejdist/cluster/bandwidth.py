@@ -13,8 +13,8 @@ import numpy as np
 
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from ejdist.layout import spec
+from ejdist.mapped import map_shards
 from ejdist.mesh import slices_of
-from ejdist.sharded import map_shards
 
 UNITS = {
     "message_bytes": "of a device's array where it is whole: gathered, or not yet reduced or exchanged",

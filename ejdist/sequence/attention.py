@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ejdist.execution import run
 from ejdist.layout import current_layout
 from ejdist.mesh import SP, axis_is_bound, check_axis, check_mesh, current_mesh
 from ejdist.order import Order
@@ -27,7 +28,7 @@ from ejdist.sequence.exchange import Axis
 from ejdist.sequence.local import Local, Static, merge
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
-from ejdist.sharded import run, run_on_rank, with_mesh
+from ejdist.sharded import run_on_rank, with_mesh
 from ejdist.tokens import resolve_order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array, is_float_array

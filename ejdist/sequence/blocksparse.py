@@ -14,12 +14,13 @@ import jax
 import numpy as np
 
 import kernels
+from ejdist.execution import run
 from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.attention import on_shard
 from ejdist.sequence.schemes import Ring
-from ejdist.sharded import ShardedFunction, run
+from ejdist.sharded import ShardedFunction
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.platforms import Unsupported
 from kernels.framework.public import Prepared

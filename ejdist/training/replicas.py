@@ -18,7 +18,7 @@ import numpy as np
 
 from ejdist.cluster.hosts import Hosts, Question
 from ejdist.layout import spec
-from ejdist.sharded import map_shards
+from ejdist.mapped import map_shards
 from ejdist.training.guards import LAG
 from ejdist.training.integrity import digest
 from ejdist.training.leaves import name_of

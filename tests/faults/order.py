@@ -13,6 +13,20 @@ NESTED = "tests/test_nested_maps.py"
 
 FAULTS = (
     Fault(
+        "a map inside a map: gradients of what is whole are not summed",
+        "ejdist/mapped.py",
+        "            return [jax.lax.psum(g, m) if m else g for g, m in zip(gradients, whole, strict=True)]",
+        "            return gradients",
+        "tests/test_edges.py -k own_shard",
+    ),
+    Fault(
+        "a map inside a map: what is whole is differentiated as it is",
+        "ejdist/mapped.py",
+        "jax.vjp(apart, alike(some), has_aux=True)",
+        "jax.vjp(apart, some, has_aux=True)",
+        "tests/test_edges.py -k own_shard",
+    ),
+    Fault(
         "a recurrence runs on tokens in another order",
         "kernels/ops/linear_attention/contract.py",
         "ordered=True",
@@ -134,7 +148,7 @@ FAULTS = (
     Fault(
         "what one map inside another keeps is that of the first shard",
         INSIDE,
-        "(out_specs, jax.P(names)))(some, rest)",
+        "(out_specs, jax.P(split)))(some, rest)",
         "(out_specs, jax.P(None)))(some, rest)",
         f"{NESTED} -k numbers",
     ),

@@ -3,14 +3,36 @@
 from faults import Fault
 
 SHARDED = "ejdist/sharded.py"
+EXECUTION = "ejdist/execution.py"
 EDGES = "tests/test_edges.py"
 PLACEMENT = "ejdist/placement.py"
 DISPATCH = "kernels/framework/dispatch.py"
 
 FAULTS = (
     Fault(
+        "sharded: what was decided for one layout holds for another",
+        EXECUTION,
+        "checked, current_layout())",
+        "checked)",
+        "tests/test_execution.py",
+    ),
+    Fault(
+        "sharded: what was decided for one order holds for another",
+        EXECUTION,
+        "tokens = (order, follows",
+        "tokens = (follows",
+        "tests/test_execution.py",
+    ),
+    Fault(
+        "sharded: what was decided for arrays of one type holds for others",
+        EXECUTION,
+        "program_key(), types, mesh",
+        "program_key(), mesh",
+        "tests/test_execution.py",
+    ),
+    Fault(
         "sharded: sums over split widths dropped",
-        SHARDED,
+        EXECUTION,
         "sums = tuple(a for d in sorted(summed & split.keys()) for a in axes.get(d, ()))",
         "sums = ()",
         f"{EDGES} -k explicit",
@@ -38,21 +60,21 @@ FAULTS = (
     ),
     Fault(
         "sharded: out_specs are not checked",
-        SHARDED,
+        EXECUTION,
         "        check_out_specs(out_specs, wanted, mesh)\n",
         "        pass\n",
         f"{EDGES} -k out_specs",
     ),
     Fault(
         "sharded: an axis on two dims goes through",
-        SHARDED,
+        EXECUTION,
         "    axes = apart(",
         "    apart(",
         f"{EDGES} -k heads_before",
     ),
     Fault(
         "sharded: specs with an axis on two dims go through",
-        SHARDED,
+        EXECUTION,
         "said=in_specs is not None or is_explicit(mesh)",
         "said=False",
         f"{EDGES} -k two_dims",
@@ -87,14 +109,14 @@ FAULTS = (
     ),
     Fault(
         "sharded: every eager call compiles",
-        SHARDED,
-        "    program = _Program(key,",
-        "    program = _Program((*key, object()),",
+        EXECUTION,
+        "            _decided[kind] = program\n",
+        "            pass\n",
         f"{EDGES} -k compiles_nothing",
     ),
     Fault(
         "sharded: stored weights are gathered outside",
-        SHARDED,
+        EXECUTION,
         "gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}",
         "gathered = {}",
         f"{EDGES} -k scattered",
