@@ -16,6 +16,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
 
+from ejdist.sections import operational
+
 DP, FSDP, EP, SP, TP = AXES = ("dp", "fsdp", "ep", "sp", "tp")
 BATCH_AXES = (DP, FSDP, EP)
 
@@ -24,13 +26,17 @@ BATCH_AXES = (DP, FSDP, EP)
 class MeshSection:
     """The `mesh` section of a recipe: devices along each axis; one may be -1, for what is left of the devices."""
 
-    dp: int = 1
-    fsdp: int = 1
-    ep: int = 1
-    sp: int = 1
-    tp: int = 1
+    dp: int = operational(1)
+    fsdp: int = operational(1)
+    ep: int = operational(1)
+    sp: int = operational(1)
+    tp: int = operational(1)
     # Over several TPU slices dp goes over the network between them; fsdp may too, where it is asked for.
-    fsdp_across_slices: bool = False
+    fsdp_across_slices: bool = operational(False)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the keys; whether the sizes fit the devices, `mesh_shape` says."""
+        _check_axes(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -43,6 +49,14 @@ class MeshSection:
         return mesh.shape[SP]
 
 
+def _check_axes(shape: dict[str, int]) -> None:
+    bad = [a for a, n in shape.items() if not isinstance(n, (int, np.integer)) or (n < 1 and n != -1)]
+    if bad or list(shape.values()).count(-1) > 1:
+        raise ValueError(
+            f"mesh sizes must be positive integers, and at most one -1 (the rest of the devices); got {shape}"
+        )
+
+
 def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """Returns the size of every axis; one may be given as -1, for what is left of the devices.
 
@@ -51,11 +65,7 @@ def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
     open_axes = [axis for axis, size in shape.items() if size == -1]
-    bad = {a: n for a, n in shape.items() if not isinstance(n, (int, np.integer)) or (n < 1 and n != -1)}
-    if bad or len(open_axes) > 1:
-        raise ValueError(
-            f"mesh sizes must be positive integers, and at most one -1 (the rest of the devices); got {shape}"
-        )
+    _check_axes(shape)
     fixed = math.prod(size for size in shape.values() if size != -1)
     written = " x ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1) or "1"
     if open_axes:

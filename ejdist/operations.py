@@ -16,6 +16,7 @@ from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.experts import moe
 from ejdist.layout import constrain, gather
 from ejdist.models.ops import Ops
+from ejdist.models.parameters import check_dims
 from ejdist.order import Order
 from ejdist.projection import project
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
@@ -94,4 +95,9 @@ def bind_ops(
         **{n: given[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in given},
     }
     functions["moe"] = functools.partial(moe, stored_weights=True, told=told, **on, **where)
-    return Ops(functions, functools.partial(constrain, mesh=mesh), functools.partial(gather, mesh=mesh))
+
+    def place(move: Callable[..., jax.Array], x: jax.Array, dims: str) -> jax.Array:
+        check_dims(f"{move.__name__}: an array of shape {x.shape}", dims)
+        return move(x, dims, mesh)
+
+    return Ops(functions, functools.partial(place, constrain), functools.partial(place, gather))

@@ -21,30 +21,16 @@ def join(cluster: Any) -> None:
     import jax
 
     from ejdist.cluster.ending import within
-    from ejdist.cluster.hosts import LONGEST
 
-    if not (0 < cluster.timeout <= LONGEST and 10 <= cluster.heartbeat <= LONGEST):
-        raise ValueError(
-            f"cluster.timeout = {cluster.timeout} must be positive, and cluster.heartbeat = {cluster.heartbeat} at least 10 s; "
-            f"both at most {LONGEST:,} s"
-        )
+    cluster.validate()
     limits = {
         "initialization_timeout": cluster.timeout + _MARGIN,
         "heartbeat_timeout_seconds": cluster.heartbeat,
     }
     given = (cluster.coordinator, cluster.num_processes, cluster.process_id)
     facts = (*given, cluster.local_device_ids)
-    if cluster.coordinator is not None:
-        check_address("cluster.coordinator", cluster.coordinator)
     if cluster.kind == "manual":
-        if None in given:
-            raise ValueError("cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id")
-        if not 0 <= cluster.process_id < cluster.num_processes:
-            raise ValueError(
-                f"cluster.process_id = {cluster.process_id} must be from 0 to cluster.num_processes - 1, of "
-                f"cluster.num_processes = {cluster.num_processes}"
-            )
-        if cluster.process_id == 0 and cluster.coordinator is not None:
+        if cluster.process_id == 0:
             _check_port(cluster.coordinator)
         with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
             # Else JAX would ask a cluster around it which of the GPUs are this process's.
@@ -58,15 +44,6 @@ def join(cluster: Any) -> None:
                 f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process ({error}); leave it out "
                 "to train on this machine alone, or use cluster=manual"
             ) from error
-    elif cluster.kind == "local":
-        if facts != (None,) * len(facts):
-            named = dict(zip(("coordinator", "num_processes", "process_id", "local_device_ids"), facts))
-            name = next(name for name, value in named.items() if value is not None)
-            raise ValueError(
-                f"cluster.{name} = {named[name]!r} is of several processes: give cluster=manual with it, or leave it out"
-            )
-    else:
-        raise ValueError(f"cluster.kind = {cluster.kind!r} is unknown; use local, auto or manual")
 
 
 def _check_port(coordinator: str) -> None:
@@ -89,13 +66,6 @@ def _check_port(coordinator: str) -> None:
                 f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({error.strerror}); end the "
                 "process that has it, of an earlier start or with the same cluster.process_id, or give all of them another port"
             ) from error
-
-
-def check_address(key: str, coordinator: str) -> None:
-    """Raises ValueError, naming the key, if the address of process 0 is none."""
-    host, colon, port = coordinator.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise ValueError(f"{key} = {coordinator!r} must be HOST:PORT, the address of process 0")
 
 
 def _why_alone(coordinator: str | None, count: int | None, index: int | None, seconds: float) -> str:

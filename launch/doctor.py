@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, HOST_LOST, WRONG, run_command
-from launch.options import check_recipe, help_of, option, read
+from launch.options import help_of, option, read
 from launch.train import ACCELERATORS, command, start_jax
 
 
@@ -55,7 +55,7 @@ class Doctor:
         from ejdist.cluster import health
         from ejdist.cluster.agreement import code_digest, software
         from ejdist.cluster.hosts import differences
-        from ejdist.weights.match import flat
+        from ejdist.sections import flat
 
         hosts = self._hosts
         names = hosts.judged("the examination", health.machine(), lambda said: list(said.values()))
@@ -205,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     from ejdist.cluster.health import why_unreachable
+    from ejdist.sections import validate
     from ejdist.training.curriculum import stages_of
     from ejdist.training.places import check_folder
     from recipes.schema import compose
@@ -212,7 +213,7 @@ def _main(arguments: list[str]) -> int:
     own, rest = read(Options, arguments)
     check_folder("bandwidth", own.bandwidth)
     recipe = compose(rest)
-    check_recipe(recipe)
+    validate(recipe)
     stages_of(recipe)
     cluster = recipe.cluster
     if cluster.kind == "manual" and cluster.coordinator and cluster.process_id:

@@ -153,7 +153,8 @@ def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
     Raises:
       ValueError: a key is wrong, or changes the shape of a parameter.
     """
-    from ejdist.weights.match import flat, written
+    from ejdist.sections import flat
+    from ejdist.weights.match import written
     from recipes.schema import compose
 
     model = [f"model.{k}={written(v)}" for k, v in flat(weights.model).items() if k != "init_from"]
@@ -204,15 +205,16 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
     from ejdist.evaluation import Evaluator, Prompts, batches_once, loss_by_octave, measure_recall
     from ejdist.evaluation.weights import open_weights
     from ejdist.mesh import make_mesh
+    from ejdist.sections import flat, validate
     from ejdist.training.opening import check_hosts, data_of
     from ejdist.training.program import make_program
-    from ejdist.weights.match import flat
     from recipes.schema import compose
 
     hosts = Hosts(compose(given).run.host_timeout)
     with hosts.together():
         weights = open_weights(where, asked.step)
         recipe = _recipe_of(weights, given)
+        validate(recipe)
         lengths = _lengths(asked, weights, recipe, given)
         own = {k: str(v) for k, v in vars(asked).items()} | {"weights": weights.what}
         facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}

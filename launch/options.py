@@ -174,23 +174,6 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
             raise ValueError(f"{argument} cannot be given here: {how}")
 
 
-def check_recipe(recipe: Any) -> None:
-    """Raises ValueError, naming the key, for what is wrong with a recipe wherever it is trained, on whatever mesh."""
-    import kernels
-    from ejdist.training.opening import check_section
-    from ejdist.training.optimizer import make_optimizer
-    from kernels.framework.registry import Platform
-
-    check_section(recipe.run)
-    known = dict.fromkeys([*Platform, *(name for op in kernels.operations().values() for name in op.order)])
-    if recipe.platform is not None and recipe.platform not in known:
-        raise ValueError(f"platform = {recipe.platform!r} is unknown; use null or one of {', '.join(known)}")
-    for section in (recipe.sequence, recipe.experts, recipe.guards, recipe.data):
-        section.validate()
-    recipe.checkpoint.check()
-    make_optimizer(recipe.optimizer, recipe.run.steps, decayed=True)
-
-
 def check_run(arguments: Sequence[str], how: str, devices: int | None = None, slices: int = 1) -> Any:
     """Returns the recipe of a run, so that a wrong one is told before a job is queued for it.
 
@@ -202,13 +185,14 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
       ValueError: a key is wrong, the cluster's keys are given, or a size does not fit the devices.
     """
     from ejdist.mesh import abstract_mesh
+    from ejdist.sections import validate
     from ejdist.training.curriculum import stages_of
     from ejdist.training.program import check_sizes
     from recipes.schema import compose
 
     refuse_cluster(arguments, how)
     recipe = compose(arguments)
-    check_recipe(recipe)
+    validate(recipe)
     for stage in stages_of(recipe):
         s = stage.sections
         model = s.model.build()

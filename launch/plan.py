@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.errors import DONE, NOT_COMPILED, run_command
-from launch.options import check_recipe, check_spelling
+from launch.options import check_spelling
 from launch.planned import is_curriculum, summary, text_of
 from recipes.arguments import key_of
 
@@ -115,6 +115,7 @@ def plan(asked: Asked) -> dict[str, Any]:
     from ejdist.planning import curriculum
     from ejdist.planning.measured import read
     from ejdist.planning.targets import target_of
+    from ejdist.sections import validate
     from ejdist.training.curriculum import is_of
     from recipes.schema import compose
 
@@ -122,7 +123,7 @@ def plan(asked: Asked) -> dict[str, Any]:
     target = target_of(asked.topology, asked.devices, asked.device, asked.per_host, asked.slices)
     measured = read(asked.bandwidth, target.chip, target.per_host) if asked.bandwidth is not None else None
     sections, given = compose(asked.recipe), given_keys(asked.recipe)
-    check_recipe(sections)
+    validate(sections)
     target.check()
     report: dict[str, Any] = {
         "topology": target.name,

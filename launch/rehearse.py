@@ -23,7 +23,7 @@ from ejdist.training import goodput
 from ejdist.training.metrics import read_rows
 from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
 from launch.errors import DONE, FAILED_DRILL, INTERRUPTED, WRONG, run_command
-from launch.options import check_recipe, check_spelling, refuse_cluster
+from launch.options import check_spelling, refuse_cluster
 from launch.processes import Job
 from launch.series import IN_SERIES, Round, rehearse_series
 
@@ -76,6 +76,7 @@ class Ended:
 
 def options_of(argv: Sequence[str]) -> Options:
     """Returns what a command line asks for. Raises ValueError, naming the argument."""
+    from ejdist.sections import validate
     from recipes.arguments import read
     from recipes.schema import compose
 
@@ -114,7 +115,7 @@ def options_of(argv: Sequence[str]) -> Options:
     given = _DEFAULTS | given
     arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
     recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
-    check_recipe(recipe)
+    validate(recipe)
     if recipe.checkpoint.dir is not None:
         raise ValueError(
             f"checkpoint.dir = {recipe.checkpoint.dir!r} cannot be given to a rehearsal: each of its runs has its own "

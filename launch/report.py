@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    from ejdist.sections import flat
     from ejdist.training.metrics import write_whole
-    from ejdist.weights.match import flat
     from launch.reporting.folder import open_folder
     from launch.reporting.sections import report
     from recipes.schema import Recipe

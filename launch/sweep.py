@@ -57,11 +57,11 @@ def sweep(a: Arguments) -> int:
 def _command(job: Job, a: Arguments) -> tuple[Path, list[str]]:
     """Returns the folder of a run and how it is started. Raises RecipeError, naming the run."""
     words = Arguments(job.overrides, a.config_dir).words()
-    from ejdist.training.opening import check_section
+    from ejdist.sections import validate
 
     try:
         recipe = compose(words)
-        check_section(recipe.run)  # a URL or nothing, with a name behind it, would be a folder of this machine
+        validate(recipe)  # run.dir too: a URL or nothing, with a name behind it, would be a folder of this machine
     except ValueError as error:
         raise RecipeError(f"run {job.name}: {error}") from error
     folder = Path(recipe.run.dir) / job.name

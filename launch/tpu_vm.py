@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.cluster import check_address
 from launch.errors import DONE, HOST_LOST, WRONG, run_command
 from launch.options import VARIABLES, check_run, command_option, help_of, option, read
 
@@ -94,6 +93,8 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     if o.coordinator and o.cluster != "manual":
         raise ValueError("coordinator= is of cluster=manual, which is not given")
     if o.coordinator:
+        from ejdist.cluster.section import check_address
+
         check_address("coordinator", o.coordinator)
     if o.sync and not o.dir:
         raise ValueError("sync=true needs dir=, the folder of each machine that the code is copied to")

@@ -15,28 +15,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ejdist.models.config import KINDS
+from ejdist.cluster.section import ClusterSection
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
 
 __all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of", "unread"]
-
-
-@dataclass
-class ClusterSection:
-    """The `cluster` section: how processes find each other. "local" is one process; "auto" lets JAX ask the cluster
-    (Cloud TPU, Slurm, Kubernetes, Open MPI) for those of the values below that are not given; "manual" takes what is given, and
-    asks nobody."""
-
-    kind: str = "local"
-    coordinator: str | None = None  # host:port of process 0
-    num_processes: int | None = None
-    process_id: int | None = None
-    local_device_ids: list[int] | None = None  # the GPUs of its machine that a process takes; none given: all
-    timeout: int = 300  # seconds that the processes have to come together
-    heartbeat: int = 100  # seconds without a sign after which a process is taken for lost, and all end
 
 
 @dataclass
@@ -138,7 +123,7 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     """Returns a sentence for each key of a command line that nothing reads beside the other keys of its recipe. It is told and
     not refused: the next run of a sweep may read it, and models say more than all of their layers need."""
     model = recipe.model
-    parts = {part for kind in (*model.first_layers, *model.layer_pattern) for part in KINDS.get(kind, ())}
+    parts = model.part_names()
     why = {}
     if "experts" not in parts:
         why["experts."] = "no layer of the model has experts"

@@ -8,7 +8,6 @@ import experts_loop
 import numpy as np
 
 from ejdist.models import parts
-from ejdist.models.config import KINDS
 
 
 def norm(x, w, c):
@@ -116,8 +115,8 @@ PARTS = {
 def forward(params, buffers, batch, c):
     """Returns (the cross entropy, summed over counted tokens; the statistics of each layer of experts)."""
     x, row, found = params["embedding"][batch["tokens"]], dict.fromkeys(params["layers"], 0), []
-    for kind in c.kinds():
-        for name in KINDS[kind]:
+    for layer in c.layers():
+        for name in layer:
             mine = {n: w[row[n]] for n, w in params["layers"].items() if n in parts.PARTS[name].declare(c)}
             row |= {n: row[n] + 1 for n in mine}  # each layer has the row that counts up to it
             if name == "experts":

@@ -20,7 +20,6 @@ from ejdist.experts.schemes import AllToAll, fitting
 from ejdist.layout import spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_shape
-from ejdist.models import config
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.model import CAUSAL, Flops
@@ -365,7 +364,7 @@ def test_an_order_without_costs_is_refused_by_name(monkeypatch):
 class Mixer(Part):
     """A part that passes a state from rank to rank, and one that declares less."""
 
-    name = "mixer"
+    name, role = "mixer", "mixer"
 
     def declare(self, c):
         return {"mixer_gate": Param((c.model_dim, c.model_dim), "D _")}
@@ -402,8 +401,7 @@ def fresh():
 
 def _of_mixers(monkeypatch, part):
     monkeypatch.setitem(PARTS, "mixer", part)
-    monkeypatch.setitem(config.KINDS, "mixed", ("mixer", "mlp"))
-    return compose([*DENSE.split(), "model.layer_pattern=[mixed,full]", "model.num_layers=2"])
+    return compose([*DENSE.split(), "model.layer_pattern=[mixer+mlp,full]", "model.num_layers=2"])
 
 
 def test_a_new_part_is_costed_as_itself(monkeypatch, fresh):

@@ -5,6 +5,7 @@ The part that reports stands here alone: it has parameters, a bias that no gradi
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ import optax
 import pytest
 from small_run import TINY, losses
 
-from ejdist.models import config as kinds
 from ejdist.models import decoder, parts
+from ejdist.models.config import ALIASES, ExpertsShape, LatentShape, parts_of_kind
 from ejdist.models.model import Flops, Metric, StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters
 from ejdist.operations import bind_ops
@@ -23,6 +24,7 @@ from ejdist.training.flops import step_flops
 from ejdist.training.loop import train
 from ejdist.training.metrics import MetricsWriter, read_rows
 from ejdist.training.program import make_program
+from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.step import init_state, make_train_step
 from recipes.schema import compose
 
@@ -33,6 +35,7 @@ RATE = 0.25
 class Probe(parts.Part):
     """x + scale tanh(x) + bias of the token's class; the bias moves to the classes that were seen less."""
 
+    role = "feed_forward"
     name = "probe"
 
     def declare(self, c):
@@ -69,15 +72,13 @@ class Probe(parts.Part):
 
 @pytest.fixture(autouse=True)
 def probe(monkeypatch):
-    """Two more kinds of layers: attention with the probe in place of the MLP, and the probe alone."""
+    """One more feed-forward; its line is all that a pattern needs."""
     monkeypatch.setitem(parts.PARTS, "probe", Probe())
-    monkeypatch.setitem(kinds.KINDS, "probed", ("attention", "probe"))
-    monkeypatch.setitem(kinds.KINDS, "probe", ("probe",))
 
 
 MIXED = decoder.DecoderConfig(
     vocab_size=61, num_layers=5, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24,
-    layer_pattern=("window", "probed"), sliding_window=5,
+    layer_pattern=("window", "full+probe"), sliding_window=5,
 )  # fmt: skip
 OF_PROBES = (1, 3)  # its layers with a probe
 
@@ -118,7 +119,7 @@ def plain_loss(params, buffers, batch, c, step=0):
     for layer in range(c.num_layers):
         kind = c.layer_pattern[layer % len(c.layer_pattern)]
         at = parts.LayerContext(c, OPS, batch, jnp.sum(batch["targets"] >= 0), layer, step, 0, {})
-        for part in (parts.PARTS[name] for name in kinds.KINDS[kind]):
+        for part in (parts.PARTS[name] for name in parts_of_kind(kind)):
             mine = {k: w[k][row[part.name]] for k in part.declare(c)}
             if part.name == "probe":
                 at = dataclasses.replace(at, buffers={"bias": buffers["probe"]["bias"][row["probe"]]})
@@ -155,7 +156,6 @@ def by_plain_layers():
     """The loss of MIXED and its gradient, over counted tokens; the probe is there while this is made."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(parts.PARTS, "probe", Probe())
-        patch.setitem(kinds.KINDS, "probed", ("attention", "probe"))
         params, buffers = state_of(MIXED)
         batch = batch_of(MIXED)
         value = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, buffers, batch, MIXED, STEP)))(params)
@@ -214,7 +214,7 @@ def test_flops_of_mixed_layers():
 
 # -- in a run: files, meshes, checkpoints -------------------------------------------------------------------------------
 
-RUN = [*TINY, "model.layer_pattern=[full,probe]", "model.num_layers=3", "run.steps=4", "data.global_batch=4"]
+RUN = [*TINY, "model.layer_pattern=[full,none+probe]", "model.num_layers=3", "run.steps=4", "data.global_batch=4"]
 
 
 def run(directory, corpus, *overrides):
@@ -226,7 +226,6 @@ def run(directory, corpus, *overrides):
 def whole(corpus, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(parts.PARTS, "probe", Probe())
-        patch.setitem(kinds.KINDS, "probe", ("probe",))
         return run(tmp_path_factory.mktemp("whole"), corpus, "mesh.sp=1")
 
 
@@ -357,16 +356,16 @@ def giving(name, metric, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "name", "how", "words"),
     [
-        (("attention", "probe"), "loss", "mean", "'loss', which is the model's own"),
-        (("probe", "other"), "probe_tokens", "sum", "two parts of a layer give the metric 'probe_tokens'"),
-        (("mlp", "mlp"), "x", "sum", "'probed' has two parts of one name"),
-        (("other", "clash"), "x", "sum", "declare the parameter 'other_scale'"),
+        ("full+probe", "loss", "mean", "'loss', which is the model's own"),
+        ("other+probe", "probe_tokens", "sum", "two parts of a layer give the metric 'probe_tokens'"),
+        ("other+twin", "x", "sum", "'other.twin' has two parts of one name"),
+        ("other+clash", "x", "sum", "declare the parameter 'other_scale'"),
     ],
 )
 def test_names_that_are_taken(kind, name, how, words, monkeypatch):
     class Other(Probe):
-        def __init__(self, name):
-            self.name = name
+        def __init__(self, name, role):
+            self.name, self.role = name, role
 
         def declare(self, c):
             return {"other_scale": Param((c.model_dim,), "D", "ones")}
@@ -374,12 +373,12 @@ def test_names_that_are_taken(kind, name, how, words, monkeypatch):
         def apply(self, x, params, at):
             return x, {name: Metric(jnp.float32(1), how)}
 
-    monkeypatch.setitem(parts.PARTS, "other", Other("other"))
-    monkeypatch.setitem(parts.PARTS, "clash", Other("clash"))
-    monkeypatch.setitem(kinds.KINDS, "probed", kind)
+    monkeypatch.setitem(parts.PARTS, "other", Other("other", "mixer"))
+    monkeypatch.setitem(parts.PARTS, "twin", Other("other", "feed_forward"))
+    monkeypatch.setitem(parts.PARTS, "clash", Other("clash", "feed_forward"))
     if name == "loss":
         giving(name, Metric(jnp.float32(1), how), monkeypatch)
-    c, batch = dataclasses.replace(MIXED, remat="none"), batch_of(MIXED)
+    c, batch = dataclasses.replace(MIXED, remat="none", layer_pattern=("window", kind)), batch_of(MIXED)
 
     def trace():
         params, buffers = state_of(c)
@@ -395,6 +394,43 @@ def test_buffers_that_were_not_given():
         jax.eval_shape(lambda p: decoder.loss(p, batch_of(MIXED), MIXED, OPS), params)
 
 
-def test_a_pattern_names_its_kinds():
-    with pytest.raises(ValueError, match=r"must be made of full, window, .* probed and probe"):
-        dataclasses.replace(MIXED, layer_pattern=("moe",)).validate()
+@pytest.mark.parametrize(
+    "kind", ["moe", "probe", "mlp+full", "full+full", "none+none", "full+", "full+mlp+mlp", "full+moe"]
+)
+def test_a_pattern_is_made_of_mixers_and_feed_forwards(kind):
+    words = r"not MIXER\+FEED_FORWARD. Mixers: full, window, latent; feed-forwards: mlp, experts, probe; none in"
+    for key in ("layer_pattern", "first_layers"):
+        with pytest.raises(ValueError, match=f"model.{key} = .*{re.escape(repr(kind))} is {words}"):
+            dataclasses.replace(MIXED, **{key: (kind,)}).validate()
+
+
+def test_old_names_of_kinds_are_what_they_were():
+    meanings = {
+        "full": ("attention", "mlp"), "window": ("window_attention", "mlp"), "latent": ("latent_attention", "mlp"),
+        "experts": ("attention", "experts"), "window_experts": ("window_attention", "experts"),
+        "latent_experts": ("latent_attention", "experts"),
+    }  # fmt: skip
+    assert {kind: parts_of_kind(kind) for kind in ALIASES} == meanings
+    for kind, (mixer, feed_forward) in meanings.items():
+        assert parts_of_kind(ALIASES[kind]) == parts_of_kind(f"{mixer}+{feed_forward}") == (mixer, feed_forward)
+    assert parts_of_kind("none+mlp") == ("mlp",) and parts_of_kind("window+none") == ("window_attention",)
+
+
+def test_every_mixer_goes_with_every_feed_forward():
+    roles = {role: [n for n, p in parts.PARTS.items() if p.role == role] for role in ("mixer", "feed_forward")}
+    kinds = [f"{m}+{f}" for m in roles["mixer"] for f in roles["feed_forward"]]
+    assert len(kinds) == 9
+    sections = {"experts": ExpertsShape(num=4, top_k=2, ffn_dim=8), "latent": LatentShape(kv_rank=8)}
+    c = dataclasses.replace(MIXED, num_layers=9, layer_pattern=tuple(kinds), **sections)
+    c.validate()
+    stacks = decoder.declare(c)["layers"]
+    assert {n: stacks[n].shape[0] for n in ("query", "latent_query", "gate", "router", "probe_scale")} == {
+        "query": 6, "latent_query": 3, "gate": 3, "router": 3, "probe_scale": 3,
+    }  # fmt: skip
+
+
+def test_a_run_goes_on_with_another_spelling_of_its_layers(tmp_path):
+    stored = fingerprint(compose([*TINY, "model.layer_pattern=[full]"]))
+    check_same_run(stored, compose([*TINY, "model.layer_pattern=[attention+mlp]"]), 1, tmp_path)
+    with pytest.raises(ValueError, match=r"model.layer_pattern: was \['full'\], is \['full\+probe'\]"):
+        check_same_run(stored, compose([*TINY, "model.layer_pattern=[full+probe]"]), 1, tmp_path)

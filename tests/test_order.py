@@ -15,7 +15,6 @@ import ejdist
 import kernels
 from ejdist import Order, Unsupported, bind_ops, make_mesh, ring_attention, set_layout
 from ejdist.layout import current_layout
-from ejdist.models import config as kinds
 from ejdist.models import parts
 from ejdist.models.model import Flops
 from ejdist.models.parameters import Param
@@ -332,7 +331,7 @@ def test_every_operation_states_whether_it_depends_on_the_order():
 class Linear(parts.Part):
     """A layer kind of one's own: gated linear attention of x with itself."""
 
-    name = "gla"
+    name, role = "gla", "mixer"
 
     def __init__(self, bound):
         self.bound = bound
@@ -353,8 +352,7 @@ class Linear(parts.Part):
 def test_a_layer_that_depends_on_the_order_is_refused_when_it_is_traced(bound, monkeypatch):
     """By the operations that are bound to the mesh, and by those of `ejdist`."""
     monkeypatch.setitem(parts.PARTS, "gla", Linear(bound))
-    monkeypatch.setitem(kinds.KINDS, "gla", ("gla", "mlp"))
-    small = [*TINY, "model.layer_pattern=[gla,full]", f"mesh.sp={RANKS}"]
+    small = [*TINY, "model.layer_pattern=[gla+mlp,full]", f"mesh.sp={RANKS}"]
 
     def traced(order):
         program = make_program(compose([*small, f"sequence.order={order}"]), mesh_of_ranks())

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ejdist.weights.match import flat
+from ejdist.sections import flat
 from launch import report
 from launch.errors import DONE, WRONG
 from launch.reporting import chart

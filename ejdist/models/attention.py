@@ -57,6 +57,7 @@ class Attention(Part):
 
     windowed: bool = False
 
+    role = "mixer"
     name = "attention"
     saves = ("flash_attention.lse",)  # a number per query and head
     offloads = ("flash_attention.out",)
@@ -64,15 +65,15 @@ class Attention(Part):
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, N, K, H, std = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.init_std
         declared = {
-            "attention_norm": Param((D,), "norm", "ones", decay=False, cast=False),
+            "attention_norm": Param((D,), "_", "ones", decay=False, cast=False),
             "query": Param((D, N, H), "D N H", std=std),
             "key": Param((D, K, H), "D K H", std=std),
             "value": Param((D, K, H), "D K H", std=std),
             "output": Param((N, H, D), "N H D", std=residual_std(c)),
         }
         if c.qk_norm:
-            declared["query_norm"] = Param((H,), "norm", "ones", decay=False, cast=False)
-            declared["key_norm"] = Param((H,), "norm", "ones", decay=False, cast=False)
+            declared["query_norm"] = Param((H,), "_", "ones", decay=False, cast=False)
+            declared["key_norm"] = Param((H,), "_", "ones", decay=False, cast=False)
         if c.attention_output_bias:
             declared["output_bias"] = Param((D,), "D", "zeros", decay=False)
         if c.attention_sinks:
@@ -153,6 +154,7 @@ class LatentAttention(Part):
     a key is [without positions, with]; of the latter, the key's is one for all heads. RoPE turns pairs (2i, 2i + 1).
     """
 
+    role = "mixer"
     name = "latent_attention"
     saves = Attention.saves
     offloads = Attention.offloads
@@ -160,14 +162,14 @@ class LatentAttention(Part):
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         m, D, N, std = c.latent, c.model_dim, c.num_heads, c.init_std
         H = m.nope_dim + m.rope_dim
-        declared = {"latent_attention_norm": Param((D,), "norm", "ones", decay=False, cast=False)}
+        declared = {"latent_attention_norm": Param((D,), "_", "ones", decay=False, cast=False)}
         if m.query_rank:
             declared["query_down"] = Param((D, m.query_rank), "D R", std=std)
-            declared["query_latent_norm"] = Param((m.query_rank,), "norm", "ones", decay=False, cast=False)
+            declared["query_latent_norm"] = Param((m.query_rank,), "_", "ones", decay=False, cast=False)
         return declared | {
             "latent_query": Param((m.query_rank or D, N, H), "R N H" if m.query_rank else "D N H", std=std),
             "latent_down": Param((D, m.kv_rank + m.rope_dim), "D R", std=std),
-            "latent_norm": Param((m.kv_rank,), "norm", "ones", decay=False, cast=False),
+            "latent_norm": Param((m.kv_rank,), "_", "ones", decay=False, cast=False),
             "key_up": Param((m.kv_rank, N, m.nope_dim), "R N H", std=std),
             "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std),
             "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c)),

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
 from ejdist.models.remat import REMAT
+from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
 from kernels.ops.rotary_embedding import RopeScaling
 
-# Kind of layer -> its parts, in the order in which they run; what each does is in `PARTS` of ejdist/models/parts.py.
-KINDS: dict[str, tuple[str, ...]] = {
-    "full": ("attention", "mlp"),
-    "window": ("window_attention", "mlp"),
-    "latent": ("latent_attention", "mlp"),
-    "experts": ("attention", "experts"),
-    "window_experts": ("window_attention", "experts"),
-    "latent_experts": ("latent_attention", "experts"),
+# A kind of layer is MIXER+FEED_FORWARD, by their names in `PARTS` of ejdist/models/parts.py; "none" for a layer without one.
+NONE = "none"
+# What a pattern may call a mixer beside its name.
+MIXERS = {"full": "attention", "window": "window_attention", "latent": "latent_attention"}
+# Kinds from before they were composed, which keep their meaning. No new one is added.
+ALIASES = {name: f"{name}+mlp" for name in MIXERS} | {
+    "experts": "full+experts",
+    "window_experts": "window+experts",
+    "latent_experts": "latent+experts",
 }
 # Key of a model section that has no meaning without `rope_scaling` -> field of RopeScaling.
 ROPE_SCALING = {
@@ -32,6 +35,17 @@ ROPE_SCALING = {
 }
 # Of numbers that are computed with in float32, where up to three times init_std is drawn.
 _LEAST, _MOST = 2.0**-126, 2.0**126
+
+
+def parts_of_kind(kind: str) -> tuple[str, ...]:
+    """Returns the parts of a kind of layer, "window+experts" or one of `ALIASES`, in the order in which they run. Whether there
+    are such parts is checked by `stack.check_kinds`."""
+    mixer, _, feed_forward = ALIASES.get(kind, kind).partition("+")
+    return tuple(name for name in (MIXERS.get(mixer, mixer), feed_forward) if name not in ("", NONE))
+
+
+def _parts_of_kinds(kinds: Sequence[str]) -> list[tuple[str, ...]]:
+    return [parts_of_kind(kind) for kind in kinds]
 
 
 @dataclass(unsafe_hash=True)
@@ -63,7 +77,9 @@ class ExpertsShape:
     forced_balance: bool = False  # experts in turn: for benchmarks alone
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy."""
+        """Raises ValueError naming the key and the remedy; a model without experts has nothing but defaults."""
+        if self == ExpertsShape():
+            return
         for name in ("num", "top_k", "ffn_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.experts.{name} must be positive, got {getattr(self, name)}")
@@ -136,7 +152,9 @@ class LatentShape:
     value_dim: int = 128  # of a value's head
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy."""
+        """Raises ValueError naming the key and the remedy; a model without such layers has nothing but defaults."""
+        if self == LatentShape():
+            return
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
@@ -174,15 +192,18 @@ class DecoderShape:
     attention_sinks: bool = False  # a logit for each head that takes weight and has no value (GPT-OSS)
     attention_scale: float | None = None  # of the logits; null for 1/sqrt(width of a query's head)
     tie_embeddings: bool = True
-    first_layers: tuple[str, ...] = ()  # kinds of the layers before the pattern
-    layer_pattern: tuple[str, ...] = ("full",)  # repeated over the other layers: the names of `KINDS`
+    # Kinds of the layers before the pattern, and of the pattern that the others repeat: MIXER+FEED_FORWARD, or an old name.
+    first_layers: tuple[str, ...] = spelled((), _parts_of_kinds)
+    layer_pattern: tuple[str, ...] = spelled(("full",), _parts_of_kinds)
     sliding_window: int | None = None  # keys that a windowed layer sees
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     norm_eps: float = 1e-6
     init_std: float = 0.02
     compute_dtype: str = "float32"  # of activations and matmuls; parameters stay float32
-    remat: str = "attention"  # what the backward does not compute again: see `REMAT` of ejdist/models/remat.py
+    remat: str = operational(
+        "attention"
+    )  # what the backward does not compute again: see `REMAT` of ejdist/models/remat.py
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
 
@@ -194,8 +215,16 @@ class DecoderShape:
         period, rest = len(self.layer_pattern), self.num_layers - len(self.first_layers)
         return [*self.first_layers, *(self.layer_pattern[i % period] for i in range(rest))]
 
+    def layers(self) -> list[tuple[str, ...]]:
+        """Returns the names of the parts of each layer."""
+        return _parts_of_kinds(self.kinds())
+
+    def part_names(self) -> set[str]:
+        """Returns the names of the parts that some layer has."""
+        return {part for layer in self.layers() for part in layer}
+
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy."""
+        """Raises ValueError naming the key and the remedy. The sections in it check themselves."""
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
@@ -221,18 +250,14 @@ class DecoderShape:
         self.scaling()
 
     def _validate_layers(self) -> None:
-        known = f"{', '.join(list(KINDS)[:-1])} and {list(KINDS)[-1]}"
-        for name in ("first_layers", "layer_pattern"):
-            if set(getattr(self, name)) - set(KINDS):
-                raise ValueError(f"model.{name} = {list(getattr(self, name))} must be made of {known}")
         if not self.layer_pattern:
-            raise ValueError(f"model.layer_pattern = [] must be made of {known}")
+            raise ValueError("model.layer_pattern = [] must name kinds of layers, for example [full+mlp]")
         if self.num_layers < len(self.first_layers) + len(self.layer_pattern):
             raise ValueError(
                 f"model.num_layers = {self.num_layers} is less than the {len(self.first_layers)} layers of model.first_layers "
                 f"and the {len(self.layer_pattern)} of model.layer_pattern: shorten them or add layers"
             )
-        parts = {part for kind in self.kinds() for part in KINDS[kind]}
+        parts = self.part_names()
         if "window_attention" in parts and not self.sliding_window:
             raise ValueError("model.layer_pattern has windowed layers: give model.sliding_window, in keys")
         if self.sliding_window and "window_attention" not in parts:
@@ -246,17 +271,16 @@ class DecoderShape:
             raise ValueError(
                 f"model.{ignored[0]} is of plain attention, and no layer of model.layer_pattern has it: leave it out"
             )
-        for part, given, section in (
-            ("experts", self.experts != ExpertsShape(), self.experts),
-            ("latent_attention", self.latent != LatentShape(), self.latent),
+        for part, given, size, example in (
+            ("experts", self.experts != ExpertsShape(), "experts.num", "full+experts"),
+            ("latent_attention", self.latent != LatentShape(), "latent.kv_rank", "latent+mlp"),
         ):
-            name = part.partition("_")[0]
-            if part in parts:
-                section.validate()
-            elif given:
+            if part in parts and not given:
+                raise ValueError(f"model.{size} must be positive, got 0: model.layer_pattern has layers with {part}")
+            if given and part not in parts:
                 raise ValueError(
-                    f"model.{name} is given, but no layer is of it: put one into model.layer_pattern, of the kinds "
-                    f"{', '.join(kind for kind in KINDS if part in KINDS[kind])}, or leave it out"
+                    f"model.{size.partition('.')[0]} is given, but no layer has {part}: put one into model.layer_pattern, for "
+                    f"example {example}, or leave it out"
                 )
 
     def scaling(self) -> RopeScaling | None:

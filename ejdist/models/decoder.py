@@ -18,12 +18,21 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.experts.picture import draw_load
-from ejdist.models.config import KINDS, REMAT, DecoderShape
+from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext
-from ejdist.models.stack import declare_buffers, declare_layers, layers_of, report, run_layers, update_buffers
+from ejdist.models.stack import (
+    check_kinds,
+    declare_buffers,
+    declare_layers,
+    layers_of,
+    report,
+    run_layers,
+    update_buffers,
+)
+from ejdist.sections import operational, validate
 
 __all__ = ["REMAT", "DecoderConfig", "declare", "hidden_states", "logits_at", "loss", "token_losses"]
 
@@ -33,13 +42,18 @@ class DecoderConfig(DecoderShape):
     """The `model` section of a recipe: a decoder's shape and options, and the model that they make."""
 
     # A folder with config.json and safetensors, or the run.dir of another run: parameters at the start; null draws them.
-    init_from: str | None = None
+    init_from: str | None = operational(None, recorded=True)  # decides nothing once there is a checkpoint
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        check_kinds(self)
+        super().validate()
 
     def build(self) -> Model:
         """Returns the model. Raises ValueError, naming the key, for a wrong configuration."""
-        self.validate()
+        validate(self)
         split = {"num_heads": ("N", self.num_heads), "num_kv_heads": ("K", self.num_kv_heads)}
-        mixed = any("experts" in KINDS[kind] for kind in self.kinds())
+        mixed = "experts" in self.part_names()
         return Model(
             declared=declare(self),
             loss=partial(loss, c=self),
@@ -60,7 +74,7 @@ def declare(c: DecoderShape) -> dict[str, Any]:
     declared = {
         "embedding": Param((V, D), "V D", std=std),
         "layers": declare_layers(c),
-        "final_norm": Param((D,), "norm", "ones", decay=False, cast=False),
+        "final_norm": Param((D,), "_", "ones", decay=False, cast=False),
     }
     if not c.tie_embeddings:
         declared["lm_head"] = Param((D, V), "D V", std=std)

@@ -24,12 +24,13 @@ from ejdist.models.share import Share
 class MLP(Part):
     """RMSNorm and a gated MLP."""
 
+    role = "feed_forward"
     name = "mlp"
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, F, std = c.model_dim, c.ffn_dim, c.init_std
         return {
-            "mlp_norm": Param((D,), "norm", "ones", decay=False, cast=False),
+            "mlp_norm": Param((D,), "_", "ones", decay=False, cast=False),
             "gate": Param((D, F), "D F", std=std),
             "up": Param((D, F), "D F", std=std),
             "down": Param((F, D), "F D", std=residual_std(c)),
@@ -70,6 +71,7 @@ class Experts(Part):
     Its losses are means over the tokens that are no padding, so that each microbatch weighs as much as the tokens it counts.
     """
 
+    role = "feed_forward"
     name = "experts"
     saves = ("route.experts",)  # computed again, what is close might be decided otherwise
 
@@ -77,7 +79,7 @@ class Experts(Part):
         m, D, std = c.experts, c.model_dim, c.init_std
         E, F, S = m.num, m.ffn_dim, m.shared_dim
         declared = {
-            "experts_norm": Param((D,), "norm", "ones", decay=False, cast=False),
+            "experts_norm": Param((D,), "_", "ones", decay=False, cast=False),
             # Which expert is best must not depend on the compute dtype.
             "router": Param((D, E), "D _", std=std, cast=False),
             "experts_gate_up": Param((E, D, 2, F), "E D _ F", std=std),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejdist.models.parameters import check_declared
 from kernels.engines.attention.masks import MaskInfo
 
 CAUSAL = MaskInfo(causal=True)
@@ -111,3 +112,7 @@ class Model:
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {}
     split: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     pictures: Mapping[str, Callable[[list[dict[str, Any]], Path], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_declared("parameter", self.declared)
+        check_declared("buffer", self.buffers)

@@ -11,10 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.framework.dims import VOCABULARY
+
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: `dims` names each dim ("layers D F"), `init` is "normal", "zeros" or "ones", `std` that of the normal.
+    """A parameter: `dims` names each dim ("L D F"; "_": never split), `init` is "normal", "zeros" or "ones", `std` that of the
+    normal.
 
     `decay` says whether weight decay applies; it does not to norms and biases. `cast`: the model
     computes with it in its compute dtype, and not in that of the parameter.
@@ -29,11 +32,12 @@ class Param:
     cast: bool = True
 
     def __post_init__(self) -> None:
-        assert len(self.dims.split()) == len(self.shape), (self.dims, self.shape)
+        if len(self.dims.split()) != len(self.shape):
+            raise ValueError(f"Param: dims {self.dims!r} must name each dim of the shape {self.shape}; '_' for no name")
 
     def stacked(self, layers: int) -> Param:
         """Returns that of so many layers, a row for each."""
-        return replace(self, shape=(layers, *self.shape), dims=f"layers {self.dims}")
+        return replace(self, shape=(layers, *self.shape), dims=f"L {self.dims}")
 
     @property
     def size(self) -> int:
@@ -47,6 +51,22 @@ def map_declared(function: Callable[[str, Param], Any], declared: Any) -> Any:
         return function(".".join(str(k.key) for k in path), param)
 
     return jax.tree_util.tree_map_with_path(at, declared, is_leaf=lambda x: isinstance(x, Param))
+
+
+def check_dims(what: str, dims: str) -> None:
+    """Raises ValueError for a dim that is neither in the vocabulary nor "_": no layout could split it, and every device would
+    hold the whole of it. `what`: whose dims they are."""
+    for dim in dims.split():
+        if dim != "_" and dim not in VOCABULARY:
+            raise ValueError(
+                f"{what} has the dims {dims!r}, and {dim!r} is not in the vocabulary: use _ for a dim that is never split, or "
+                f"one of {', '.join(VOCABULARY)} (kernels/framework/dims.py says what each means)"
+            )
+
+
+def check_declared(kind: str, declared: Any) -> None:
+    """Raises ValueError, naming the parameter, for a dim that is not in the vocabulary. `kind`: what the tree holds."""
+    map_declared(lambda path, p: check_dims(f"{kind} {path}", p.dims), declared)
 
 
 def initialise(declared: Any, key: jax.Array) -> Any:

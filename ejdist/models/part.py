@@ -36,6 +36,7 @@ class LayerContext:
 class Part:
     """One residual block of a layer.
 
+    role: "mixer", where tokens meet, or "feed_forward", which sees each token alone: a kind of layer has one of each, or one.
     name: parts of one name share a stack of parameters, a row for each layer that has one, so they declare the same.
     saves: names of values that the backward needs and that are costly to compute again; policies with `Remat.asked` keep
     them. offloads: the large ones among such, which wait in the host's memory under a policy with `Remat.host`.
@@ -44,6 +45,7 @@ class Part:
     trains without them.
     """
 
+    role: str
     name: str
     saves: tuple[str, ...] = ()
     offloads: tuple[str, ...] = ()

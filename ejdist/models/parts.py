@@ -1,7 +1,7 @@
 """The parts of a decoder's layer, by name. Each declares its parameters, applies itself, counts its FLOPs and says what remat
 keeps.
 
-A new kind of layer is a `Part`, its line in `PARTS`, and a line in `KINDS` of ejdist/models/config.py.
+A new mixer or feed-forward is a `Part` and its line in `PARTS`: a pattern may then join it with any of the other role.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ejdist.models.config import KINDS, DecoderShape
+from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_kind
 from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
@@ -24,13 +24,38 @@ _LAYER_INPUT = "decoder.layer_input"
 
 def _of_kinds(kinds: Iterable[str]) -> list[list[Part]]:
     """Returns the parts of a layer of each kind."""
-    layers = {kind: [PARTS[part] for part in KINDS[kind]] for kind in kinds}
+    layers = {kind: [PARTS[part] for part in parts_of_kind(kind)] for kind in kinds}
     for kind, parts in layers.items():
         if len({part.name for part in parts}) < len(parts):
             raise ValueError(
                 f"a layer of kind {kind!r} has two parts of one name, and so of the same parameters; rename one"
             )
     return [layers[kind] for kind in kinds]
+
+
+def check_kinds(c: DecoderShape) -> None:
+    """Raises ValueError, naming the key, for a kind of layer that is not MIXER+FEED_FORWARD of parts that there are."""
+    short = {part: name for name, part in MIXERS.items()}
+    of_role: dict[str, list[str]] = {"mixer": [], "feed_forward": []}
+    for name, part in PARTS.items():
+        role = getattr(part, "role", None)
+        if role not in of_role:
+            raise TypeError(
+                f"{type(part).__name__}: give the part {name!r} a role, 'mixer' or 'feed_forward', got {role!r}"
+            )
+        of_role[role].append(name)
+    mixers, feed_forwards = of_role["mixer"], of_role["feed_forward"]
+    for key in ("first_layers", "layer_pattern"):
+        for kind in getattr(c, key):
+            mixer, plus, feed_forward = ALIASES.get(kind, kind).partition("+")
+            known = MIXERS.get(mixer, mixer) in (*mixers, NONE) and feed_forward in (*feed_forwards, NONE)
+            if plus and known and (mixer, feed_forward) != (NONE, NONE):
+                continue
+            raise ValueError(
+                f"model.{key} = {list(getattr(c, key))}: {kind!r} is not MIXER+FEED_FORWARD. Mixers: "
+                f"{', '.join(short.get(name, name) for name in mixers)}; feed-forwards: {', '.join(feed_forwards)}; none in "
+                f"the place of one of them for a layer without it. {', '.join(ALIASES)} stand for {', '.join(ALIASES.values())}"
+            )
 
 
 def layers_of(c: DecoderShape) -> list[list[Part]]:

@@ -35,6 +35,7 @@ from ejdist.planning.memory import Held, Memory, held, memory
 from ejdist.planning.share import dispatch_of
 from ejdist.planning.step_time import StepTime, step_time
 from ejdist.planning.targets import Target
+from ejdist.sections import validate
 from ejdist.sequence.schemes import scheme_of
 
 VARIED = 50  # plans that are looked at with each of these
@@ -105,7 +106,7 @@ class Predictor:
 
     def _legal(self, s: Any, candidate: Candidate) -> Held:
         """Returns what the candidate's mesh holds. Raises ValueError, naming the size, where it does not fit."""
-        _check(s)
+        validate(s)
         if (n := self.target.slices) > 1:
             slices = [range(self.target.count // n)] * n
             between_slices(candidate.sizes, slices, s.mesh.fsdp_across_slices)
@@ -129,23 +130,6 @@ class Predictor:
             return needed
         time = step_time(s, of, mesh, self.links)
         return Predicted(candidate, needed, time, s.data.global_batch * s.data.sequence_length)
-
-
-def _check(s: Any) -> None:
-    """Raises ValueError for a value of the recipe that no mesh can mend."""
-    for key, value, least in (
-        ("data.sequence_length", s.data.sequence_length, 2),
-        (BATCH, s.data.global_batch, 1),
-        (ACCUMULATION, s.accumulation, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{key} must be at least {least}, got {value}")
-    s.sequence.validate()
-    for axis, size in s.mesh.sizes.items():
-        if size < 1 and size != -1:
-            raise ValueError(
-                f"mesh.{axis} must be a positive number, or -1 for what is left of the devices; got {size}"
-            )
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -249,7 +233,7 @@ def search(
     Raises:
       ValueError: the given sizes fit no plan.
     """
-    _check(sections)
+    validate(sections)
     predictor, fitting, count = Predictor(sections, target, measured), [], 0
     smallest: tuple[int, Candidate] | None = None
     room = target.chip.memory / (1 + MARGIN)

@@ -17,6 +17,7 @@ from typing import Any
 
 from etils import epath
 
+from ejdist.sections import operational
 from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
 from ejdist.training.leaves import kind_of, like_arrays, to_arrays
 from ejdist.training.places import check_home, check_place, is_step, is_url, place
@@ -41,17 +42,18 @@ _ASIDE = ".damaged"
 class CheckpointSection:
     """The `checkpoint` section of a recipe."""
 
-    every: int = 100  # steps between checkpoints; the last step and a stop always make one; 0 for only those
-    minutes: float = 0  # a checkpoint too where the last one is so many minutes old; 0: none by time
-    keep: int = 3  # how many of the last ones stay
-    keep_every: int = 0  # steps: those of its multiples stay for good; 0: none
-    keep_hours: float = 0  # hours: the first one stays for good, and then one after each so many; 0: none
-    dir: str | None = None  # a folder, or gs://BUCKET/FOLDER; default: checkpoints in run.dir
-    local: str | None = None  # a folder on a fast disk of each host, for checkpoints between those of dir
-    local_every: int = 0  # steps between those
+    # Steps between checkpoints; the last step and a stop always make one; 0 for only those.
+    every: int = operational(100)
+    minutes: float = operational(0)  # a checkpoint too where the last one is so many minutes old; 0: none by time
+    keep: int = operational(3)  # how many of the last ones stay
+    keep_every: int = operational(0)  # steps: those of its multiples stay for good; 0: none
+    keep_hours: float = operational(0)  # hours: the first one stays for good, and then one after each so many; 0: none
+    dir: str | None = operational(None)  # a folder, or gs://BUCKET/FOLDER; default: checkpoints in run.dir
+    local: str | None = operational(None)  # a folder on a fast disk of each host, for checkpoints between those of dir
+    local_every: int = operational(0)  # steps between those
 
-    def check(self) -> None:
-        """Raises ValueError for values that no run can have."""
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
         if self.every < 0 or self.keep < 1:
             raise ValueError(f"checkpoint.every must be >= 0 and checkpoint.keep >= 1, got {self.every}, {self.keep}")
         for key in ("minutes", "keep_every", "keep_hours", "local_every"):
@@ -84,7 +86,7 @@ class Checkpoints:
         Raises:
           ValueError: the section is wrong, or the library for its `dir` is not installed.
         """
-        section.check()
+        section.validate()
         self.section = section
         self._key = "run.dir" if section.dir is None else "checkpoint.dir"
         if section.dir is None:

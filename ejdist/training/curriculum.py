@@ -12,27 +12,29 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ejdist.mesh import MeshSection
+from ejdist.sections import compared
 from ejdist.training.places import ELSEWHERE
 
 
 @dataclass
 class StageSection:
-    """A stage of the `curriculum` of a recipe. What it leaves out is as the recipe has it."""
+    """A stage of the `curriculum` of a recipe. What it leaves out is as the recipe has it. `check_history` compares stages when
+    a run goes on."""
 
-    until: int | None = None  # its last step; the last stage has none: it ends with the run
-    sequence_length: int | None = None
-    global_batch: int | None = None
-    accumulation: int | None = None
-    mesh: MeshSection | None = None  # the whole of it: axes that are not named have one device
-    remat: str | None = None
-    rope_base: float | None = None
-    rope_scaling: str | None = None
-    rope_factor: float | None = None
-    rope_original_length: int | None = None
-    rope_low: float | None = None
-    rope_high: float | None = None
-    rope_attention_factor: float | None = None
-    rope_truncate: bool | None = None
+    until: int | None = compared(None)  # its last step; the last stage has none: it ends with the run
+    sequence_length: int | None = compared(None)
+    global_batch: int | None = compared(None)
+    accumulation: int | None = compared(None)
+    mesh: MeshSection | None = compared(None)  # the whole of it: axes that are not named have one device
+    remat: str | None = compared(None)
+    rope_base: float | None = compared(None)
+    rope_scaling: str | None = compared(None)
+    rope_factor: float | None = compared(None)
+    rope_original_length: int | None = compared(None)
+    rope_low: float | None = compared(None)
+    rope_high: float | None = compared(None)
+    rope_attention_factor: float | None = compared(None)
+    rope_truncate: bool | None = compared(None)
 
 
 _ROPE = tuple(f.name for f in fields(StageSection) if f.name.startswith("rope_"))

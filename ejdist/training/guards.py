@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejdist.layout import replicated
+from ejdist.sections import operational
 from ejdist.training.leaves import name_of
 from ejdist.training.metrics import write_whole
 from ejdist.training.stop import Diverged
@@ -36,15 +37,17 @@ PASSED = "passed_batches.json"
 class GuardsSection:
     """The `guards` section of a recipe: what is done about numbers, devices and hosts that go wrong."""
 
-    nonfinite: str = "stop"  # a loss or gradient norm that is not finite: stop, skip (the update), rewind
-    spike: str = "off"  # one far above those of the last steps: off, stop, skip, rewind
-    spike_factor: float = 6.0  # how far: standard deviations above their mean
-    spike_window: int = 128  # the last steps, of which half must be there
-    most_skips: int = 10  # updates in a row that are left out; then the run stops
-    most_rewinds: int = 3  # to the same checkpoint; then the run stops
-    replicas_every: int = 0  # steps between comparisons of what several devices hold alike, and at each save; 0: none
-    hang_seconds: float = 1800.0  # without a step, after which a command ends with the stack of every thread; 0: never
-    stragglers_every: int = 100  # steps between comparisons of the hosts' own time; 0: none
+    nonfinite: str = operational("stop")  # a loss or gradient norm that is not finite: stop, skip (the update), rewind
+    spike: str = operational("off")  # one far above those of the last steps: off, stop, skip, rewind
+    spike_factor: float = operational(6.0)  # how far: standard deviations above their mean
+    spike_window: int = operational(128)  # the last steps, of which half must be there
+    most_skips: int = operational(10)  # updates in a row that are left out; then the run stops
+    most_rewinds: int = operational(3)  # to the same checkpoint; then the run stops
+    # Steps between comparisons of what several devices hold alike, and at each save; 0: none.
+    replicas_every: int = operational(0)
+    # Without a step, after which a command ends with the stack of every thread; 0: never.
+    hang_seconds: float = operational(1800.0)
+    stragglers_every: int = operational(100)  # steps between comparisons of the hosts' own time; 0: none
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""

@@ -15,17 +15,18 @@ from typing import Any
 import jax
 
 from ejdist.cluster.agreement import environment
-from ejdist.cluster.hosts import Hosts, check_limit
+from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
+from ejdist.sections import flat, validate
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
 from ejdist.training.lock import Lock
-from ejdist.training.places import ELSEWHERE, check_folder, is_step, is_url
+from ejdist.training.places import ELSEWHERE, is_step, is_url
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
-from ejdist.training.resume import check_same_run, fingerprint, flat
+from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.saves import Saves, Tier
 from ejdist.training.step import TrainState
 from ejdist.training.stored import CheckpointError, DamagedCheckpoint
@@ -98,11 +99,11 @@ def open_run(
         run.dir is none of ours. HostsDiffer: the hosts were started with different things. HostLost: one does not come.
     """
     s = sections
-    directory = _check_run(s.run)
+    validate(s)
+    directory = _folder_of(s.run)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
     folders = [("run.dir", directory)]
-    s.checkpoint.check()
     if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
         kept = Path(s.checkpoint.dir).expanduser()
         if kept.resolve() == directory.resolve():
@@ -233,27 +234,8 @@ def start_from(program: Program, source: Source, say: Any) -> TrainState:
     return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 
 
-def check_section(run: RunSection) -> None:
-    """Raises ValueError, naming the key, for a value of the section that no machine can take."""
-    if run.steps < 1:
-        raise ValueError(f"run.steps must be at least 1, got {run.steps}")
-    if run.stop_after is not None and run.stop_after < 1:
-        raise ValueError(f"run.stop_after must be at least 1, or null to make all steps, got {run.stop_after}")
-    if run.cpu_devices < 1:
-        raise ValueError(f"run.cpu_devices must be at least 1, got {run.cpu_devices}")
-    if not 0 <= run.seed < 2**32:
-        raise ValueError(f"run.seed must be in [0, 2**32), got {run.seed}")
-    check_limit(run.host_timeout)
-    if not run.dir.strip():
-        raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
-    check_folder(
-        "run.dir", run.dir, "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
-    )
-
-
-def _check_run(run: RunSection) -> Path:
-    """Returns the directory of the run. Raises ValueError, naming the key, before anything is compiled or written."""
-    check_section(run)
+def _folder_of(run: RunSection) -> Path:
+    """Returns the directory of the run. Raises ValueError, naming the key, where nothing can be written there."""
     directory = Path(run.dir).expanduser()
     there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not there.is_dir():

@@ -27,6 +27,25 @@ class OptimizerSection:
     weight_decay: float = 0.1  # not on norms and biases
     clip_norm: float = 1.0  # of the global gradient; 0 for none
 
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optimizer.schedule = {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+        if not 0 <= self.decay_fraction <= 1:
+            raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {self.decay_fraction}")
+        if not 0 <= self.final_ratio <= 1:
+            raise ValueError(f"optimizer.final_ratio must be in [0, 1], got {self.final_ratio}")
+        if not 0 < _in_float32(self.learning_rate) < math.inf:
+            raise ValueError(f"optimizer.learning_rate must be positive, got {_told(self.learning_rate)}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}")
+        bounds = {"b1": (0, 1), "b2": (0, 1), "eps": (0, math.inf), "weight_decay": (0, 10), "clip_norm": (0, math.inf)}
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            held = _in_float32(value)
+            if not low <= held < high or (value and not held):
+                raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {_told(value)}")
+
 
 def _in_float32(value: float) -> float:
     """Returns what the step computes with: b1 = 0.99999999999 is 1, and eps = 1e39 infinite."""
@@ -46,16 +65,7 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
       ValueError: names the key.
     """
     s = section
-    if s.schedule not in SCHEDULES:
-        raise ValueError(f"optimizer.schedule = {s.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
-    if not 0 <= s.decay_fraction <= 1:
-        raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {s.decay_fraction}")
-    if not 0 <= s.final_ratio <= 1:
-        raise ValueError(f"optimizer.final_ratio must be in [0, 1], got {s.final_ratio}")
-    if not 0 < _in_float32(s.learning_rate) < math.inf:
-        raise ValueError(f"optimizer.learning_rate must be positive, got {_told(s.learning_rate)}")
-    if s.warmup_steps < 0:
-        raise ValueError(f"optimizer.warmup_steps must not be negative, got {s.warmup_steps}")
+    s.validate()
     warmup = min(s.warmup_steps, max(steps - 1, 0))
     # From the first step at the peak to the last step of the run, which has the last rate.
     after = steps - 1 - warmup
@@ -83,12 +93,6 @@ def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple
     Raises:
       ValueError: names the key.
     """
-    bounds = {"b1": (0, 1), "b2": (0, 1), "eps": (0, math.inf), "weight_decay": (0, 10), "clip_norm": (0, math.inf)}
-    for name, (low, high) in bounds.items():
-        value = getattr(section, name)
-        held = _in_float32(value)
-        if not low <= held < high or (value and not held):
-            raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {_told(value)}")
     schedule = make_schedule(section, steps)
     s = section
     adamw = optax.adamw(

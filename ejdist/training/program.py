@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+import kernels
+from ejdist.cluster.hosts import check_limit
 from ejdist.experts.schemes import SCHEMES
 from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, EP, SP, MeshSection
@@ -17,34 +19,55 @@ from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.order import Order
+from ejdist.sections import compared, operational, validate
 from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
 from ejdist.training.checkpoint import CheckpointSection
-from ejdist.training.curriculum import StageSection
+from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
+from ejdist.training.places import check_folder
 from ejdist.training.step import LIMITS, TrainState, init_state, make_train_step
+from kernels.framework.registry import Platform
 
 
 @dataclass
 class RunSection:
     """The `run` section of a recipe."""
 
-    dir: str = "outputs/run"  # everything that the run writes; a run that is there goes on
-    steps: int = 200  # of the whole run; the schedule ends there
-    extend: bool = False  # go on past the end that the schedule had: rates from here on follow the new run.steps
-    stop_after: int | None = None  # stop at this step, with a checkpoint; the schedule does not change
-    seed: int = 0  # of parameters and data
-    cpu_devices: int = 4  # virtual devices where there is no accelerator and a mesh size is -1
-    host_timeout: float = 900  # seconds that a host waits for the others at the start, and for a save to end
+    dir: str = operational("outputs/run")  # everything that the run writes; a run that is there goes on
+    steps: int = compared(200, recorded=True)  # of the whole run; the schedule ends there. Compared by `check_same_run`
+    # Go on past the end that the schedule had: rates from here on follow the new run.steps.
+    extend: bool = operational(False)
+    stop_after: int | None = operational(None)  # stop at this step, with a checkpoint; the schedule does not change
+    seed: int = compared(0)  # of parameters and data; compared by the data cursor
+    cpu_devices: int = operational(4)  # virtual devices where there is no accelerator and a mesh size is -1
+    # Seconds that a host waits for the others at the start, and for a save to end.
+    host_timeout: float = operational(900)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; nothing is looked for on the disk."""
+        if self.steps < 1:
+            raise ValueError(f"run.steps must be at least 1, got {self.steps}")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ValueError(f"run.stop_after must be at least 1, or null to make all steps, got {self.stop_after}")
+        if self.cpu_devices < 1:
+            raise ValueError(f"run.cpu_devices must be at least 1, got {self.cpu_devices}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"run.seed must be in [0, 2**32), got {self.seed}")
+        check_limit(self.host_timeout)
+        if not self.dir.strip():
+            raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
+        remedy = "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
+        check_folder("run.dir", self.dir, remedy)
 
 
 @dataclass
 class SequenceSection:
     """The `sequence` section of a recipe."""
 
-    scheme: str = "ring"  # how keys and values travel over sp: ring, all_gather
-    order: str = "zigzag"  # how tokens lie on sp: contiguous, zigzag, striped
+    scheme: str = operational("ring")  # how keys and values travel over sp: ring, all_gather
+    order: str = operational("zigzag")  # how tokens lie on sp: contiguous, zigzag, striped
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; the order says itself what is wrong with it."""
@@ -56,14 +79,14 @@ class SequenceSection:
 class ExpertsSection:
     """The `experts` section of a recipe: where experts lie and how tokens get to them; see `ejdist.moe`."""
 
-    axes: tuple[str, ...] = (
-        EP,
-    )  # mesh axes that they are split over: ep, or such as also split the sequence or parameters
-    dispatch: str = "auto"  # all_gather, all_to_all, ragged_all_to_all, two_level; auto says which and why
-    buffer: float = 1.25  # rows that a pass has room for, as a multiple of those of balanced experts
-    chunks: int = 1  # parts of a pass, of which one travels while another is multiplied
+    # Mesh axes that they are split over: ep, or such as also split the sequence or parameters.
+    axes: tuple[str, ...] = operational((EP,))
+    dispatch: str = operational("auto")  # all_gather, all_to_all, ragged_all_to_all, two_level; auto says which and why
+    buffer: float = operational(1.25)  # rows that a pass has room for, as a multiple of those of balanced experts
+    chunks: int = operational(1)  # parts of a pass, of which one travels while another is multiplied
     capacity: float | None = None  # tokens of an expert at most, as a multiple of balanced ones; null: none is dropped
-    load_every: int = 10  # steps between rows of metrics.jsonl that hold the tokens of each expert; 0: none does
+    # Steps between rows of metrics.jsonl that hold the tokens of each expert; 0: none does.
+    load_every: int = operational(10)
 
     def __post_init__(self) -> None:
         self.axes = tuple(self.axes)
@@ -103,11 +126,32 @@ class TrainSections:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     guards: GuardsSection = field(default_factory=GuardsSection)
     # Stages with their own lengths, batches, meshes and positions: a list of {until, sequence_length, ...}, see `StageSection`.
-    curriculum: list[StageSection] = field(default_factory=list)
+    curriculum: list[StageSection] = compared(default_factory=list)  # compared by `check_history`
     accumulation: int = 1  # microbatches of a step
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
-    platform: str | None = None  # backend of every operation; null for the fastest
-    deterministic_attention: bool = False  # the same bits from the same step, where a faster backend adds in any order
+    platform: str | None = operational(None)  # backend of every operation; null for the fastest
+    # The same bits from the same step, where a faster backend adds in any order.
+    deterministic_attention: bool = operational(False)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy: for its own keys, and for what several sections must agree on."""
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
+        # Of a curriculum, each stage has its own.
+        if not self.curriculum and self.data.global_batch % self.accumulation:
+            raise ValueError(
+                f"data.global_batch = {self.data.global_batch} must be a multiple of accumulation = {self.accumulation}"
+            )
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must be a number that is not negative, got {self.z_loss}; 0 for none")
+        known = dict.fromkeys([*Platform, *(name for op in kernels.operations().values() for name in op.order)])
+        if self.platform is not None and self.platform not in known:
+            raise ValueError(f"platform = {self.platform!r} is unknown; use null or one of {', '.join(known)}")
+        for stage in stages_of(self) if self.curriculum else ():
+            try:
+                validate(stage.sections)
+            except ValueError as error:
+                raise ValueError(f"curriculum[{stage.number - 1}]: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -131,6 +175,9 @@ class Program:
 def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     """Returns the order of a recipe's tokens on a mesh, which may be abstract.
 
+    Args:
+      sections: checked by `ejdist.sections.validate`.
+
     Raises:
       ValueError: a size of the recipe or of its model does not fit the mesh; names the key, and the remedy.
     """
@@ -138,17 +185,8 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     order = Order(s.sequence.order, MeshSection.sequence_shards(mesh))
     length, rows = s.data.sequence_length, s.data.global_batch
     order.check(length)
-    if s.accumulation < 1:
-        raise ValueError(f"accumulation must be at least 1, got {s.accumulation}")
-    if rows % s.accumulation:
-        raise ValueError(f"data.global_batch = {rows} must be a multiple of accumulation = {s.accumulation}")
-    if not (s.z_loss >= 0 and math.isfinite(s.z_loss)):
-        raise ValueError(f"z_loss must be a number that is not negative, got {s.z_loss}; 0 for none")
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
-    s.sequence.validate()
-    s.experts.validate()
-    s.guards.validate()
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
     return order
@@ -170,8 +208,9 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     """Returns the step of a recipe on a mesh. Nothing runs and nothing is allocated: it may be compiled ahead of time.
 
     Raises:
-      ValueError: a size does not fit the mesh; names the parameter or key, and the remedy.
+      ValueError: a section is wrong, or a size does not fit the mesh; names the parameter or key, and the remedy.
     """
+    validate(sections)
     s, model = sections, sections.model.build()
     order = check_sizes(s, model, mesh)
     length, rows = s.data.sequence_length, s.data.global_batch

@@ -1,5 +1,7 @@
 """Whether a recipe may go on with the run that is in run.dir: whatever decides the losses must be what it was.
 
+Every key decides but those whose section says that they do not, see `ejdist.sections`.
+
 `run.steps` alone may change. The learning rate of a step depends on it through the schedule, so it is allowed where the rates
 of all the steps made are the same under the new total: then this is the run that would have had that total from the start.
 It is so with a constant rate, and with wsd before its decay. Elsewhere `run.extend` says that it is meant.
@@ -8,32 +10,43 @@ It is so with a constant rate, and with wsd before its decay. Elsewhere `run.ext
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ejdist.sections import keys_of
 from ejdist.training.optimizer import OptimizerSection, make_schedule
 from ejdist.training.places import ELSEWHERE
 from ejdist.training.program import RunSection, TrainSections
-from ejdist.weights.match import flat
 
 _STEPS = "run.steps"
-# Where parameters came from is kept, and decides nothing once there is a checkpoint: the folder may have moved since.
-_INIT_FROM = "model.init_from"
 
 
-def _deciding(sections: TrainSections) -> dict[str, Any]:
-    found = flat(sections.model, "model.") | flat(sections.optimizer, "optimizer.")
-    found |= {"accumulation": sections.accumulation, "z_loss": sections.z_loss}
-    # Of how tokens get to experts, what drops some.
-    return {k: v for k, v in found.items() if k != "model.remat"} | {"experts.capacity": sections.experts.capacity}
+def _as_stored(value: Any) -> Any:
+    """Returns a value as a checkpoint gives it back."""
+    return json.loads(json.dumps(value))
 
 
 def fingerprint(sections: TrainSections) -> dict[str, Any]:
-    """Returns what must not change when a run goes on: what decides the losses, and not where or how fast."""
-    return json.loads(json.dumps({_STEPS: sections.run.steps} | _deciding(sections)))
+    """Returns what a checkpoint keeps of its recipe: the keys that decide the losses, and those that are recorded."""
+    return {key.name: _as_stored(key.value) for key in keys_of(sections) if key.recorded}
+
+
+def _changes(stored: dict[str, Any], sections: TrainSections) -> list[str]:
+    """Returns a phrase for each key that decides, and is not what it was in the run with this fingerprint."""
+    found = []
+    keys = {key.name: key for key in keys_of(sections)}
+    for name, key in sorted(keys.items()):
+        if not key.decides:
+            continue
+        # A key that did not exist then had the meaning that its default has.
+        was = stored.get(name, _as_stored(key.default))
+        if _as_stored(key.canonical(was)) != _as_stored(key.canonical(key.value)):
+            since = "" if name in stored else " (the default: that run has no such key)"
+            found.append(f"{name}: was {was}{since}, is {_as_stored(key.value)}")
+    gone = sorted(set(stored) - set(keys))
+    return found + [f"{name}: was {stored[name]}, and there is no such key now" for name in gone]
 
 
 def changed_rate(section: OptimizerSection, old: int, new: int, made: int) -> tuple[int, float, float] | None:
@@ -50,19 +63,16 @@ def changed_rate(section: OptimizerSection, old: int, new: int, made: int) -> tu
 
 def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, where: Path) -> None:
     """Raises ValueError, naming the keys, if the run with this fingerprint, which made so many steps, may not go on."""
-    now = fingerprint(sections)
-    # A key that did not exist then had the meaning that its default has.
-    plain = replace(
-        sections, model=type(sections.model)(), optimizer=type(sections.optimizer)(), experts=type(sections.experts)()
-    )
-    stored = {k: v for k, v in fingerprint(plain).items() if k not in (_STEPS, "accumulation", "z_loss")} | stored
-    changed = [k for k in sorted({*stored, *now}) if stored.get(k) != now.get(k) and k != _INIT_FROM]
+    changed = _changes(stored, sections)
     old, new = stored.get(_STEPS), sections.run.steps
-    if not changed:
+    if old == new and not changed:
         return
-    if changed != [_STEPS] or not isinstance(old, int) or new < made:
-        told = "; ".join(f"{k}: was {stored.get(k)}, is {now.get(k)}" for k in changed[:5])
-        raise ValueError(f"the run in {where} was started with another recipe: {told}; restore it, or {ELSEWHERE}")
+    if changed or not isinstance(old, int) or new < made:
+        if old != new:
+            changed.append(f"{_STEPS}: was {old}, is {new}")
+        raise ValueError(
+            f"the run in {where} was started with another recipe: {'; '.join(changed[:5])}; restore it, or {ELSEWHERE}"
+        )
     rate = changed_rate(sections.optimizer, old, new, made)
     if rate is None or (sections.run.extend and new > old):
         return

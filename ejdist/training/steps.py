@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejdist.cluster.agreement import program_digest
+from ejdist.sections import flat
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
 from ejdist.training.guards import Finite, Passed, Rewind, Watch, stopped
@@ -17,7 +18,6 @@ from ejdist.training.replicas import Replicas
 from ejdist.training.saves import Tier
 from ejdist.training.step import LIMITS
 from ejdist.training.stop import Diverged, Stop
-from ejdist.weights.match import flat
 from ejdist.weights.start import Source
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ejdist.models.config import KINDS, DecoderShape
+from ejdist.models.config import DecoderShape
 from ejdist.weights.files import WeightsError
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -205,7 +205,7 @@ def kind_of(windowed: bool, experts: bool) -> str:
 
 def windows_of(c: DecoderShape) -> list[bool]:
     """Returns which layers have a window."""
-    return ["window_attention" in KINDS[kind] for kind in c.kinds()]
+    return ["window_attention" in layer for layer in c.layers()]
 
 
 def layer_types(c: DecoderShape) -> list[str]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ejdist.models.config import KINDS, DecoderShape, ExpertsShape, LatentShape
+from ejdist.models.config import DecoderShape, ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
+from ejdist.sections import flat
 from ejdist.weights.config import (
     ACTIVATIONS,
     Keys,
@@ -26,7 +27,7 @@ from ejdist.weights.config import (
     write_rope,
 )
 from ejdist.weights.files import WeightsError, read_json
-from ejdist.weights.match import differences, flat, without_ntk, written
+from ejdist.weights.match import differences, without_ntk, written
 from ejdist.weights.names import EXPERTS, FUSED_EXPERTS, GPT_OSS_EXPERTS, MIXTRAL_EXPERTS, Rules, rules
 
 # -- config.json ----------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def _qwen3_moe(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _write_qwen3_moe(c: DecoderShape) -> dict[str, Any]:
     m = c.experts
-    dense = [i for i, kind in enumerate(c.kinds()) if "experts" not in KINDS[kind]]
+    dense = [i for i, layer in enumerate(c.layers()) if "experts" not in layer]
     experts = {"num_experts": m.num, "num_experts_per_tok": m.top_k, "moe_intermediate_size": m.ffn_dim}
     experts |= {"norm_topk_prob": m.normalize, "decoder_sparse_step": 1, "mlp_only_layers": dense}
     window = {"use_sliding_window": c.sliding_window is not None, "sliding_window": c.sliding_window}

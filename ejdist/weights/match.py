@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ejdist.models.config import KINDS, DecoderShape
+from ejdist.models.config import DecoderShape
+from ejdist.sections import flat
 
 # How a model is started and trained, and not what it computes.
 _TRAINING = {"init_std", "init_from", "compute_dtype", "remat"} | {
@@ -15,24 +16,10 @@ _TRAINING = {"init_std", "init_from", "compute_dtype", "remat"} | {
 _CLOSE = 1e-6  # of floats, relative: scales are computed, and written with few digits
 
 
-def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the keys of a section, with dots, and their values; those of a list of sections have its index."""
-    found = {}
-    for name, value in vars(section).items():
-        if is_dataclass(value):
-            found |= flat(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and all(map(is_dataclass, value)):
-            for i, one in enumerate(value):
-                found |= flat(one, f"{prefix}{name}[{i}].")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
 def without_ntk(c: DecoderShape) -> DecoderShape:
     """Returns the same function with another base in the place of ntk scaling, which is nothing else, where all layers turn as
     many dims."""
-    parts = {part for kind in c.kinds() for part in KINDS[kind]}
+    parts = c.part_names()
     widths = {c.head_dim} if parts & {"attention", "window_attention"} else set()
     widths |= {c.latent.rope_dim} if "latent_attention" in parts else set()
     if c.rope_scaling != "ntk" or len(widths) != 1 or widths == {2}:
@@ -44,12 +31,12 @@ def without_ntk(c: DecoderShape) -> DecoderShape:
 
 
 def deciding(c: DecoderShape) -> dict[str, Any]:
-    """Returns the keys that the model's function depends on, with one value for what is the same. `layers` has the kinds."""
+    """Returns the keys that the model's function depends on, with one value for what is the same; `layers` has their parts."""
     c = without_ntk(c)
-    parts = {part for kind in c.kinds() for part in KINDS[kind]}
+    parts = c.part_names()
     plain = bool(parts & {"attention", "window_attention"})
     found = {k: v for k, v in flat(c).items() if k not in _TRAINING}
-    found["layers"] = tuple(c.kinds())
+    found["layers"] = tuple(c.layers())
     found["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
     unused = {"first_layers", "layer_pattern"}
     if "mlp" not in parts:

@@ -11,10 +11,10 @@ import jax
 
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
+from ejdist.sections import flat
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.places import is_step, is_url, place
 from ejdist.weights.files import WeightsError
-from ejdist.weights.match import flat
 
 
 class Run:

@@ -57,9 +57,9 @@ FAULTS = (
     ),
     Fault(
         "experts on a mesh: a capacity may change in a run",
-        "ejdist/training/resume.py",
-        '| {"experts.capacity": sections.experts.capacity}',
-        "",
+        "ejdist/training/program.py",
+        "capacity: float | None = None  # tokens",
+        "capacity: float | None = operational(None)  # tokens",
         f"{RUN} -k refused",
     ),
     Fault(

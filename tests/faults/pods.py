@@ -209,7 +209,7 @@ FAULTS = (
     Fault(
         "a job is queued with a learning rate that is no number",
         "launch/options.py",
-        "    make_optimizer(recipe.optimizer, recipe.run.steps, decayed=True)\n",
+        "    validate(recipe)\n",
         "",
         "tests/test_slurm.py -k called_wrongly",
     ),

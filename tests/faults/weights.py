@@ -296,9 +296,9 @@ FAULTS = (
     ),
     Fault(
         "a folder that moved stops a run",
-        "ejdist/training/resume.py",
-        " and k != _INIT_FROM",
-        "",
+        "ejdist/models/decoder.py",
+        "init_from: str | None = operational(None, recorded=True)",
+        "init_from: str | None = None",
         f"{RUNS} -k where_parameters",
     ),
     Fault(

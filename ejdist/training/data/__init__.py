@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.sections import compared, operational
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
 from ejdist.training.data.hub import PREFIX
@@ -25,25 +26,28 @@ __all__ = ["Corpus", "Data", "DataSection", "build"]
 
 @dataclass
 class DataSection:
-    """The `data` section of a recipe."""
+    """The `data` section of a recipe. What a run is compared by when it goes on is the data cursor of its checkpoint: the
+    content of the corpus and the tokenizer, which may have moved."""
 
     # The folder of a dataset that launch.tokenize made; or "stdlib", a glob of files (text, jsonl, jsonl.gz, parquet) or a list
     # of globs, which are tokenized at the start; or hf:NAME[:SPLIT].
-    source: Any = "stdlib"
-    mixture: Any = None  # instead of source: a list of {source, weight}, and text_key where it differs
-    text_key: str = "text"  # the key or column of jsonl and parquet rows
-    tokenizer: str = (
-        "bytes"  # bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own
-    )
-    packing: str = "cut"  # cut: documents are cut where a row ends; whole: none is that fits into a row
-    sequence_length: int = 2048  # tokens of a row
-    global_batch: int = 4  # rows of a step, over all devices
-    prefetch: int = 4  # batches read ahead
-    cache_dir: str | None = None  # tokenized corpora; default: $EJDIST_CACHE_DIR or ~/.cache/ejdist
+    source: Any = compared("stdlib")
+    mixture: Any = compared(None)  # instead of source: a list of {source, weight}, and text_key where it differs
+    text_key: str = compared("text")  # the key or column of jsonl and parquet rows
+    # bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own.
+    tokenizer: str = compared("bytes")
+    packing: str = compared("cut")  # cut: documents are cut where a row ends; whole: none is that fits into a row
+    sequence_length: int = compared(2048)  # tokens of a row
+    global_batch: int = compared(4)  # rows of a step, over all devices
+    prefetch: int = operational(4)  # batches read ahead
+    cache_dir: str | None = operational(None)  # tokenized corpora; default: $EJDIST_CACHE_DIR or ~/.cache/ejdist
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; what is wrong with the files is told where they are opened."""
         _check_how(self.packing, self.prefetch)
+        for key, least in (("sequence_length", 2), ("global_batch", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"data.{key} must be at least {least}, got {getattr(self, key)}")
 
 
 def _check_how(packing: str, prefetch: int) -> None:

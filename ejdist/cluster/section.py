@@ -1,0 +1,60 @@
+"""The `cluster` section of a recipe: how the processes of a run find each other; `launch.cluster.join` reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ejdist.cluster.hosts import LONGEST
+from ejdist.sections import operational
+
+KINDS = ("local", "auto", "manual")
+
+
+@dataclass
+class ClusterSection:
+    """How processes find each other. "local" is one process; "auto" lets JAX ask the cluster (Cloud TPU, Slurm, Kubernetes,
+    Open MPI) for those of the values below that are not given; "manual" takes what is given, and asks nobody."""
+
+    kind: str = operational("local")
+    coordinator: str | None = operational(None)  # host:port of process 0
+    num_processes: int | None = operational(None)
+    process_id: int | None = operational(None)
+    local_device_ids: list[int] | None = operational(None)  # the GPUs that a process takes; none given: all
+    timeout: int = operational(300)  # seconds that the processes have to come together
+    heartbeat: int = operational(100)  # seconds without a sign after which a process counts as lost, and all end
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        if not (0 < self.timeout <= LONGEST and 10 <= self.heartbeat <= LONGEST):
+            raise ValueError(
+                f"cluster.timeout = {self.timeout} must be positive, and cluster.heartbeat = {self.heartbeat} at least 10 s; "
+                f"both at most {LONGEST:,} s"
+            )
+        if self.coordinator is not None:
+            check_address("cluster.coordinator", self.coordinator)
+        if self.kind not in KINDS:
+            raise ValueError(f"cluster.kind = {self.kind!r} is unknown; use local, auto or manual")
+        several = ("coordinator", "num_processes", "process_id", "local_device_ids")
+        given = [name for name in several if getattr(self, name) is not None]
+        if self.kind == "local" and given:
+            raise ValueError(
+                f"cluster.{given[0]} = {getattr(self, given[0])!r} is of several processes: give cluster=manual with it, or "
+                "leave it out"
+            )
+        if self.kind == "manual":
+            if self.coordinator is None or self.num_processes is None or self.process_id is None:
+                raise ValueError(
+                    "cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id"
+                )
+            if not 0 <= self.process_id < self.num_processes:
+                raise ValueError(
+                    f"cluster.process_id = {self.process_id} must be from 0 to cluster.num_processes - 1, of "
+                    f"cluster.num_processes = {self.num_processes}"
+                )
+
+
+def check_address(key: str, coordinator: str) -> None:
+    """Raises ValueError, naming the key, unless the address of process 0 is HOST:PORT."""
+    host, colon, port = coordinator.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"{key} = {coordinator!r} must be HOST:PORT, the address of process 0")
