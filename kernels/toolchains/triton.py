@@ -35,6 +35,7 @@ def triton_launch(
     grid: tuple[int] | tuple[int, int] | tuple[int, int, int],
     num_warps: int = 4,
     num_stages: int = 2,
+    max_registers: int | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
     work: Work | None = None,
     **named: Any,
@@ -48,6 +49,8 @@ def triton_launch(
       args: the kernel's inputs in order: arrays, Python scalars, or None for a pointer that the kernel does not use.
       grid: number of programs in up to three dims.
       num_warps: of a kernel that specialises its warps, those of its default partition.
+      max_registers: a thread's most when the program starts, so that several programs fit on a multiprocessor. A kernel that
+        specialises its warps divides as many as all of its threads have then.
       input_output_aliases: input -> output that is the same buffer, both counted among the non-constexpr inputs and the
         flat outputs. The kernel has one pointer for the two, at the input; what it leaves unwritten keeps its value.
       work: what the launch costs, for XLA's scheduler and profilers.
@@ -80,7 +83,7 @@ def triton_launch(
             num_stages=num_stages,
             compute_capability=compute_capability(),
             # Said outright because Triton is about to change its default.
-            backend_options={"enable_fp_fusion": True},
+            backend_options={"enable_fp_fusion": True} | ({} if max_registers is None else {"maxnreg": max_registers}),
             input_output_aliases=dict(input_output_aliases or {}),
             cost_estimate=cost or None,
             **named,

@@ -1,11 +1,11 @@
-"""The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two or three warpgroups that attend.
+"""The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and one to three warpgroups that attend.
 
 It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
-over the same spans. A tile is 128 or 192 queries of a head; each warpgroup has 64 of them. While a warpgroup makes the weights
-of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of another
+over the same spans or lists. A tile is 128 or 192 queries of a head, or 64 where there are lists; each warpgroup has 64 of
+them. While a warpgroup makes the weights of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of another
 warpgroup; three take turns to begin their products, and so do two in a window. The block with the last keys comes first, which
 is the diagonal of a causal mask. A program has a multiprocessor to itself and takes tiles from a queue: while a tile of heads
-up to 128 is ended and written, the next one is loaded.
+up to 128 is ended and written, the next one is loaded. Programs of one warpgroup are two on a multiprocessor.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -26,10 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.engines.attention.gluon_parts import (
     BLOCK,
     ends_of,
+    limits_of,
+    list_of,
+    nth,
     positions_of,
     segments_of,
-    span_of,
     tanh,
+    tile_of,
     visible,
 )
 from kernels.engines.attention.triton_parts import LN2, LOG2E
@@ -41,6 +44,11 @@ ROWS = gl.constexpr(64)  # of a warpgroup, the fewest that an instruction multip
 @gluon.constexpr_function
 def _blocks(O):
     return (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+
+
+@gluon.constexpr_function
+def _key_blocks(O):
+    return (O.S + O.BLOCK_K - 1) // O.BLOCK_K
 
 
 @gluon.constexpr_function
@@ -56,7 +64,7 @@ def _in_turns(O):
     Three do always. Two find that order by themselves in long rows, where waiting for one another costs more than it brings; in
     a window, whose rows are short, heads of 128 gain by it.
     """
-    return _attending(O) > 2 or (O.LOW is not None and O.BLOCK_H == 128)
+    return _attending(O) > 2 or (_attending(O) == 2 and O.LOW is not None and O.BLOCK_H == 128)
 
 
 @gluon.constexpr_function
@@ -66,13 +74,17 @@ def _panels(O, width):
 
 
 @gluon.jit
-def _place(tile, O: gl.constexpr, HEADS: gl.constexpr):
+def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
     """Returns the row of the batch, the head and the block of queries of a tile. The last blocks, which see the most keys as
-    a rule, come first, those of a few heads side by side, whose keys then stay in the cache."""
+    a rule, come first, or those with the longest lists, of a few heads side by side, whose keys then stay in the cache."""
     BLOCKS: gl.constexpr = _blocks(O)
     some = tile // (BLOCKS * HEADS)
     n = some % (O.N // HEADS) * HEADS + tile % HEADS
-    return some // (O.N // HEADS), n, BLOCKS - 1 - tile // HEADS % BLOCKS
+    if order_ptr is None:
+        block = BLOCKS - 1 - tile // HEADS % BLOCKS
+    else:
+        block = tile_of(order_ptr, some // (O.N // HEADS), n, tile // HEADS % BLOCKS, BLOCKS, 1, O)
+    return some // (O.N // HEADS), n, block
 
 
 @gluon.jit
@@ -102,13 +114,13 @@ def _load_tile(desc, batch, row, head, ring, stage, phase, PANELS: gl.constexpr)
 
 
 @gluon.jit
-def _load_keys(k_desc, v_desc, batch, head, end, begin, keys, values, stage, phase, PANELS: gl.constexpr):
-    """Loads the blocks of keys and values before `end`, the last one first, until that at `begin`, and returns the stage that
-    comes next, and its phase."""
+def _load_keys(k_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, stage, phase, PANELS: gl.constexpr):
+    """Loads the blocks of keys and values before `end`, or those at these places of a list, the last one first, until that at
+    `begin`, and returns the stage that comes next, and its phase."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
     STAGES: gl.constexpr = values[0].shape[0]
     for i in range(end - begin):
-        row = (end - 1 - i) * BLOCK_K
+        row = nth(list_ptr, end - 1 - i) * BLOCK_K
         _load_tile(k_desc, batch, row, head, keys, stage, phase, PANELS)
         _load_tile(v_desc, batch, row, head, values, stage, phase, 1)
         stage, phase = after(stage, phase, STAGES)
@@ -116,16 +128,18 @@ def _load_keys(k_desc, v_desc, batch, head, end, begin, keys, values, stage, pha
 
 
 @gluon.jit
-def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+def _load(q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
     WARPGROUPS: gl.constexpr = _attending(O)
     WIDTH: gl.constexpr = q_desc.block_type.shape[3]
     PANELS: gl.constexpr = _panels(O, WIDTH)
     q_tiles, q_full, q_free = queries
+    spans_ptr, index_ptr, order_ptr = lists
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     while tile < _blocks(O) * O.N * O.B:
-        b, n, block = _place(tile, O, HEADS)
-        first, full, full_end, last = span_of(spans_ptr, b, block, O)
+        b, n, block = _place(tile, order_ptr, O, HEADS)
+        first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, _blocks(O), O)
+        list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
         head = n // (O.N // O.K)
         mbarrier.wait(q_free.index(at), q_phase ^ 1)
         mbarrier.expect(q_full.index(at), WARPGROUPS * PANELS * q_desc.nbytes_per_cta)
@@ -137,16 +151,16 @@ def _load(q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, val
         # The next tile is taken as late as its loads allow. Who is done first is to have the longest one that is left; taken
         # when this tile begins, it would be who began first, who has had the longest one already.
         soon = gl.minimum(first + 2, last)
-        stage, phase = _load_keys(k_desc, v_desc, b, head, last, soon, keys, values, stage, phase, PANELS)
+        stage, phase = _load_keys(k_desc, v_desc, list_ptr, b, head, last, soon, keys, values, stage, phase, PANELS)
         tile = take(queue, turn_ptr, turn)
         turn += 1
-        stage, phase = _load_keys(k_desc, v_desc, b, head, soon, first, keys, values, stage, phase, PANELS)
+        stage, phase = _load_keys(k_desc, v_desc, list_ptr, b, head, soon, first, keys, values, stage, phase, PANELS)
 
 
 @gluon.jit
-def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr):
-    """Returns (weights of a block of keys against the largest logit so far, that logit, the sum of weights, what the sums
-    before are to be scaled by). `largest` is in units of the products, or capped products."""
+def _weights(s, j, list_ptr, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr):
+    """Returns (weights of block j of keys, or of that at place j of a list, against the largest logit so far, that logit, the
+    sum of weights, what the sums before are to be scaled by). `largest` is in units of the products, or capped products."""
     if O.CAP is None:
         UNIT: gl.constexpr = O.SCALE * LOG2E
     else:
@@ -154,7 +168,7 @@ def _weights(s, block, masked, largest, total, q_at, q_segment, k_at_ptr, k_segm
         s = tanh(s * (O.SCALE / O.CAP), O)
     if masked:
         layout: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
+        kj = nth(list_ptr, j) * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
         k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
         k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
         seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, ends, O)
@@ -173,7 +187,7 @@ def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS:
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     turns_phase = 1 if WHICH == 0 else 0  # of a barrier that nobody came to yet, the phase before is over
     while tile < _blocks(O) * O.N * O.B:
-        b, n, block = _place(tile, O, HEADS)
+        b, n, block = _place(tile, arrays[0][2], O, HEADS)
         mbarrier.wait(q_full.index(at), q_phase)
         if _panels(O, q_tiles.shape[2]) == 1:
             q = (q_tiles.index(_attending(O) * at + WHICH),)
@@ -226,10 +240,13 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q[0].dtype
-    spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, sink_ptr, out_ptr, lse_ptr = arrays
+    lists, masks, sink_ptr, out_ptr, lse_ptr = arrays
+    spans_ptr, index_ptr, order_ptr = lists
+    q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
-    first, full, full_end, last = span_of(spans_ptr, b, block, O)
+    first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, _blocks(O), O)
+    list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
     row = block * O.BLOCK_Q + WHICH * ROWS
     at = row + gl.arange(0, ROWS, ROW)
     if ends_ptr is not None:
@@ -259,7 +276,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
         weights, largest, total, rescale = _weights(
-            s, last - 1, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
+            s, last - 1, list_ptr, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
         p = gl.convert_layout(weights.to(dtype), LEFT)
         for i in range(1, last - first):
             j = last - 1 - i
@@ -277,7 +294,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
             mbarrier.arrive(k_free.index(k_stage))
             masked = (j >= full_end) | (j < full)
             weights, largest, total, rescale = _weights(
-                s, j, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
+                s, j, list_ptr, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
             acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(v_free.index(stage))
             p = gl.convert_layout(weights.to(dtype), LEFT)
@@ -308,6 +325,8 @@ def specialised_forward_kernel(
     k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile]
     v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
     spans_ptr,  # this and what follows: as of `forward_kernel`
+    index_ptr,
+    order_ptr,
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -316,7 +335,7 @@ def specialised_forward_kernel(
     sink_ptr,
     out_ptr,
     lse_ptr,
-    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 for each warpgroup that attends, 128 or 192
+    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 for each warpgroup that attends
     HEADS: gl.constexpr,  # that run side by side
     STAGES: gl.constexpr,
     QUEUED: gl.constexpr,  # tiles of queries that there is room for
@@ -331,19 +350,30 @@ def specialised_forward_kernel(
     queries = _make_ring(QUEUED, WARPGROUPS * PANELS, dtype, ROWS, WIDTH, WARPGROUPS)
     keys = _make_ring(STAGES, PANELS, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
     values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
-    arrays = (spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, sink_ptr, out_ptr, lse_ptr)
+    lists = spans_ptr, index_ptr, order_ptr
+    masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
+    arrays = lists, masks, sink_ptr, out_ptr, lse_ptr
     if _in_turns(O):
         turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(WARPGROUPS):
             mbarrier.init(turns.index(i), count=1)
     else:
         turns: gl.constexpr = None
-    if WARPGROUPS == 2:
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
+                (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+            ],
+            [1],
+            [LOADING],
+        )  # fmt: skip
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
-                (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
             [ATTENDING, LOADING],
@@ -354,7 +384,7 @@ def specialised_forward_kernel(
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 2)),
-                (_load, (q_desc, k_desc, v_desc, spans_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 4, 1],
             [ATTENDING, ATTENDING, LOADING],

@@ -22,6 +22,10 @@ ends_of = gluon.jit(triton_parts.ends_of.fn)
 _exact_tanh = gluon.jit(triton_parts.tanh.fn)
 positions_of = gluon.jit(triton_parts.positions_of.fn)
 segments_of = gluon.jit(triton_parts.segments_of.fn)
+tile_of = gluon.jit(triton_parts.tile_of.fn)
+list_of = gluon.jit(triton_parts.list_of.fn)
+limits_of = gluon.jit(triton_parts.limits_of.fn)
+nth = gluon.jit(triton_parts.nth.fn)
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ __all__ = [
     "TileMap",
     "active_tiles",
     "listed",
+    "meetings",
     "spans",
     "tile_maps",
 ]
@@ -165,6 +166,12 @@ def _some_and_every(keys: KeyRange, q_tile: int, kv_tile: int) -> tuple[Any, Any
     if kv_length % kv_tile:
         every = every & (np.arange(every.shape[2]) < every.shape[2] - 1)
     return some, every if keys.dense is None else xp.zeros_like(every), xp
+
+
+def meetings(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
+    """Returns two bool arrays [#B, query tiles, key tiles]: whether some pair of the two tiles may attend, and whether every
+    pair does. NumPy where the mask has no arrays, so that what follows is a constant of the program."""
+    return _some_and_every(key_range(mask, q_length, kv_length), q_tile, kv_tile)[:2]
 
 
 def spans(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_tile: int) -> tuple[Any, Any]:

@@ -10,22 +10,27 @@ import triton.language as tl
 
 from kernels.engines.attention.triton_parts import (
     ends_of,
+    limits_of,
     kept,
+    list_of,
+    nth,
     positions_of,
     rows_of,
     scores,
     segments_of,
     statistics,
     store_rows,
+    tile_of,
 )
 
 
 @triton.jit
-def _query_blocks(dq, d_slope, begin, end, q, d_out, lse, delta, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr, k_segment_ptr,
-                  ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O: tl.constexpr,
+def _query_blocks(dq, d_slope, begin, end, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
+                  k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O: tl.constexpr,
                   MASKED: tl.constexpr):  # fmt: skip
     """Returns the gradients of a block of queries, and of the slope, after the key blocks from `begin` to `end`."""
-    for n in range(begin, end):
+    for i in range(begin, end):
+        n = nth(list_ptr, i)
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
         k = rows_of(k_ptr, kj, O.K, head, O.H, O.S, O.BLOCK_H)
         v = rows_of(v_ptr, kj, O.K, head, O.HV, O.S, O.BLOCK_V)
@@ -60,6 +65,8 @@ def query_gradient_kernel(
     k_ptr,
     v_ptr,
     spans_ptr,
+    index_ptr,
+    order_ptr,
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -77,6 +84,8 @@ def query_gradient_kernel(
     block = BLOCKS - 1 - tl.program_id(0) % BLOCKS
     n, b = tl.program_id(0) // BLOCKS % O.N, tl.program_id(0) // (BLOCKS * O.N)
     head = n // (O.N // O.K)
+    if order_ptr is not None:
+        block = tile_of(order_ptr, b, n, tl.program_id(0) % BLOCKS, BLOCKS, 1, O)
     wide = b.to(tl.int64)
     at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
     k_ptr += wide * (O.S * O.K * O.H)
@@ -109,28 +118,30 @@ def query_gradient_kernel(
 
     dq = tl.zeros([O.BLOCK_Q, O.BLOCK_H], tl.float32)
     d_slope = tl.zeros([O.BLOCK_Q], tl.float32)
-    span = spans_ptr + b * O.SPAN_BATCH + block * 4
-    first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    list_ptr = list_of(index_ptr, b, n, block, BLOCKS, K_BLOCKS, O)
+    first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
     dq, d_slope = _query_blocks(
-        dq, d_slope, first, full, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
-        ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
+        dq, d_slope, first, full, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
     dq, d_slope = _query_blocks(
-        dq, d_slope, full, full_end, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
-        ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, False)  # fmt: skip
+        dq, d_slope, full, full_end, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, False)  # fmt: skip
     dq, d_slope = _query_blocks(
-        dq, d_slope, full_end, last, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr,
-        ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
+        dq, d_slope, full_end, last, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
     store_rows(dq_ptr + wide * (O.T * O.N * O.H), dq, at, O.N, n, O.H, O.T, O.BLOCK_H)
     if slope_ptr is not None:
         tl.store(d_slope_ptr + (b * O.N + n) * BLOCKS + block, tl.sum(d_slope, axis=0))
 
 
 @triton.jit
-def _key_blocks(dk, dv, begin, end, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj, k_at, k_segment, q_at_ptr, q_segment_ptr,
-                ends_ptr, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _key_blocks(dk, dv, begin, end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj, k_at, k_segment, q_at_ptr,
+                q_segment_ptr, ends_ptr, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. Logits lie
     with the keys as rows, so that the weights are the left side of both products as they are."""
-    for m in range(begin, end):
+    for i in range(begin, end):
+        m = nth(list_ptr, i)
         at = m * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
         q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
         d_out = rows_of(d_out_ptr, at, O.N, n, O.HV, O.T, O.BLOCK_V)
@@ -162,7 +173,9 @@ def key_gradient_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    spans_ptr,  # [B|1, key blocks, 4]
+    spans_ptr,  # [B|1, key blocks, 4]; with lists, as in the forward
+    index_ptr,  # [B|1, N|1, key blocks, query blocks]: lists of the blocks of queries that are visited, or None
+    order_ptr,  # [B|1, K|1, key blocks]: blocks of keys by the lengths of their lists
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -180,6 +193,8 @@ def key_gradient_kernel(
     BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     block = tl.program_id(0) % BLOCKS
     head, b = tl.program_id(0) // BLOCKS % O.K, tl.program_id(0) // (BLOCKS * O.K)
+    if order_ptr is not None:
+        block = tile_of(order_ptr, b, head, tl.program_id(0) % BLOCKS, BLOCKS, G, O)
     wide = b.to(tl.int64)
     at = block * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
     d_out_ptr += wide * (O.T * O.N * O.HV)
@@ -201,10 +216,14 @@ def key_gradient_kernel(
 
     dk = tl.zeros([O.BLOCK_K, O.BLOCK_H], tl.float32)
     dv = tl.zeros([O.BLOCK_K, O.BLOCK_V], tl.float32)
-    span = spans_ptr + b * O.SPAN_BATCH + block * 4
-    first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    Q_BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
+    if index_ptr is None:
+        first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, head, block, BLOCKS, O)
     for g in range(G):  # the query heads that read this key head
         n = head * G + g
+        list_ptr = list_of(index_ptr, b, n, block, BLOCKS, Q_BLOCKS, O)
+        if index_ptr is not None:
+            first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
         dense, bias, slope, seed = dense_ptr, bias_ptr, None, None
         if dense_ptr is not None:
             dense = dense_ptr + wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
@@ -215,14 +234,14 @@ def key_gradient_kernel(
         if seed_ptr is not None:
             seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
         dk, dv = _key_blocks(
-            dk, dv, first, full, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
-            q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
+            dk, dv, first, full, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment,
+            q_at_ptr, q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
         dk, dv = _key_blocks(
-            dk, dv, full, full_end, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
-            q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, False)  # fmt: skip
+            dk, dv, full, full_end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment,
+            q_at_ptr, q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, False)  # fmt: skip
         dk, dv = _key_blocks(
-            dk, dv, full_end, last, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment, q_at_ptr,
-            q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
+            dk, dv, full_end, last, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment,
+            q_at_ptr, q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
     store_rows(dk_ptr + wide * (O.S * O.K * O.H), dk, at, O.K, head, O.H, O.S, O.BLOCK_H)
     store_rows(dv_ptr + wide * (O.S * O.K * O.HV), dv, at, O.K, head, O.HV, O.S, O.BLOCK_V)
 

@@ -18,20 +18,26 @@ from kernels.engines.attention.triton_parts import (
     LN2,
     LOG2E,
     ends_of,
+    limits_of,
     kept,
+    list_of,
+    nth,
     positions_of,
     rows_of,
     scores,
     segments_of,
     store_rows,
+    tile_of,
 )
 
 
 @triton.jit
-def _forward_blocks(acc, largest, total, begin, end, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
-                    dense_ptr, bias_ptr, slope, seed, head, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Returns the state of the rows after the key blocks from `begin` to `end`."""
-    for n in range(begin, end):
+def _forward_blocks(acc, largest, total, begin, end, list_ptr, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
+                    k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O: tl.constexpr,
+                    MASKED: tl.constexpr):  # fmt: skip
+    """Returns the state of the rows after the key blocks from `begin` to `end`, or those at these places of a list."""
+    for i in range(begin, end):
+        n = nth(list_ptr, i)
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
         k = rows_of(k_ptr, kj, O.K, head, O.H, O.S, O.BLOCK_H)
         k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
@@ -59,7 +65,9 @@ def forward_kernel(
     q_ptr,  # [B, T, N, H]
     k_ptr,  # [B, S, K, H]
     v_ptr,  # [B, S, K, HV]
-    spans_ptr,  # [B|1, query blocks, 4]
+    spans_ptr,  # [B|1, query blocks, 4]; with lists, of each tile (how many attend wholly, how many there are)
+    index_ptr,  # [B|1, N|1, query blocks, key blocks]: lists of the blocks of keys that are visited, or None
+    order_ptr,  # [B|1, N|1, query blocks]: blocks of queries by the length of their lists
     q_at_ptr,  # [B|1, T], positions, or None; so all below
     k_at_ptr,
     q_segment_ptr,
@@ -79,6 +87,8 @@ def forward_kernel(
     block = BLOCKS - 1 - tl.program_id(0) % BLOCKS
     n, b = tl.program_id(0) // BLOCKS % O.N, tl.program_id(0) // (BLOCKS * O.N)
     head = n // (O.N // O.K)
+    if order_ptr is not None:
+        block = tile_of(order_ptr, b, n, tl.program_id(0) % BLOCKS, BLOCKS, 1, O)
     wide = b.to(tl.int64)
     at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
     q_ptr += wide * (O.T * O.N * O.H)
@@ -113,17 +123,18 @@ def forward_kernel(
         sink = tl.load(sink_ptr + n) * LOG2E
         largest = tl.zeros([O.BLOCK_Q], tl.float32) + sink
         total = tl.where(largest > float("-inf"), 1.0, 0.0)
-    span = spans_ptr + b * O.SPAN_BATCH + block * 4
-    first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    list_ptr = list_of(index_ptr, b, n, block, BLOCKS, K_BLOCKS, O)
+    first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
     acc, largest, total = _forward_blocks(
-        acc, largest, total, first, full, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
-        dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
+        acc, largest, total, first, full, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
     acc, largest, total = _forward_blocks(
-        acc, largest, total, full, full_end, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
-        dense_ptr, bias_ptr, slope, seed, head, O, False)  # fmt: skip
+        acc, largest, total, full, full_end, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, False)  # fmt: skip
     acc, largest, total = _forward_blocks(
-        acc, largest, total, full_end, last, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr, k_segment_ptr, ends,
-        dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
+        acc, largest, total, full_end, last, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
     some = total != 0  # of a NaN too, so that lse is one
     total = tl.where(some, total, 1.0)
     lse = tl.where(some, (largest + tl.log2(total)) * LN2, float("-inf"))

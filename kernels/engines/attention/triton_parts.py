@@ -24,6 +24,7 @@ class Options:
     Names are those of the contract; `THRESHOLD` and `FACTOR` are of the bits of dropout and of a weight that is kept. `EXACT`
     asks Hopper's kernels for a tanh to the rounding of float32. The ends of a `KeyRange` are (POSITION, it), (OFFSET, from the
     query's own position), (ROW, of the array of ends), or None where they are open.
+    `LIST_BATCH` and `LIST_HEAD` count lists of tiles.
     """
 
     B: int
@@ -64,6 +65,8 @@ class Options:
     BLOCK_K: int
     BLOCK_H: int
     BLOCK_V: int
+    LIST_BATCH: int = 0
+    LIST_HEAD: int = 0
 
 
 @triton.jit
@@ -104,6 +107,49 @@ def segments_of(ptr, at, LENGTH: tl.constexpr):
     else:
         segments = tl.load(ptr + at, mask=at < LENGTH, other=-1)
     return segments
+
+
+@triton.jit
+def tile_of(order_ptr, b, n, rank, TILES: tl.constexpr, GROUP: tl.constexpr, O: tl.constexpr):
+    """Returns the tile of this rank, the one with the longest list first. Tiles of keys are ordered once for a group of query
+    heads, tiles of queries for each head."""
+    row = b * O.LIST_BATCH + n * (GROUP * O.LIST_HEAD)
+    if O.LIST_HEAD != 0:
+        row = row // GROUP
+    return tl.load(order_ptr + row * TILES + rank)
+
+
+@triton.jit
+def list_of(index_ptr, b, n, tile, TILES: tl.constexpr, OTHERS: tl.constexpr, O: tl.constexpr):
+    """Returns where the list of a tile begins, of which there are TILES for a head; None where there are no lists."""
+    if index_ptr is None:
+        begin = index_ptr
+    else:
+        begin = index_ptr + ((b * O.LIST_BATCH + n * O.LIST_HEAD) * TILES + tile).to(tl.int64) * OTHERS
+    return begin
+
+
+@triton.jit
+def limits_of(spans_ptr, index_ptr, b, n, tile, TILES: tl.constexpr, O: tl.constexpr):
+    """Returns (first, first that attends wholly, end of those, end): of the tiles that a tile meets or, where there are lists,
+    of the places in its list, whose first entries attend wholly."""
+    if index_ptr is None:
+        span = spans_ptr + b * O.SPAN_BATCH + tile * 4
+        first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    else:
+        ends = spans_ptr + ((b * O.LIST_BATCH + n * O.LIST_HEAD) * TILES + tile) * 2
+        first, full, full_end, last = 0, 0, tl.load(ends), tl.load(ends + 1)
+    return first, full, full_end, last
+
+
+@triton.jit
+def nth(list_ptr, i):
+    """Returns entry i of a list of tiles; where there is none, tile i."""
+    if list_ptr is None:
+        tile = i
+    else:
+        tile = tl.load(list_ptr + i)
+    return tile
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from kernels.engines.attention.masks import MaskInfo, features_of_masks
 from kernels.engines.attention.pairs import visible_pairs
 from kernels.engines.attention.softmax import backward_inputs
 from kernels.framework.binding import Call
-from kernels.framework.config import Tunables
+from kernels.framework.config import BwdParams, FwdParams, Tunables
 from kernels.framework.contract import Op
 from kernels.framework.padding import Padding
 from kernels.framework.work import Work, nbytes
@@ -24,15 +24,18 @@ from kernels.ops.blocksparse_attention.cases import CASES
 
 @dataclass(frozen=True)
 class BlockSparseConfig(Tunables):
-    """Tunables; None leaves the choice to the configuration chain. Neither changes what is computed.
+    """Tunables; None leaves the choice to the configuration chain. None changes what is computed.
 
     Attributes:
-      block: longest side of what is computed at once; longer blocks of the mask are cut into equal parts.
-      lanes: query blocks that are handled side by side.
+      block: on XLA, the longest side of what is computed at once; longer blocks of the mask are cut into equal parts.
+      lanes: on XLA, query blocks that are handled side by side.
+      fwd_params, bwd_params: in kernels, the tiles of queries and keys, which divide the blocks; warps and stages of a program.
     """
 
     block: int | None = None
     lanes: int | None = None
+    fwd_params: FwdParams = field(default_factory=FwdParams)
+    bwd_params: BwdParams = field(default_factory=BwdParams)
 
 
 def blocksparse_attention(

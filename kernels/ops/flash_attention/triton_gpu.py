@@ -108,7 +108,7 @@ class _Call(NamedTuple):
         A block that stays in a program and one that passes are of `blocks` queries and keys.
         """
         warps, stages = params.num_warps or 4, params.num_stages or 2
-        return self._launch(kernel, first, spans, blocks, num_warps=warps, num_stages=stages, **rest)
+        return self.launch_with(kernel, first, spans, blocks, num_warps=warps, num_stages=stages, **rest)
 
     def launch_specialised(
         self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], heads: int, **rest: Any
@@ -116,9 +116,17 @@ class _Call(NamedTuple):
         """Likewise of a kernel of Hopper, whose programs are those of so many heads."""
         most = SIDE_BY_SIDE[kernel.fn.__name__]
         side = next(n for n in (8, 4, 2, 1) if n <= most and heads % n == 0)
-        return self._launch(kernel, first, spans, blocks, HEADS=side, **rest)
+        return self.launch_with(kernel, first, spans, blocks, HEADS=side, **rest)
 
-    def _launch(self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], **rest: Any):
+    def with_lists(self, index: jax.Array, order: jax.Array) -> _Call:
+        """Returns the call over lists of tiles, whose ends kernels take for spans."""
+        batch, heads = index.shape[:2]
+        lists = {"LIST_BATCH": 0 if batch == 1 else heads, "LIST_HEAD": 0 if heads == 1 else 1}
+        return self._replace(
+            arrays={**self.arrays, "index_ptr": index, "order_ptr": order}, options={**self.options, **lists}
+        )
+
+    def launch_with(self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], **rest: Any):
         q_block, k_block = blocks
         options = Options(**self.options, SPAN_BATCH=_stride(spans, 0), BLOCK_Q=q_block, BLOCK_K=k_block)
         names = [p.name for p in kernel.params if not p.is_constexpr]
@@ -150,6 +158,7 @@ def _prepare(
     arrays = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
     batch = {name.removesuffix("_ptr").upper() + "_BATCH": _stride(x, 0) for name, x in arrays.items()}
     arrays |= {"dense_ptr": dense, "bias_ptr": bias, "slope_ptr": alibi_slopes, "seed_ptr": seed}
+    arrays |= {"index_ptr": None, "order_ptr": None}  # lists of tiles, in place of spans
     strides = {
         f"{name}_{part}": _stride(x, dim)
         for name, x in (("DENSE", dense), ("BIAS", bias))
@@ -270,25 +279,33 @@ def _block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
     return tensor_descriptor(x, x.shape, (1, rows, 1, width), layout.value)
 
 
-def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
-    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
-    q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
-    wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
-    length = triton.cdiv(T, q_block) * q_block
+def statistics_by_head(call: _Call, saved: Saved, length: int) -> tuple[jax.Array, jax.Array]:
+    """Returns minus lse and minus delta [B * N, length] as Hopper's kernels add them: of a row without a key, and of one past
+    the last, such that its weights are zero, whatever its cotangents are."""
+    B, T, N = saved.lse.shape
 
-    def by_head(x: jax.Array, fill: float) -> Any:
+    def by_head(x: jax.Array, fill: float) -> jax.Array:
         x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - T)), constant_values=fill)
-        return tensor_descriptor(x, (B * N, length), (1, q_block), ROW_OF_STATISTICS.value)
+        return x.reshape(B * N, length)
 
     # Flat, so that they have no other layout, and behind a barrier: XLA would make delta where it is turned, and take seven
     # times as long for the sum that it is.
     flat = jax.lax.optimization_barrier((saved.lse.reshape(-1), saved.delta.reshape(-1)))
     lse, delta = (x.reshape(B, T, N) for x in flat)
-    # Weights of rows without a key, and of those past the end, are zero, whatever their cotangents are.
     some = lse != -jnp.inf
     unit = call.options["SCALE"] if call.options["CAP"] is None else math.log(2)
     lse = by_head(jnp.where(some, lse * (-1 / unit), -jnp.inf), -jnp.inf)
-    delta = by_head(jnp.where(some, -delta, 0), 0)
+    return lse, by_head(jnp.where(some, -delta, 0), 0)
+
+
+def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
+    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
+    q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
+    wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
+    length = triton.cdiv(T, q_block) * q_block
+    lse, delta = (
+        tensor_descriptor(x, x.shape, (1, q_block), ROW_OF_STATISTICS.value) for x in statistics_by_head(call, saved, length)
+    )
     sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
         kernel, columns, how = specialised_gradient_kernel, wide, {"num_warps": 8, "LOADING": 24}
