@@ -178,6 +178,9 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
     G: gl.constexpr = O.N // O.K
     BLOCKS: gl.constexpr = _blocks(O.S, O.BLOCK_K)
     OTHERS: gl.constexpr = _blocks(O.T, ROWS)
+    # A program that shares its multiprocessor has 232 registers a thread, not 240: its products wait for one another unless the
+    # weights leave theirs before there are gradients of logits. The other program fills the gap.
+    ALONE: gl.constexpr = O.BLOCK_K == ROWS
     SHAPE: gl.constexpr = (ROWS, ROWS)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OF_KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_H, 16])
@@ -224,7 +227,10 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
                 if O.CAP is not None:
                     p *= 1.0 - s * s
                 dv = warpgroup_mma(weights, d_tiles.index(stage), dv, is_async=True)
-                dp = warpgroup_mma_wait(1, (dp,))
+                if ALONE:
+                    dp, dv = warpgroup_mma_wait(0, (dp, dv))
+                else:
+                    dp = warpgroup_mma_wait(1, (dp,))
                 ds = gl.convert_layout((p * dp).to(dtype), gl.DotOperandLayout(0, OF_KEYS, 2))
                 dk = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
                 next_stage, next_phase = after(stage, phase, STAGES)
@@ -232,7 +238,10 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
                 # After the last tile these are of whatever lies there, and nobody reads them.
                 mbarrier.wait(full.index(next_stage), next_phase, pred=steps > 0)
                 s = _logits_of_queries(k_tile, ring, next_stage, zeros, O)
-                dk, dv = warpgroup_mma_wait(1, (dk, dv))
+                if ALONE:
+                    dk = warpgroup_mma_wait(1, (dk,))
+                else:
+                    dk, dv = warpgroup_mma_wait(1, (dk, dv))
                 mbarrier.arrive(free.index(stage))
                 s = warpgroup_mma_wait(0, (s,))
                 stage, phase = next_stage, next_phase
