@@ -90,7 +90,8 @@ def test_for_cuda(op, backend, case, dtype, target):
     family = [
         m
         for m in own.values()
-        if isinstance(m, ModuleType) and m.__name__.startswith(("kernels.engines.", "kernels.toolchains."))
+        if isinstance(m, ModuleType)
+        and m.__name__.startswith(("kernels.engines.", "kernels.toolchains.", f"{op.package}."))
     ]
     assert set(names[-1]) <= set(own).union(*map(vars, family)), names
     for kernel in reports[-1]:

@@ -1,5 +1,5 @@
 """torch's flex_attention, compiled: block masks for causal masks, windows and documents, a soft cap as its change of logits,
-and sinks by a factor of its outputs."""
+and sinks by a factor of its outputs. Of block-sparse attention, the lists of its block mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.peers import needs_torch, plain_attention
 
 FRAMEWORK = "torch"
-OPERATIONS = ("flash_attention",)
+OPERATIONS = ("flash_attention", "blocksparse_attention")
 BESIDES = ("logits_soft_cap", "softmax_aux", "q_segment_ids", "kv_segment_ids")
 MOST_PAIRS = 2**31  # of which a block mask is made all at once; of more, by a compiled function
 
@@ -17,7 +17,51 @@ def available() -> str | None:
     return needs_torch(gpu=True)
 
 
+def _express_blocks(arguments: dict[str, Any]) -> Any:
+    plain, sides = plain_attention(arguments), arguments["block_size"]
+    if isinstance(plain, str):
+        return plain
+    if plain.causal or plain.window is not None:
+        return "here it has no mask but that of blocks"
+    if any(size % 128 for size in sides):
+        return f"its kernels do not take blocks of {sides}, which are no multiples of 128"
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    from benchmarks.torch_programs import to_torch
+
+    lengths = arguments["query"].shape[1], arguments["key"].shape[1]
+    blocks = to_torch(arguments["block_mask"]).to(torch.bool)
+    rows, heads = blocks.shape[:2]
+
+    def visible(batch: Any, head: Any, i: Any, j: Any) -> Any:
+        return blocks[batch if rows > 1 else 0, head if heads > 1 else 0, i // sides[0], j // sides[1]]
+
+    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    count = blocks.sum(-1).to(torch.int32)
+    # All blocks are full: no pair of one is looked at.
+    made = BlockMask.from_kv_blocks(
+        torch.zeros_like(count),
+        torch.zeros_like(order),
+        count,
+        order,
+        BLOCK_SIZE=sides,
+        mask_mod=visible,
+        seq_lengths=lengths,
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    gqa = arguments["query"].shape[2] != arguments["key"].shape[2]
+
+    def attention(query: Any, key: Any, value: Any, **rest: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return compiled(q, k, v, block_mask=made, scale=plain.scale, enable_gqa=gqa).transpose(1, 2)
+
+    return attention
+
+
 def express(op_name: str, arguments: dict[str, Any]) -> Any:
+    if op_name == "blocksparse_attention":
+        return _express_blocks(arguments)
     plain = plain_attention(arguments, causal_cross=True, besides=BESIDES)
     if isinstance(plain, str):
         return plain

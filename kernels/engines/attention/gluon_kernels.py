@@ -2,10 +2,10 @@
 
 It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
 over the same spans or lists. A tile is 128 or 192 queries of a head, or 64 where there are lists; each warpgroup has 64 of
-them. While a warpgroup makes the weights of a block of keys, the matrix units multiply the weights of the block before with its values, and the logits of another
-warpgroup; three take turns to begin their products, and so do two in a window. The block with the last keys comes first, which
-is the diagonal of a causal mask. A program has a multiprocessor to itself and takes tiles from a queue: while a tile of heads
-up to 128 is ended and written, the next one is loaded. Programs of one warpgroup are two on a multiprocessor.
+them. While a warpgroup makes the weights of a block of keys, the matrix units multiply the weights of the block before with its
+values, and the logits of another warpgroup; three take turns to begin their products, and so do two in a window. The block with
+the last keys comes first, which is the diagonal of a causal mask. A program has a multiprocessor to itself, or half of one where
+one warpgroup attends, and takes tiles from a queue: while a tile of heads up to 128 is ended and written, the next is loaded.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.
@@ -80,11 +80,12 @@ def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
     BLOCKS: gl.constexpr = _blocks(O)
     some = tile // (BLOCKS * HEADS)
     n = some % (O.N // HEADS) * HEADS + tile % HEADS
+    b = some // (O.N // HEADS)
     if order_ptr is None:
         block = BLOCKS - 1 - tile // HEADS % BLOCKS
     else:
-        block = tile_of(order_ptr, some // (O.N // HEADS), n, tile // HEADS % BLOCKS, BLOCKS, 1, O)
-    return some // (O.N // HEADS), n, block
+        block = tile_of(order_ptr, b, n, tile // HEADS % BLOCKS, BLOCKS, 1, O)
+    return b, n, block
 
 
 @gluon.jit

@@ -70,6 +70,10 @@ def _rules(**rules):
     return lambda rng, dims: MaskInfo(**rules)
 
 
+# Blocks that kernels take: tiles have 16 rows at least, and those of Hopper's 64.
+TILES = (16, 16)
+_ODD = {"B": 2, "T": 150, "S": 150, "N": 4, "K": 2, "H": 80, "Hv": 72}
+_LONGEST = {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128}
 _LONG = {"B": 1, "T": 16384, "S": 16384, "N": 8, "K": 2, "H": 128, "Hv": 128}
 CASES = (
     _case("shared", SMALL, "smoke", mask=_causal),
@@ -90,6 +94,29 @@ CASES = (
         mask=lambda rng, dims: MaskInfo(causal=True, window=(11, 0)),
     ),
     _case("nothing", SMALL, "slow", density=0.0),
+    _case("tiles_shared", SMALL, "smoke", blocks=TILES, mask=_causal, density=0.7),
+    _case("tiles_per_row_and_head", {**CROSS, "Hv": 8}, "slow", blocks=(16, 32), rows=True, heads=True, density=0.7),
+    _case(
+        "tiles_segments", SMALL, "slow", blocks=TILES, rows=True, mask=_segments(causal=True, chunk_size=9), density=0.8
+    ),
+    _case("tiles_permuted", SMALL, "slow", blocks=TILES, mask=_permuted, density=0.7),
+    _case("tiles_prefix", SMALL, "slow", blocks=TILES, heads=True, mask=_prefix, density=0.7),
+    _case("tiles_dense_mask", SMALL, "slow", blocks=TILES, heads=True, mask=_dense, density=0.7),
+    _case(
+        "tiles_together",
+        {**SMALL, "sinks": 2},
+        blocks=TILES,
+        heads=True,
+        density=0.8,
+        arrays=("softmax_aux",),
+        options={"softmax_scale": 0.4, "logits_soft_cap": 1.5},
+        mask=lambda rng, dims: MaskInfo(causal=True, window=(11, 0)),
+    ),
+    _case("tiles_nothing", SMALL, "slow", blocks=TILES, density=0.0),
+    _case("odd_widths", _ODD, "code", "slow", blocks=(128, 64), rows=True, mask=_segments(causal=True)),
+    _case("tenth_of_32k", _LONGEST, "bench", "code", density=0.1, blocks=(128, 128)),
+    _case("tenth_of_32k_per_head", _LONGEST, "bench", density=0.1, blocks=(128, 128), heads=True),
+    _case("tenth_of_32k_narrow", _LONGEST, "bench", density=0.1, blocks=(64, 64), heads=True),
     _case("tenth_of_16k", _LONG, "bench", density=0.1, blocks=(128, 128)),
-    _case("tenth_of_16k_per_head", _LONG, "bench", density=0.1, blocks=(64, 64), heads=True, mask=_causal),
+    _case("tenth_of_16k_per_head", _LONG, "bench", "code", density=0.1, blocks=(64, 64), heads=True, mask=_causal),
 )

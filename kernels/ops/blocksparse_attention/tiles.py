@@ -39,14 +39,6 @@ class TileMap(NamedTuple):
     ends: jax.Array
     order: jax.Array
 
-    @property
-    def full(self) -> jax.Array:
-        return self.ends[..., 0]
-
-    @property
-    def count(self) -> jax.Array:
-        return self.ends[..., 1]
-
 
 def kinds(
     block_mask: jax.Array,

@@ -15,12 +15,9 @@ import jax.numpy as jnp
 
 from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
 from kernels.engines.attention.gluon_parts import ROW
-from kernels.engines.attention.gluon_passes import (
-    PADDED,
-    ROWS,
-    specialised_key_gradient_kernel,
-    specialised_query_gradient_kernel,
-)
+from kernels.engines.attention.gluon_pass_keys import specialised_key_gradient_kernel
+from kernels.engines.attention.gluon_pass_queries import specialised_query_gradient_kernel
+from kernels.engines.attention.gluon_passes import PADDED, ROWS
 from kernels.engines.attention.triton_gradients import key_gradient_kernel, query_gradient_kernel
 from kernels.engines.attention.triton_kernels import forward_kernel
 from kernels.framework.config import BwdParams, FwdParams
@@ -57,12 +54,12 @@ class _Blocks:
         lengths = self.call.options["T"], self.call.options["S"]
         return tiles.kinds(self._block_mask, self.call.mask, lengths, self._block_size, tile)
 
-    def by_query(self, *tile: int) -> tuple[Any, jax.Array]:
+    def by_query(self, tile: tuple[int, int]) -> tuple[Any, jax.Array]:
         """Returns (the call over the lists of the tiles of queries, their ends)."""
         found = triton_lists.lists(self._kinds(tile))
         return self.call.with_lists(found.index, found.order), found.ends
 
-    def by_key(self, *tile: int) -> tuple[Any, jax.Array]:
+    def by_key(self, tile: tuple[int, int]) -> tuple[Any, jax.Array]:
         """Likewise of the tiles of keys."""
         found = triton_lists.lists(self._kinds(tile).swapaxes(2, 3), self._group)
         return self.call.with_lists(found.index, found.order), found.ends
@@ -85,6 +82,12 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
             )
 
 
+def _tile(params: FwdParams) -> tuple[int, int]:
+    """Returns the queries and keys of a tile."""
+    assert params.q_blocksize and params.kv_blocksize
+    return params.q_blocksize, params.kv_blocksize
+
+
 def _specialised(params: FwdParams) -> bool:
     """Returns whether Hopper's kernels run: they were chosen, and this is compiled for Hopper."""
     return params.num_warps == SPECIALISED and compute_capability() == 90
@@ -94,7 +97,7 @@ def _plain(call: Any, params: FwdParams, itemsize: int) -> FwdParams:
     """Returns the tiles to launch the plain kernels with: where Hopper's are given, tiles that divide those."""
     if params.num_warps != SPECIALISED:
         return params
-    found = _plain_config(call.options["BLOCK_H"], itemsize, (params.q_blocksize, params.kv_blocksize))
+    found = _plain_config(call.options["BLOCK_H"], itemsize, _tile(params))
     return found.bwd_params if isinstance(params, BwdParams) else found.fwd_params
 
 
@@ -120,12 +123,12 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
     out = jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
     if not _specialised(params):
         params = _plain(blocks.call, params, query.dtype.itemsize)
-        tile = params.q_blocksize, params.kv_blocksize
-        call, ends = blocks.by_query(*tile)
+        tile = _tile(params)
+        call, ends = blocks.by_query(tile)
         grid = (math.ceil(T / tile[0]) * N * B,)
         return call.launch(forward_kernel, (query, key, value), ends, tile, params, out_shape=out, grid=grid, **rest)
-    tile = params.q_blocksize, params.kv_blocksize
-    call, ends = blocks.by_query(*tile)
+    tile = _tile(params)
+    call, ends = blocks.by_query(tile)
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
     one = tile[0] == ROWS.value  # one warpgroup attends, and two programs share a multiprocessor
     room = dense.SHARED_MEMORY // (2 if one else 1)
@@ -167,9 +170,9 @@ def backward(
 def _plain_gradients(blocks, saved, query, key, value, block_mask, params) -> dict[str, jax.Array]:
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
     params = _plain(blocks.call, params, query.dtype.itemsize)
-    tile = params.q_blocksize, params.kv_blocksize
+    tile = _tile(params)
     first = saved.d_out.astype(query.dtype), saved.lse, saved.delta, query, key, value
-    call, ends = blocks.by_query(*tile)
+    call, ends = blocks.by_query(tile)
     parts = jax.ShapeDtypeStruct((B, N, 1), jnp.float32)  # of a gradient of slopes, which this operation has not
     d_query, _ = call.launch(
         query_gradient_kernel,
@@ -181,7 +184,7 @@ def _plain_gradients(blocks, saved, query, key, value, block_mask, params) -> di
         grid=(math.ceil(T / tile[0]) * N * B,),
         work=_work(query, key, value, block_mask, (2, 1)),
     )
-    call, ends = blocks.by_key(*tile)
+    call, ends = blocks.by_key(tile)
     d_key, d_value = call.launch(
         key_gradient_kernel,
         first,
@@ -197,7 +200,7 @@ def _plain_gradients(blocks, saved, query, key, value, block_mask, params) -> di
 
 def _specialised_gradients(blocks, saved, query, key, value, block_mask, params) -> dict[str, jax.Array]:
     (B, T, N, _), (S, K), rows = query.shape, key.shape[1:3], ROWS.value
-    q_tile, k_tile = params.q_blocksize, params.kv_blocksize
+    q_tile, k_tile = _tile(params)
     wide, tall = blocks.call.options["BLOCK_H"], blocks.call.options["BLOCK_V"]
     lse, delta = dense.statistics_by_head(blocks.call, saved, math.ceil(T / PADDED.value) * PADDED.value)
     arrays = (
@@ -216,7 +219,7 @@ def _specialised_gradients(blocks, saved, query, key, value, block_mask, params)
             "LOADING": 24,
         }
 
-    call, ends = blocks.by_query(q_tile, rows)
+    call, ends = blocks.by_query((q_tile, rows))
     (d_query,) = call.launch_with(
         specialised_query_gradient_kernel,
         (*arrays, lse, delta),
@@ -228,7 +231,7 @@ def _specialised_gradients(blocks, saved, query, key, value, block_mask, params)
         HEADS=_side_by_side(N, N // K),
         **how(q_tile),
     )
-    call, ends = blocks.by_key(rows, k_tile)
+    call, ends = blocks.by_key((rows, k_tile))
     d_key, d_value = call.launch_with(
         specialised_key_gradient_kernel,
         (*arrays, *(tensor_descriptor(x, x.shape, (1, rows), ROW.value) for x in (lse, delta))),
@@ -256,7 +259,7 @@ def _plain_config(width: int, itemsize: int, block_size: tuple[int, int]) -> Blo
     found = dense._plain(width, itemsize)
 
     def params(kind: type, of: FwdParams) -> Any:
-        sides = (_side(size, most) for size, most in zip(block_size, (of.q_blocksize, of.kv_blocksize), strict=True))
+        sides = (_side(size, most) for size, most in zip(block_size, _tile(of), strict=True))
         return kind(*sides, 4 if min(block_size) < 64 else of.num_warps, of.num_stages)
 
     return BlockSparseConfig(

@@ -299,7 +299,7 @@ def statistics_by_head(call: _Call, saved: Saved, length: int) -> tuple[jax.Arra
 
 
 def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
-    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
+    (B, T), (S, K) = query.shape[:2], key.shape[1:3]
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
     length = triton.cdiv(T, q_block) * q_block
