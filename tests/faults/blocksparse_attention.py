@@ -5,6 +5,11 @@ from faults import Fault
 BLOCKS = "kernels/ops/blocksparse_attention/xla.py"
 OF_BLOCKS = "tests/kernels/test_blocksparse_attention.py"
 LOCAL = "ejdist/sequence/local.py"
+LISTS = "kernels/ops/blocksparse_attention/triton_lists.py"
+OF_LISTS = "tests/kernels/test_blocksparse_attention_tiles.py -k "
+PARTS = "kernels/engines/attention/triton_parts.py"
+PASSES = "kernels/ops/flash_attention/gluon_pass_"
+ON_HOPPER = "tests/kernels/test_blocksparse_attention_hopper.py -k "
 
 FAULTS = (
     Fault(
@@ -48,5 +53,75 @@ FAULTS = (
         "exchange.rank(axis) * rows",
         "exchange.rank(axis) * 0",
         OF_BLOCKS + " -k on_a_mesh",
+    ),
+    Fault(
+        "tiles that a mask is to be looked at for stand where the full ones do",
+        LISTS,
+        "next_full, next_masked = 0, full",
+        "next_full, next_masked = 0, 0",
+        OF_LISTS + "test_lists",
+    ),
+    Fault(
+        "the tile with the shortest list comes first",
+        LISTS,
+        "others[None, :] > length[:, None]",
+        "others[None, :] < length[:, None]",
+        OF_LISTS + "test_lists",
+    ),
+    Fault(
+        "a tile of which some pair attends is taken as full",
+        "kernels/ops/blocksparse_attention/tiles.py",
+        "jnp.where(every[:, None], FULL, MASKED)",
+        "jnp.where(some[:, None], FULL, MASKED)",
+        OF_LISTS + "test_kinds",
+    ),
+    Fault(
+        "every head has the lists of the first",
+        PARTS,
+        "((b * O.LIST_BATCH + n * O.LIST_HEAD) * TILES + tile).to(tl.int64)",
+        "((b * O.LIST_BATCH + n * 0) * TILES + tile).to(tl.int64)",
+        ON_HOPPER + "causal-narrow",
+    ),
+    Fault(
+        "no tile of a list has its mask looked at",
+        PARTS,
+        "0, 0, tl.load(ends), tl.load(ends + 1)",
+        "0, 0, tl.load(ends + 1), tl.load(ends + 1)",
+        ON_HOPPER + "causal-narrow",
+    ),
+    Fault(
+        "the order of a group of heads is read as that of one",
+        PARTS,
+        "row = row // GROUP",
+        "row = row + 0",
+        ON_HOPPER + "causal-narrow",
+    ),
+    Fault(
+        "places in a list are loaded in place of its tiles",
+        "kernels/engines/attention/gluon_kernels.py",
+        "row = nth(list_ptr, end - 1 - i) * BLOCK_K",
+        "row = (end - 1 - i) * BLOCK_K",
+        ON_HOPPER + "causal-narrow",
+    ),
+    Fault(
+        "keys are multiplied before they are there",
+        PASSES + "queries.py",
+        "pred=j + 1 < last",
+        "pred=False",
+        ON_HOPPER + "causal-narrow",
+    ),
+    Fault(
+        "queries are freed before their last product",
+        PASSES + "keys.py",
+        "dk = warpgroup_mma_wait(1, (dk,))",
+        "dk = warpgroup_mma_wait(2, (dk,))",
+        ON_HOPPER + "causal-narrow",
+    ),
+    Fault(
+        "gradients of weights less lse, not delta",
+        PASSES + "keys.py",
+        "row_of(rows, 2 * stage + 1, SHAPE, PAIRS)",
+        "row_of(rows, 2 * stage, SHAPE, PAIRS)",
+        ON_HOPPER + "causal-narrow",
     ),
 )
