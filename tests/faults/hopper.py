@@ -15,8 +15,8 @@ FAULTS = (
     Fault(
         "Hopper, attention: the loader skips a block of keys",
         FORWARD,
-        "        row = (end - 1 - i) * BLOCK_K\n",
-        "        row = (end - 1 - i - (i == 2)) * BLOCK_K\n",
+        "        row = nth(list_ptr, end - 1 - i) * BLOCK_K\n",
+        "        row = nth(list_ptr, end - 1 - i - (i == 2)) * BLOCK_K\n",
         NUMBERS,
     ),
     Fault(

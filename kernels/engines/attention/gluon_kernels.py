@@ -5,7 +5,8 @@ over the same spans or lists. A tile is 128 or 192 queries of a head, or 64 wher
 them. While a warpgroup makes the weights of a block of keys, the matrix units multiply the weights of the block before with its
 values, and the logits of another warpgroup; three take turns to begin their products, and so do two in a window. The block with
 the last keys comes first, which is the diagonal of a causal mask. A program has a multiprocessor to itself, or half of one
-where one warpgroup attends, and takes tiles from a queue: while a tile of heads up to 128 is ended and written, another is loaded.
+where one warpgroup attends, and takes tiles from a queue: while a tile of heads up to 128 is ended and written, the next one
+is loaded.
 """
 
 # Gluon declares tensors where its compiler takes constants and integers too.

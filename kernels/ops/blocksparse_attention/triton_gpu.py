@@ -69,7 +69,12 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
     """Raises ValueError where the tiles of a configuration do not divide the blocks, or Hopper's kernels have no such."""
     for name in ("fwd_params", "bwd_params"):
         params = getattr(cfg, name)
-        sides = (params.q_blocksize, params.kv_blocksize)
+        sides = _tile(params)
+        if uneven := [side for side in sides if side & (side - 1)]:
+            raise ValueError(
+                f"blocksparse_attention: argument 'cfg': {name} has a tile of which a side = {uneven[0]} is no power of 2, as "
+                "the sides of tiles must be in Triton: give sides that are"
+            )
         if any(size % side for size, side in zip(block_size, sides, strict=True)):
             raise ValueError(
                 f"blocksparse_attention: argument 'cfg': {name} has tiles of {sides[0]} queries and {sides[1]} keys, which do "
