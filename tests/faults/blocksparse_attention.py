@@ -8,7 +8,7 @@ LOCAL = "ejdist/sequence/local.py"
 LISTS = "kernels/ops/blocksparse_attention/triton_lists.py"
 OF_LISTS = "tests/kernels/test_blocksparse_attention_tiles.py -k "
 PARTS = "kernels/engines/attention/triton_parts.py"
-PASSES = "kernels/ops/flash_attention/gluon_pass_"
+PASSES = "kernels/engines/attention/gluon_pass_"
 ON_HOPPER = "tests/kernels/test_blocksparse_attention_hopper.py -k "
 
 FAULTS = (

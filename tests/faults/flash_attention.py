@@ -264,10 +264,7 @@ FAULTS = (
     Fault(
         "Hopper: no turns in windows",
         "kernels/engines/attention/gluon_kernels.py",
-        "return _attending(O) > 2 or (O.LOW is not None and O.BLOCK_H == 128)",
-    ),
-    Fault(
-        "return _attending(O) > 2 or (_attending(O) == 2 and O.LEFT is not None and O.BLOCK_H == 128)",
+        "return _attending(O) > 2 or (_attending(O) == 2 and O.LOW is not None and O.BLOCK_H == 128)",
         "return _attending(O) > 2",
         f"{HOPPER} -k turns_in_windows",
     ),

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from kernels.engines.attention.triton_parts import (
     ends_of,
-    limits_of,
     kept,
+    limits_of,
     list_of,
     nth,
     positions_of,
@@ -137,7 +137,8 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_blocks(dk, dv, begin, end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj, k_at, k_segment, q_at_ptr,
-                q_segment_ptr, ends_ptr, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                q_segment_ptr, ends_ptr, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
     """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. Logits lie
     with the keys as rows, so that the weights are the left side of both products as they are."""
     for i in range(begin, end):

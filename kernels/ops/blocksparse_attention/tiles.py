@@ -17,8 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.attention.tiles import meetings
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.tiles import meetings
 
 # What a pair of tiles is.
 HIDDEN, MASKED, FULL = range(3)

@@ -304,7 +304,8 @@ def _specialised_gradients(call: _Call, saved: Saved, query, key, value, params:
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
     length = triton.cdiv(T, q_block) * q_block
     lse, delta = (
-        tensor_descriptor(x, x.shape, (1, q_block), ROW_OF_STATISTICS.value) for x in statistics_by_head(call, saved, length)
+        tensor_descriptor(x, x.shape, (1, q_block), ROW_OF_STATISTICS.value)
+        for x in statistics_by_head(call, saved, length)
     )
     sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
