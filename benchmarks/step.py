@@ -122,9 +122,10 @@ def triton_kernels() -> dict[str, str]:
     """Returns name -> operation of our Triton kernels that are loaded: in a CUDA graph there is no more than the name."""
     found = {}
     for name, module in list(sys.modules.items()):
-        if name.startswith("kernels.ops."):
+        if name.startswith(("kernels.ops.", "kernels.engines.")):
             functions = (getattr(value, "fn", None) for value in vars(module).values())
-            found |= {f.__name__: name.split(".")[2] for f in functions if getattr(f, "__module__", "") == name}
+            owner = {"attention": "flash_attention"}.get(name.split(".")[2], name.split(".")[2])
+            found |= {f.__name__: owner for f in functions if getattr(f, "__module__", "") == name}
     return found
 
 

@@ -51,10 +51,12 @@ class MeshSection:
 
 def _check_axes(shape: dict[str, int]) -> None:
     bad = [a for a, n in shape.items() if not isinstance(n, (int, np.integer)) or (n < 1 and n != -1)]
-    if bad or list(shape.values()).count(-1) > 1:
+    if bad:
         raise ValueError(
-            f"mesh sizes must be positive integers, and at most one -1 (the rest of the devices); got {shape}"
+            f"mesh.{bad[0]} must be a positive number of devices, or -1 for the rest, got {shape[bad[0]]!r}"
         )
+    if list(shape.values()).count(-1) > 1:
+        raise ValueError(f"mesh sizes: at most one -1 (the rest of the devices); got {shape}")
 
 
 def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:

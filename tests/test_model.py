@@ -346,7 +346,7 @@ def test_the_size_of_qwen3_8b():
         ({"num_heads": 3}, r"model.num_heads = 3 must be a multiple of model.num_kv_heads = 2"),
         ({"head_dim": 7}, "model.head_dim = 7 must be even"),
         ({"num_layers": 0}, "model.num_layers must be positive"),
-        ({"layer_pattern": ("full", "local")}, "made of full, window, .* and latent_experts"),
+        ({"layer_pattern": ("full", "local")}, "'local' is not MIXER.FEED_FORWARD. Mixers: full, window, latent"),
         ({"layer_pattern": ()}, "model.layer_pattern"),
         ({"layer_pattern": ("full",) * 5}, "shorten them or add layers"),
         ({"layer_pattern": ("window",)}, "give model.sliding_window"),

@@ -144,13 +144,16 @@ def test_a_checkpoint_of_other_experts_is_refused(first):
         (["mesh.ep=8", "model.experts.num=12"], r"model\.experts\.num.*12.*ep=8"),
         (["mesh.ep=8", "model.experts.top_k=9"], r"model\.experts\.top_k = 9 is more than model\.experts\.num = 8"),
         (["mesh.ep=8", "experts.capacity=0.3"], r"capacity.*1 / 2"),
-        (["mesh.ep=8", "experts.dispatch=teleport"], r"experts\.dispatch = 'teleport' is unknown; use auto, local"),
+        (
+            ["mesh.ep=8", "experts.dispatch=teleport"],
+            r"experts\.dispatch = 'teleport' is unknown; use auto, all_to_all",
+        ),
         (["mesh.ep=8", "experts.axes=[tp]"], r"experts\.axes = \['tp'\]"),
         (["mesh.ep=8", "experts.buffer=0"], "buffer.*above 0"),
         (["mesh.ep=8", "experts.load_every=-1"], r"experts\.load_every"),
         (["mesh.ep=8", "model.experts.num_groups=3", "model.experts.topk_groups=1"], "num_groups"),
         (["mesh.ep=8", "model.experts.balance=rank"], r"model\.experts\.balance = 'rank'"),
-        (["mesh.ep=8", "model.layer_pattern=[full]"], r"model\.experts is given, but no layer is of it"),
+        (["mesh.ep=8", "model.layer_pattern=[full]"], r"model\.experts is given, but no layer has experts"),
     ],
 )
 def test_wrong_recipes_name_the_key_before_anything_runs(more, message):

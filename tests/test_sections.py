@@ -121,7 +121,7 @@ WRONG = [
     ("data.global_batch=0", "data.global_batch must be at least 1"),
     ("checkpoint.keep=0", "checkpoint.keep"),
     ("optimizer.b1=2", "optimizer.b1"),
-    ("mesh.tp=0", "mesh sizes must be positive"),
+    ("mesh.tp=0", "mesh.tp must be a positive number of devices"),
     ("cluster.heartbeat=1", "cluster.heartbeat"),
     ("model.num_heads=3", "model.num_heads"),
     ("platform=abacus", "platform = 'abacus'"),

@@ -21,7 +21,7 @@ from ejdist.planning.memory import Held, Stored
 from ejdist.planning.share import share_of
 from ejdist.sequence.schedule import imbalance
 from kernels.engines.attention.masks import MaskInfo
-from kernels.engines.attention.pairs import keys_of_causal
+from kernels.engines.attention.pairs import causal_pairs
 
 # Of the data sheet's FLOP/s: products, products of rows grouped by expert, attention; of its bytes/s.
 MATMUL, GROUPED, ATTENTION, BANDWIDTH = 0.78, 0.5, 0.38, 0.85
@@ -94,7 +94,7 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
 
 
 def _pairs(rows: int, length: int, mask: MaskInfo, given: float | None) -> float:
-    own = rows * float(keys_of_causal(mask, length).sum())
+    own = rows * causal_pairs(mask, length)
     return own if given is None else min(own, given)
 
 

@@ -13,21 +13,30 @@ import numpy as np
 
 from ejdist.order import Order
 from kernels.engines.attention.masks import MaskInfo
-from kernels.engines.attention.pairs import keys_of_causal
+from kernels.engines.attention.pairs import keys_at
 from kernels.engines.attention.tiles import active_tiles
+
+
+def _runs(order: Order, length: int) -> tuple[np.ndarray, int]:
+    """Returns (the first token of each run of a rank's tokens, in the order of the ranks; the step from one to the next). A
+    rank's tokens are one run, or two in a zigzag."""
+    parts = order.indices(order.multiple).astype(np.int64)
+    if order.in_parts:
+        return parts * (length // order.multiple), 1
+    return parts, order.shards
 
 
 def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
     """Returns bool [shards, shards]: whether any query of rank r (row) may see any key of rank s (column).
 
-    The rules of `mask` count; its arrays are not read.
+    The rules of `mask` count; its arrays are not read. What a query sees moves with its position, so its ends bound it.
     """
     n = order.shards
-    at: Any = order.indices(length)[None]
-    # A rank's tokens are one run, or two in a zigzag; bounds are exact within a run.
-    run = length // order.multiple
+    order.check(length)
+    first, step = _runs(order, length)
+    at: Any = np.stack([first, first + step * (length // order.multiple - 1)], axis=1).reshape(1, -1)
     rules = mask.replace(**dict.fromkeys(mask.data_fields), q_positions=at, kv_positions=at)
-    blocks = active_tiles(rules.key_range(length, length), run, run)
+    blocks = active_tiles(rules.key_range(at.size, at.size), 2, 2)
     per = order.multiple // n
     return blocks.reshape(n, per, n, per).any((1, 3))
 
@@ -46,6 +55,10 @@ def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tu
     return tuple(found) or (0,)
 
 
+# Queries of a run that are counted at most: of longer ones these are taken at even distances.
+_COUNTED = 2**16
+
+
 @functools.lru_cache(maxsize=1024)
 def imbalance(order: Order, length: int, mask: MaskInfo) -> float:
     """Returns the pairs of the rank that has the most over those of an even split: a ring waits for that rank.
@@ -53,5 +66,10 @@ def imbalance(order: Order, length: int, mask: MaskInfo) -> float:
     Args:
       mask: causal, without arrays, of one document a row.
     """
-    pairs = keys_of_causal(mask, length)[order.indices(length)].reshape(order.shards, -1).sum(1)
+    order.check(length)
+    first, step = _runs(order, length)
+    run = length // order.multiple
+    counted = min(run, _COUNTED)
+    inside = ((2 * np.arange(counted, dtype=np.int64) + 1) * run) // (2 * counted)  # all, or the middles of even parts
+    pairs = keys_at(mask, (first[:, None] + step * inside).reshape(-1)).reshape(order.shards, -1).sum(1)
     return float(pairs.max() / pairs.mean())

@@ -19,8 +19,9 @@ from kernels.framework.dims import Dim
 
 
 def zeroed(x: jax.Array, ids: jax.Array | None) -> jax.Array:
-    """Returns x [B, L, ...] with zeros where its segment id, [B|1, L], is negative; x itself without ids."""
-    if ids is None:
+    """Returns x [B, L, ...] with zeros where its segment id, [B|1, L], is negative; x itself without ids, and where they do not
+    fit, which the contract refuses."""
+    if ids is None or ids.ndim != 2 or ids.shape[1] != x.shape[1] or ids.shape[0] not in (1, x.shape[0]):
         return x
     return jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 

@@ -13,7 +13,6 @@ from hopper_attention import arrays, at, calls, outcome
 
 from kernels import MaskInfo
 from kernels.ops.blocksparse_attention import op, triton_gpu
-from kernels.ops.blocksparse_attention.contract import blocksparse_attention
 
 B, T, N, K = 2, 330, 4, 2
 CALLS = calls(B, T, N)
@@ -43,7 +42,7 @@ def hold(lengths, widths, block_size, lead, mask, options, density=0.6, dtype="b
     rng, shape = np.random.default_rng(1), (*floats["query"].shape[:3], widths[1])
     d_out = jnp.asarray(rng.standard_normal(shape), dtype)
     d_lse = jnp.asarray(rng.standard_normal(shape[:3]), jnp.float32)
-    contract = functools.partial(blocksparse_attention, **options)
+    contract = functools.partial(op.function, **options)
 
     @jax.jit
     def wanted(floats):
