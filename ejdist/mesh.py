@@ -53,7 +53,7 @@ def _check_axes(shape: dict[str, int]) -> None:
     bad = [a for a, n in shape.items() if not isinstance(n, (int, np.integer)) or (n < 1 and n != -1)]
     if bad:
         raise ValueError(
-            f"mesh.{bad[0]} must be a positive number of devices, or -1 for the rest, got {shape[bad[0]]!r}"
+            f"mesh.{bad[0]} must be a positive number of devices, or -1 for the rest: sizes are integers, got {shape[bad[0]]!r}"
         )
     if list(shape.values()).count(-1) > 1:
         raise ValueError(f"mesh sizes: at most one -1 (the rest of the devices); got {shape}")
