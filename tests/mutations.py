@@ -1,8 +1,8 @@
 """`python tests/mutations.py [-n WORKERS] [WORDS ...]`: seeds one fault at a time into a copy, and tests must go red.
 
-Each fault (tests/faults) is a line of code replaced in a private copy of the sources, and the tests that should notice are run
-there until one fails. The command fails if a fault goes unnoticed, or if its line is not there any more. WORDS choose faults
-by their area (a file of tests/faults) or by what their name or file contains.
+Each fault (tests/faults, which says how one is written) is code replaced in a private copy of the sources, and the tests that
+should notice are run there until one fails. The command fails if a fault goes unnoticed, or if its code is not there any more.
+WORDS choose faults by their area (a file of tests/faults), or by what their name, their anchor or their file contains.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from faults import Fault, collected
+from seeding import Project, Stale
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICED = (
@@ -29,11 +30,37 @@ NOTICED = (
 LIMIT = 1200.0  # seconds: a fault may make a loop that never ends
 
 
-def stale(fault: Fault, root: Path = ROOT) -> str:
+def place(fault: Fault, project: Project) -> str:
+    """Returns the file that a fault is in; raises Stale, with the reason, where it cannot be seeded any more."""
+    if not fault.is_text:
+        return project.find(fault.where, fault.old, fault.new)
+    if not (project.root / fault.where).exists():
+        raise Stale(f"there is no {fault.where}")
+    if fault.old not in text_of(fault.where, project):
+        raise Stale(f"{fault.old!r} is not in {fault.where}")
+    return fault.where
+
+
+def text_of(file: str, project: Project) -> str:
+    """Returns the text of a file; a fault may be in what the tests stand on too, which is no source of the project's."""
+    return project.texts[file] if file in project.texts else (project.root / file).read_text()
+
+
+def seeded(fault: Fault, project: Project) -> tuple[str, str]:
+    """Returns (file, its text with the fault); raises Stale."""
+    if not fault.is_text:
+        return project.mutated(fault.where, fault.old, fault.new)
+    file = place(fault, project)
+    return file, text_of(file, project).replace(fault.old, fault.new, 1)
+
+
+def stale(fault: Fault, project: Project) -> str:
     """Returns why a fault cannot be seeded any more, or nothing."""
-    if not (root / fault.file).exists():
-        return f"there is no {fault.file}"
-    return "" if fault.old in (root / fault.file).read_text() else f"{fault.old!r} is not in {fault.file}"
+    try:
+        place(fault, project)
+    except Stale as why:
+        return str(why)
+    return ""
 
 
 class Copy:
@@ -44,18 +71,20 @@ class Copy:
         self.root, self.cache = folder / "project", folder / "cache"
         ignored = shutil.ignore_patterns(".*", "__pycache__", "outputs", "*.egg-info")
         shutil.copytree(ROOT, self.root, ignore=ignored)
+        self.project = Project(self.root)
 
     def run(self, fault: Fault) -> tuple[str, str]:
         """Returns ("red" | "GREEN" | "STALE" | "BROKEN", the first test that failed)."""
-        if why := stale(fault, self.root):
-            return "STALE", why
-        file = self.root / fault.file
-        source = file.read_text()
-        self._write(file, source.replace(fault.old, fault.new, 1))
+        try:
+            file, text = seeded(fault, self.project)
+        except Stale as why:
+            return "STALE", str(why)
+        before = text_of(file, self.project)
+        self._write(self.root / file, text)
         try:
             return self._pytest(fault)
         finally:
-            self._write(file, source)
+            self._write(self.root / file, before)
 
     @staticmethod
     def _write(file: Path, text: str) -> None:
@@ -82,11 +111,17 @@ class Copy:
 
 def chosen(words: list[str]) -> list[Fault]:
     """Returns the faults that any of the words names; all, where there are none."""
+    project = Project(ROOT)
+
+    def file(fault: Fault) -> str:
+        return "" if stale(fault, project) else place(fault, project)
+
     return [
         fault
         for area, faults in collected().items()
         for fault in faults
-        if not words or any(word == area or word in fault.name or word in fault.file for word in words)
+        if not words
+        or any(word == area or word in fault.name or word in fault.where or word in file(fault) for word in words)
     ]
 
 
@@ -118,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{states[NOTICED]} of {len(found)} faults turned the tests red, in {time.monotonic() - begin:.0f} s")
     for fault, state, what in found:
         if state != NOTICED:
-            print(f"{state:6} {fault.name} ({fault.file}; {fault.tests}): {what}")
+            print(f"{state:6} {fault.name} ({fault.where}; {fault.tests}): {what}")
     return 0 if states[NOTICED] == len(found) else 1
 
 
