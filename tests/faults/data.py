@@ -67,7 +67,13 @@ FAULTS = (
         "$file.size != $was.size",
         f"{MADE} -k copy",
     ),
-    Fault("a copy counts as a change", "_check_unchanged", "digest_of($was) != $was.digest", "True", f"{MADE} -k copy"),
+    Fault(
+        "a copy counts as a change",
+        "_check_unchanged",
+        "digest_of($was) != $was.digest",
+        "True",
+        f"{MADE} -k copy",
+    ),
     Fault(
         "a file that changes while it is read is not noticed",
         "make_shard",
