@@ -306,6 +306,7 @@ REFUSED = [
     ("llama", {"attention_dropout": 0.1}, ["attention_dropout = 0.1"]),
     ("llama", {"clip_qkv": 8.0}, ["clip_qkv = 8.0", "not known here", "take the key out"]),
     ("llama", {"num_key_value_heads": 3}, ["makes no model", "model.num_kv_heads = 3"]),
+    ("mixtral", {"num_experts_per_tok": 99}, ["makes no model", "model.experts.top_k = 99"]),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "dequantize"]),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_type = 'longrope'", "llama3 and yarn"]),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type = 'dynamic'"]),

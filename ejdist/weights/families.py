@@ -13,7 +13,7 @@ from typing import Any
 
 from ejdist.models.config import DecoderShape, ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
-from ejdist.sections import flat
+from ejdist.sections import flat, validate
 from ejdist.weights.config import (
     ACTIVATIONS,
     Keys,
@@ -280,7 +280,7 @@ class Family:
         keys.finish()
         section = DecoderConfig(**found)
         try:
-            section.validate()
+            validate(section)
         except ValueError as error:
             raise WeightsError(f"{keys.path} makes no model: {error}") from error
         return section

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from ejdist.models.decoder import DecoderConfig
+from ejdist.sections import validate
 from ejdist.training.places import check_home, is_url
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError, digest_of, read_folder
@@ -42,7 +43,7 @@ def open_source(where: str, c: DecoderConfig) -> Source:
       WeightsError: there are none, or they are not of this model; names the first key or tensor that differs, and what to do.
       CheckpointError: it is a run whose checkpoint cannot be read.
     """
-    c.validate()
+    validate(c)
     leaves = frozenset(declared_leaves(c))
     if is_url(where):
         return _of_run(Run(where, key="model.init_from"), c, leaves)
