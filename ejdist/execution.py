@@ -123,10 +123,11 @@ def run(
     tokens = (order, follows, checked, current_layout())
     types = tuple(jax.typeof(x).sharding for x in jax.tree.leaves(data))
     kind = (op, name, call.program_key(), types, mesh, given is None, jax.sharding.get_abstract_mesh(), asked, tokens)
-    kind += (prepared.returns, prepared.cuts, prepared.dims, platform, typed(cfg), interpreting(), select.state(call))
+    kind += (prepared.returns, prepared.finish is None, prepared.cuts, prepared.dims)
+    kind += (platform, typed(cfg), interpreting(), select.state(call))
     try:
         program, known = _decided.get(kind), True
-    except TypeError:  # specs that are none, refused below
+    except TypeError:  # specs that cannot be hashed: refused below
         program, known = None, False
     if program is None:
         around = mesh_around(mesh, given)
@@ -136,7 +137,7 @@ def run(
             if len(_decided) >= _MOST_DECIDED:
                 _decided.clear()
             _decided[kind] = program
-    if any(x.size == 0 for x in jax.tree.leaves(data)):
+    if any(0 in x.shape for x in jax.tree.leaves(data)):
         return prepared.result(op, _of_nothing(op, call, mesh, program.out_specs, platform, cfg))
     return prepared.result(op, program.jitted(data))
 

@@ -358,7 +358,7 @@ def test_auto_compares_a_new_dispatch_by_its_own_cost(monkeypatch):
 def test_an_order_without_costs_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(order, "NAMES", (*ORDERS, "new"))
     with pytest.raises(Undeclared, match="the order 'new' does not declare what it costs: say in JOINS_PARTS"):
-        Order("new", 4).in_parts  # noqa: B018
+        _ = Order("new", 4).in_parts
 
 
 class Mixer(Part):

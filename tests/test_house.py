@@ -62,10 +62,6 @@ def of_operations() -> list[Path]:
     return [p for p in SOURCES if relative(p).startswith("kernels/ops/") and p.parent.name != "ops"]
 
 
-# How the kernels of the attention engine are launched stands in the folder of flash attention yet.
-SHARED = {"kernels.ops.blocksparse_attention": ("kernels.ops.flash_attention.",)}
-
-
 @pytest.mark.parametrize("path", of_operations(), ids=relative)
 def test_an_operation_knows_itself_and_what_it_stands_on(path):
     """And a function of another operation only as everyone does: by its public name, from `kernels`."""
@@ -74,7 +70,7 @@ def test_an_operation_knows_itself_and_what_it_stands_on(path):
         if name.split(".")[0] != "kernels":
             continue
         public = len(name.split(".")) == 2 and name.split(".")[1] in kernels.public_functions()
-        assert name.startswith((f"{mine}.", *BELOW["ops"], *SHARED.get(mine, ()))) or public, (
+        assert name.startswith((f"{mine}.", *BELOW["ops"])) or public, (
             f"{relative(path)} imports {name}; an operation imports itself, its engine, the framework, a toolchain, and public "
             "functions"
         )

@@ -14,7 +14,7 @@ from kernels import MaskInfo
 from kernels.engines.attention.masks import MASK_DIMS, MASK_FEATURES, key_range
 from kernels.engines.attention.pairs import keys_of_causal, visible_pairs
 from kernels.engines.attention.ranges import EXAMPLES, RULES, Edge, Interval, KeyRange, ends_at, interval_of, visible
-from kernels.engines.attention.tiles import FIRST, FULL_FIRST, FULL_LAST, LAST, active_tiles, listed, spans, tile_maps
+from kernels.engines.attention.tiles import FIRST, FULL_FIRST, FULL_LAST, LAST, active_tiles, listed, meetings, spans
 
 T, S = 40, 56
 # What shows each rule: fields that are static, and arrays that it reads. A rule without an example here fails a test.
@@ -99,62 +99,43 @@ def test_causal_and_a_window_are_compiled_in():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MASKS)
 def test_tiles_and_pairs_are_those_of_the_dense_mask(name, form):
-    """What is not visited nobody sees, what is full everybody does; in order, lists and their transpose say the same."""
+    """What is not visited nobody sees, what is full everybody does; in order, exactly those."""
     mask = FORMS[form](MASKS[name])
     seen, keys = dense(mask), mask.key_range(T, S)
     assert visible_pairs(mask, 2, 1, T, S) == seen.sum()
     for q_tile, kv_tile in ((8, 8), (12, 8), (16, 64)):
         some = tiled(seen, q_tile, kv_tile, False).any(-1)
         every = tiled(seen, q_tile, kv_tile, True).all(-1)
-        rows = range(2)
         assert (np.asarray(active_tiles(keys, q_tile, kv_tile)) | ~some.any(0)).all()
-        by_query, by_key = (
-            [np.broadcast_to(x[:, 0], (2, *x.shape[2:])) for x in tiles] for tiles in tile_maps(keys, q_tile, kv_tile)
-        )
-        span, _ = (np.broadcast_to(x, (2, *x.shape[1:])) for x in spans(mask, T, S, q_tile, kv_tile))
-        visited, full = np.zeros_like(some), np.zeros_like(some)
-        for b, i in itertools.product(rows, range(some.shape[1])):
-            index, count, whole = (x[b, i] for x in by_query)
-            visited[b, i, index[:count]], full[b, i, index[:whole]] = True, True
-            for part in (index[:whole], index[whole:count]):
-                assert (np.diff(part) > 0).all()
-            at = np.flatnonzero(visited[b, i])
-            first, full_first, full_last, last = span[b, i]
-            assert (first, last) == ((at[0], at[-1] + 1) if at.size else (first, first))
-            assert full[b, i, full_first:full_last].all() and (full_last > full_first) == full[b, i].any()
+        visited, full = (np.broadcast_to(x, some.shape) for x in meetings(keys, q_tile, kv_tile))
         assert (visited | ~some).all() and (every | ~full).all() and (visited | ~full).all()
-        if form == "in order":  # exactly those, but for a last tile of keys that is cut
+        if form == "in order":  # but for a last tile of keys that is cut
             assert (visited == some).all() and (full == every)[..., : S // kv_tile].all()
-        for b, j in itertools.product(rows, range(some.shape[2])):
-            index, count, whole = (x[b, j] for x in by_key)
-            np.testing.assert_array_equal(np.sort(index[:count]), np.flatnonzero(visited[b, :, j]))
-            np.testing.assert_array_equal(index[:whole], np.flatnonzero(full[b, :, j]))
+        by_query, by_key = (np.broadcast_to(x, (2, *x.shape[1:])) for x in spans(mask, T, S, q_tile, kv_tile))
+        for spanned, there, whole in (
+            (by_query, visited, full),
+            (by_key, visited.swapaxes(1, 2), full.swapaxes(1, 2)),
+        ):
+            for b, i in itertools.product(range(2), range(there.shape[1])):
+                at, (first, full_first, full_last, last) = np.flatnonzero(there[b, i]), spanned[b, i]
+                assert (first, last) == ((at[0], at[-1] + 1) if at.size else (first, first))
+                assert whole[b, i, full_first:full_last].all() and (full_last > full_first) == whole[b, i].any()
 
 
-def test_tiles_of_blocks():
-    """A pattern of blocks leaves those of the range that are set, for each head; what is full stays so."""
-    keys = MaskInfo(causal=True).key_range(64, 64)
-    blocks = np.random.default_rng(0).random((1, 3, 8, 8)) < 0.5
-    by_query, by_key = tile_maps(keys, 8, 8, blocks)
-    wanted, full = blocks & np.tril(np.ones((8, 8), bool)), blocks & np.tril(np.ones((8, 8), bool), -1)
-    np.testing.assert_array_equal(by_query.count, wanted.sum(-1))
-    np.testing.assert_array_equal(by_query.full, full.sum(-1))
-    np.testing.assert_array_equal(by_key.count, wanted.sum(-2))
-    for n, i in np.ndindex(3, 8):
-        own = by_query.index[0, n, i, : by_query.count[0, n, i]]
-        np.testing.assert_array_equal(np.sort(own), np.flatnonzero(wanted[0, n, i]))
-    assert all(isinstance(x, np.ndarray) for x in (*by_query, *by_key))  # constants of the program
-    plain = listed(wanted)
-    np.testing.assert_array_equal(plain.count, by_query.count)
-    assert (
-        not plain.full.any() and (plain.index[0, 0, 7, : plain.count[0, 0, 7]] == np.flatnonzero(wanted[0, 0, 7])).all()
-    )
+def test_a_list_has_what_is_set_in_ascending_order():
+    some = np.random.default_rng(0).random((2, 3, 8)) < 0.5
+    some[0, 1] = False
+    for there in (some, jnp.asarray(some)):
+        index, count = listed(there)
+        assert type(index) is type(count) is type(there) or isinstance(there, jax.Array)  # a constant stays one
+        for at in np.ndindex(2, 3):
+            np.testing.assert_array_equal(index[at][: count[at]], np.flatnonzero(some[at]))
 
 
 def test_a_dense_mask_is_never_full():
     mask = MaskInfo(causal=True, attention_mask=jnp.ones((1, 1, T, S), bool))
-    for tiles in tile_maps(mask.key_range(T, S), 8, 8):
-        assert not np.asarray(tiles.full).any() and np.asarray(tiles.count).any()
+    some, every = meetings(mask.key_range(T, S), 8, 8)
+    assert not np.asarray(every).any() and np.asarray(some).any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -192,7 +173,7 @@ def test_a_range_is_made_without_a_square_of_memory():
 
     def maps(at, prefix):
         mask = MaskInfo(q_positions=at, kv_positions=at, causal=True, prefix_lengths=prefix, chunk_size=8192)
-        return tile_maps(key_range(mask, 32768, 32768), 256, 256)
+        return meetings(key_range(mask, 32768, 32768), 256, 256)
 
     used = jax.jit(maps).lower(at, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
     assert used.temp_size_in_bytes < 32768 * 200
@@ -211,12 +192,9 @@ def test_a_gap_hides_the_keys_in_it():
         seen = np.asarray(visible(keys))[0]
         j = np.arange(32)
         np.testing.assert_array_equal(seen, (j <= j[:, None]) & ((j < a[:, None]) | (j > b[:, None])))
-        by_query, _ = tile_maps(keys, 4, 4)
         some, every = (x[0] for x in (tiled(seen[None], 4, 4, False).any(-1), tiled(seen[None], 4, 4, False).all(-1)))
-        for i in range(8):
-            count, full = by_query.count[0, 0, i], by_query.full[0, 0, i]
-            assert set(np.flatnonzero(some[i])) <= set(by_query.index[0, 0, i, :count])
-            assert set(by_query.index[0, 0, i, :full]) <= set(np.flatnonzero(every[i]))
-            # No tile in the middle of the gap is visited, and what is past it on either side is full.
-            assert count <= some[i].sum() + 1 and full == every[i].sum()
+        visited, full = (x[0] for x in meetings(keys, 4, 4))
+        assert (visited | ~some).all() and (full == every).all()
+        # No tile in the middle of the gap is visited.
+        assert (visited.sum(1) <= some.sum(1) + 1).all()
     assert FIRST < FULL_FIRST < FULL_LAST < LAST

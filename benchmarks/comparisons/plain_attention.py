@@ -17,7 +17,7 @@ from benchmarks.measure import provenance
 from benchmarks.options import read
 from benchmarks.small_operations import FLOOR, distance, race
 from kernels import flash_attention
-from kernels.ops.flash_attention.triton_gpu import _plain
+from kernels.engines.attention.triton_calls import plain_tiles
 
 OPTIONS = {"cases": "causal_8k,full_8k", "tokens": 0, "rounds": 9, "out": "", "commit": ""}
 # name -> rows of the batch, tokens, heads, entries of a head, causal
@@ -38,7 +38,11 @@ def contestants(width, causal):
     def cudnn(*arrays):
         return jax.nn.dot_product_attention(*arrays, is_causal=causal, implementation="cudnn")
 
-    return {"cudnn": cudnn, "plain": ours(platform="triton", cfg=_plain(width, 2)), "hopper": ours(platform="triton")}
+    return {
+        "cudnn": cudnn,
+        "plain": ours(platform="triton", cfg=plain_tiles(width, 2)),
+        "hopper": ours(platform="triton"),
+    }
 
 
 def directions(attention):

@@ -9,17 +9,6 @@ from kernels.framework.binding import Call
 SEQUENCE = ("T", "S")
 
 
-def by_positions(call: Call) -> bool:
-    """Returns whether attention compares positions and takes them from where tokens lie: `Op(ordered=by_positions)`."""
-    mask = call.arguments.get("mask")
-    compares = mask is not None and (mask.causal or mask.window is not None or mask.chunk_size is not None)
-    compares |= call.arguments.get("alibi_slopes") is not None or call.arguments.get("dropout_prob", 0) > 0
-    if mask is None or mask.q_positions is None:
-        return compares
-    # The caller's positions moved with the tokens; where chunks are counted from the start of a segment they do not decide.
-    return mask.packed and mask.chunk_size is not None and mask.q_segment_ids is not None
-
-
 def whole_dims(op: Operation) -> tuple[str, ...]:
     """Returns the dims of the sequence along which tokens are not independent of each other: neither local nor summed over."""
     dims = {d.name for p in op.parameters.values() for d in p.dims}

@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "Hopper: more tiles of queries than shared memory has room for",
         "flash_attention/triton_gpu:forward",
-        "_bytes_of(2, $$after)",
-        "_bytes_of(1, $$after)",
+        "bytes_of(2, $$after)",
+        "bytes_of(1, $$after)",
         f"{HOPPER} -k programs",
     ),
     Fault("mask off by one", RANGES, "Interval(high=Edge(0))", "Interval(high=Edge(-1))", FLASH),
@@ -207,7 +207,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper: blocks of as many keys for wide heads",
-        "_specialised",
+        "specialised_tiles",
         "128 if $wide <= 128 else 64",
         "128",
         f"{HOPPER} -k 'launched or other_backward'",
@@ -228,9 +228,9 @@ FAULTS = (
     ),
     Fault(
         "Hopper: three warpgroups of wider heads, which spill",
-        "_Call.params",
-        "_width($H) <= 64",
-        "_width($H) <= 128",
+        "flash_attention/triton_gpu:_params",
+        "padded_width($H) <= 64",
+        "padded_width($H) <= 128",
         f"{HOPPER} -k configuration",
     ),
     Fault(
@@ -249,16 +249,16 @@ FAULTS = (
     ),
     Fault(
         "Hopper: tiles of 64 columns whose output does not fit in two",
-        "_panel",
-        "128 < $H <= 192 and _width($HV) <= 128",
+        "panel_of",
+        "128 < $H <= 192 and padded_width($HV) <= 128",
         "128 < $H <= 192",
         f"{HOPPER} -k tiles_of_the_forward",
     ),
     Fault(
         "Hopper: heads of 192 in tiles of 256 columns",
-        "_panel",
-        "64 if 128 < $H <= 192 and _width($HV) <= 128 else _width($H)",
-        "_width($H)",
+        "panel_of",
+        "64 if 128 < $H <= 192 and padded_width($HV) <= 128 else padded_width($H)",
+        "padded_width($H)",
         f"{HOPPER} -k tiles_of_the_forward",
     ),
     Fault(
@@ -284,7 +284,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper: a configuration of its kernels where plain ones have the same blocks",
-        "_Call.params",
+        "flash_attention/triton_gpu:_params",
         "$asks or not $blocks or $made.num_warps != SPECIALISED",
         "$asks or not $blocks",
         f"{HOPPER} -k configuration",
@@ -298,16 +298,16 @@ FAULTS = (
     ),
     Fault(
         "Hopper: values wider than keys are taken",
-        "_specialised",
+        "specialised_tiles",
         "64 <= $tall <= $wide",
         "64 <= $tall",
         f"{HOPPER} -k chosen",
     ),
     Fault(
         "Hopper: wide heads have the backward of two passes",
-        "_specialised",
-        "_config((128, $forward, SPECIALISED, 2), ($backward[0], $keys, SPECIALISED, $backward[1]))",
-        "FlashAttentionConfig(FwdParams(128, $keys, SPECIALISED, 2), plain.bwd_params)",
+        "specialised_tiles",
+        "config_of((128, $forward, SPECIALISED, 2), ($backward[0], $keys, SPECIALISED, $backward[1]))",
+        "KernelConfig(FwdParams(128, $keys, SPECIALISED, 2), plain.bwd_params)",
         f"{HOPPER} -k chosen",
     ),
     Fault(

@@ -5,6 +5,7 @@ from faults import Fault
 TOKENS = "ejdist/tokens.py"
 SHARDED = "ejdist/sharded.py"
 LOSSES = "ejdist/experts/losses.py"
+MASKS = "kernels/engines/attention/masks.py"
 ORDERED = "kernels/framework/ordered.py"
 ORDER = "tests/test_order.py"
 MAPPED = "tests/test_sequence_mapped.py"
@@ -63,14 +64,14 @@ FAULTS = (
     ),
     Fault(
         "slopes are no positions",
-        ORDERED,
-        'compares |= call.arguments.get("alibi_slopes") is not None or ',
-        "compares |= ",
+        MASKS,
+        'compares = call.arguments.get("alibi_slopes") is not None or ',
+        "compares = ",
         f"{ORDER} -k own_distances",
     ),
     Fault(
         "positions of the caller's own are not read",
-        ORDERED,
+        MASKS,
         "if mask is None or mask.q_positions is None:",
         "if True:",
         f"{ORDER} -k positions_of_its_own",

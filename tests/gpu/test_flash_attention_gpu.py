@@ -17,8 +17,8 @@ from hopper_attention import THREE, at, calls, hold, ours, outcome
 from hopper_attention import arrays as made_arrays
 
 from kernels import MaskInfo
+from kernels.engines.attention.triton_calls import SPECIALISED, plain_tiles
 from kernels.ops.flash_attention.contract import op
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED, _plain
 
 pytestmark = on_a_gpu()
 
@@ -44,7 +44,7 @@ def arrays(t, s, width, value_width, dtype, key_heads=K):
 def compare(floats, mask, options, *, cfg=None):
     """Holds a call against the contract in float32, and as close to it as the plain kernels are."""
     width = max(floats["query"].shape[3], floats["value"].shape[3])
-    plain = functools.partial(ours, cfg=_plain(width, 2))
+    plain = functools.partial(ours, cfg=plain_tiles(width, 2))
     hold(floats, mask, options, cfg=cfg, peer=plain, again=1)
 
 
@@ -108,7 +108,7 @@ def test_a_soft_cap_of_a_deterministic_call(width):
     heuristic = op.backends["triton_gpu"].heuristic(op.bind(**floats, **options, deterministic=True), "cuda")
     assert [p.num_warps == SPECIALISED for p in (heuristic.fwd_params, heuristic.bwd_params)] == [True, False]
     got = jax.jit(lambda x: outcome(run(deterministic=True), x, d_out, d_lse))(floats)
-    plain = jax.jit(lambda x: outcome(run(cfg=_plain(width, 2)), x, d_out, d_lse))(floats)
+    plain = jax.jit(lambda x: outcome(run(cfg=plain_tiles(width, 2)), x, d_out, d_lse))(floats)
     assert error(got["lse"], plain["lse"]) < 1e-5
     for name in ("query", "key", "value"):
         assert error(got[name], plain[name]) <= FLOOR["bfloat16"], name

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels import MaskInfo, compile_for
+from kernels.engines.attention import triton_calls
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.interpret import interpret
 from kernels.ops.flash_attention import op, triton_gpu
@@ -277,7 +278,7 @@ def launches(monkeypatch):
         found.append((kernel.fn.__name__, inputs, rest))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
-    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
+    monkeypatch.setattr(triton_calls, "triton_launch", launch)
     return found
 
 
@@ -382,7 +383,7 @@ def test_when_tanh_is_exact(monkeypatch, given, exact):
         found.append(rest["O"].EXACT)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
-    monkeypatch.setattr(triton_gpu, "triton_launch", launch)
+    monkeypatch.setattr(triton_calls, "triton_launch", launch)
     monkeypatch.setattr(op, "_programs", {})
     floats = {n: x for n, x in call(**given).items() if n in ("query", "key", "value")}
     options = {n: x for n, x in given.items() if n != "dtype"}

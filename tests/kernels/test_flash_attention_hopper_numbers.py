@@ -61,7 +61,7 @@ def test_numbers(call, kind):
 def test_lengths_and_groups_of_heads(lengths, heads, kind):
     widths, cfg = KINDS[kind]
     if lengths[0] == 1:  # of few queries the plain kernels are chosen
-        cfg = triton_gpu._specialised(*widths, 2, 0.1, None)
+        cfg = triton_gpu.specialised_tiles(*widths, 2, 0.1, None)
     hold(arrays(B, lengths, heads, widths, "float16"), MaskInfo(causal=True), {}, cfg=cfg)
 
 

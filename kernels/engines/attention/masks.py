@@ -375,6 +375,16 @@ def features_of_masks() -> dict[str, Callable[[Any], bool]]:
     return {name: uses(field) for name, field in MASK_FEATURES.items()}
 
 
+def by_positions(call: Any) -> bool:
+    """Returns whether attention compares positions and takes them from where tokens lie: `Op(ordered=by_positions)`."""
+    mask = call.arguments.get("mask")
+    compares = call.arguments.get("alibi_slopes") is not None or call.arguments.get("dropout_prob", 0) > 0
+    if mask is None or mask.q_positions is None:
+        return compares or (mask is not None and any(rule.given(mask) for rule in RULES))
+    # The caller's positions moved with the tokens; what is counted from the start of a segment did not.
+    return mask.counts_in_segments
+
+
 def key_range(mask: MaskInfo | None, q_length: int, kv_length: int) -> KeyRange:
     """Returns the key range of a mask, or of none."""
     return (MaskInfo() if mask is None else mask).key_range(q_length, kv_length)

@@ -94,6 +94,10 @@ class Rule(NamedTuple):
     counts: Callable[[Any], bool] = lambda mask: False
     resolved: Callable[[Any, Any], Any] = lambda mask, order: mask
 
+    def given(self, mask: Any) -> bool:
+        """Returns whether a mask has the rule."""
+        return getattr(mask, self.fields[0]) not in (None, False)
+
 
 def _of_rows(x: Any, q: Any) -> Any:
     """Returns what there is one of for each row of the batch, [#B], to broadcast against the positions of queries."""
@@ -205,7 +209,7 @@ def interval_of(mask: Any, q: Any) -> Interval:
     """
     whole = Interval()
     for rule in RULES:
-        if getattr(mask, rule.fields[0]) in (None, False):
+        if not rule.given(mask):
             continue
         one = rule.interval(mask, q)
         if one.gap_low is not None:

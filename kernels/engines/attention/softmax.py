@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 
@@ -17,3 +18,10 @@ def backward_inputs(residuals: dict, cotangents: dict) -> dict:
         d_out = jnp.zeros_like(out)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     return {"d_out": d_out, "lse": residuals["lse"], "delta": delta - cotangents.get("d_lse", 0)}
+
+
+def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns d softmax_aux [N, M]: a sink has weight exp(sink - lse) and value zero, so ds = -weight * delta."""
+    some = (lse != -jnp.inf)[..., None]  # no sink above -inf means no key either: weight 0
+    weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - jnp.where(some, lse[..., None], 0))
+    return -jnp.sum(jnp.where(some, weight * delta[..., None], 0), axis=(0, 1))

@@ -21,29 +21,15 @@ __all__ = [
     "FULL_FIRST",
     "FULL_LAST",
     "LAST",
-    "TileMap",
     "active_tiles",
     "listed",
     "meetings",
     "spans",
-    "tile_maps",
 ]
 
 # The entries of a span.
 FIRST, FULL_FIRST, FULL_LAST, LAST = range(4)
 _FAR = 2**30
-
-
-class TileMap(NamedTuple):
-    """The tiles that a tile visits, in a list: the first `full` of them need no look at the range.
-
-    index: int32 [#B, #N, tiles, most]; what is behind the first `count` entries is not visited. count, full: int32
-      [#B, #N, tiles].
-    """
-
-    index: Any
-    count: Any
-    full: Any
 
 
 class _Queries(NamedTuple):
@@ -158,30 +144,26 @@ def active_tiles(keys: KeyRange, q_tile: int, kv_tile: int) -> Any:
     return active
 
 
-def _some_and_every(keys: KeyRange, q_tile: int, kv_tile: int) -> tuple[Any, Any, Any]:
-    """Returns (some, every, library) of the tiles. One of keys that ends past the last key is never full, and where there is a
-    dense mask, which is not looked at, none is."""
+def meetings(keys: KeyRange, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
+    """Returns two bool arrays [#B, query tiles, key tiles]: whether some pair of the two tiles may attend, and whether every
+    pair does. A tile of keys that ends past the last key is never full, and where there is a dense mask, which is not looked
+    at, none is. NumPy where the range has no arrays but NumPy's, so that what follows is a constant of the program."""
     xp, kv_length = _library(keys), keys.k_positions.shape[1]
     some, every = _met(keys, q_tile, kv_tile, xp)
     if kv_length % kv_tile:
         every = every & (np.arange(every.shape[2]) < every.shape[2] - 1)
-    return some, every if keys.dense is None else xp.zeros_like(every), xp
-
-
-def meetings(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
-    """Returns two bool arrays [#B, query tiles, key tiles]: whether some pair of the two tiles may attend, and whether every
-    pair does. NumPy where the mask has no arrays, so that what follows is a constant of the program."""
-    return _some_and_every(key_range(mask, q_length, kv_length), q_tile, kv_tile)[:2]
+    return some, every if keys.dense is None else xp.zeros_like(every)
 
 
 def spans(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
     """Returns int32 ([#B, query tiles, 4], [#B, key tiles, 4]): of each tile of queries the span of key tiles, and of each tile
-    of keys that of query tiles, as (FIRST, FULL_FIRST, FULL_LAST, LAST): the contiguous form of `tile_maps`.
+    of keys that of query tiles, as (FIRST, FULL_FIRST, FULL_LAST, LAST).
 
     FIRST <= FULL_FIRST <= FULL_LAST <= LAST; FIRST = LAST where nothing attends. NumPy where the mask has no arrays, so that
     the spans are constants of the program.
     """
-    some, every, xp = _some_and_every(key_range(mask, q_length, kv_length), q_tile, kv_tile)
+    keys = key_range(mask, q_length, kv_length)
+    (some, every), xp = meetings(keys, q_tile, kv_tile), _library(keys)
     return _span(some, every, xp), _span(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
 
 
@@ -199,25 +181,8 @@ def _span(some: Any, every: Any, xp: Any) -> Any:
     return xp.stack([first, full, end, last], axis=-1).astype(np.int32)
 
 
-def listed(some: Any, every: Any = None) -> TileMap:
-    """Returns the lists of bool [..., tiles, n]: first `every`, which is part of `some`, then the rest of `some`, each in
-    ascending order. Without `every` no tile is full."""
+def listed(some: Any) -> tuple[Any, Any]:
+    """Returns the lists of bool [..., tiles, n]: (int32 [..., tiles, n], the indices of what is set, in ascending order, before
+    those of the rest; int32 [..., tiles], how many are set)."""
     xp: Any = np if isinstance(some, np.ndarray) else jnp
-    nothing = xp.zeros(some.shape[:-1], np.int32)
-    rank = ~some if every is None else xp.where(every, 0, xp.where(some, 1, 2))
-    index = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
-    count = some.sum(-1, dtype=np.int32)
-    return TileMap(index, count, nothing if every is None else every.sum(-1, dtype=np.int32))
-
-
-def tile_maps(keys: KeyRange, q_tile: int, kv_tile: int, blocks: Any = None) -> tuple[TileMap, TileMap]:
-    """Returns the lists of key tiles of each tile of queries, and the transpose: of query tiles of each tile of keys.
-
-    Args:
-      blocks: bool [#B, #N, query tiles, key tiles], which tiles are visited at all; default: those that some query sees.
-    """
-    some, every, _ = _some_and_every(keys, q_tile, kv_tile)
-    some, every = some[:, None], every[:, None]
-    if blocks is not None:
-        some, every = some & blocks, every & blocks
-    return listed(some, every), listed(some.swapaxes(2, 3), every.swapaxes(2, 3))
+    return xp.argsort(~some, axis=-1, stable=True).astype(np.int32), some.sum(-1, dtype=np.int32)

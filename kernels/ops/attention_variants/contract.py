@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo, by_positions
 from kernels.framework.contract import Op
-from kernels.framework.ordered import by_positions
 from kernels.framework.padding import Padding
 from kernels.ops.attention_variants import cases, work
 from kernels.ops.attention_variants.dense import attention, check_heads, dot, softmax, visible_of

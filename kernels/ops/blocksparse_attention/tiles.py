@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo, key_range
 from kernels.engines.attention.tiles import meetings
 
 # What a pair of tiles is.
@@ -59,7 +59,7 @@ def kinds(
     visited = jnp.asarray(block_mask)
     for dim in (0, 1):
         visited = jnp.repeat(visited, block_size[dim] // tile[dim], 2 + dim)
-    some, every = meetings(mask, *lengths, *tile)
+    some, every = meetings(key_range(mask, *lengths), *tile)
     visited = visited[:, :, : some.shape[1], : some.shape[2]] & some[:, None]
     return jnp.where(visited, jnp.where(every[:, None], FULL, MASKED), HIDDEN).astype(jnp.int8)
 

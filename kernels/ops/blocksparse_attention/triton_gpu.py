@@ -18,6 +18,20 @@ from kernels.engines.attention.gluon_parts import ROW
 from kernels.engines.attention.gluon_pass_keys import specialised_key_gradient_kernel
 from kernels.engines.attention.gluon_pass_queries import specialised_query_gradient_kernel
 from kernels.engines.attention.gluon_passes import PADDED, ROWS
+from kernels.engines.attention.softmax import sink_gradient
+from kernels.engines.attention.triton_calls import (
+    SHARED_MEMORY,
+    SPECIALISED,
+    WIDEST,
+    block_of,
+    bytes_of,
+    padded_width,
+    plain_tiles,
+    prepare,
+    scale_of,
+    specialised_tiles,
+    statistics_by_head,
+)
 from kernels.engines.attention.triton_gradients import key_gradient_kernel, query_gradient_kernel
 from kernels.engines.attention.triton_kernels import forward_kernel
 from kernels.framework.config import BwdParams, FwdParams
@@ -26,9 +40,6 @@ from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.blocksparse_attention import tiles, triton_lists
 from kernels.ops.blocksparse_attention.contract import FEATURES, BlockSparseConfig, check_blocks, op
-from kernels.ops.flash_attention import triton_gpu as dense
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED
-from kernels.ops.flash_attention.xla import sink_gradient
 from kernels.toolchains.triton import compute_capability, tensor_descriptor
 
 # The shortest side of a block: the fewest rows that Triton multiplies.
@@ -47,7 +58,7 @@ class _Blocks:
         (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
         check_blocks(block_mask, block_size, B, T, S, N, K)
         _check_tiles(block_size, cfg)
-        self.call = dense._prepare(query, key, value, mask, None, None, None, softmax_scale, logits_soft_cap, 0.0, cfg)
+        self.call = prepare(query, key, value, mask, None, None, None, softmax_scale, logits_soft_cap, 0.0, cfg)
         self._block_mask, self._block_size, self._group = block_mask, block_size, N // K
 
     def _kinds(self, tile: tuple[int, int]) -> jax.Array:
@@ -136,14 +147,14 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
     call, ends = blocks.by_query(tile)
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
     one = tile[0] == ROWS.value  # one warpgroup attends, and two programs share a multiprocessor
-    room = dense.SHARED_MEMORY // (2 if one else 1)
+    room = SHARED_MEMORY // (2 if one else 1)
     *results, _ = call.launch_with(
         specialised_forward_kernel,
         (
             jnp.zeros(1, jnp.int32),
-            dense._block_of(query, ROWS.value, wide),
-            dense._block_of(key, tile[1], wide),
-            dense._block_of(value, tile[1], tall),
+            block_of(query, ROWS.value, wide),
+            block_of(key, tile[1], wide),
+            block_of(value, tile[1], tall),
         ),
         ends,
         tile,
@@ -153,7 +164,7 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
         max_registers=SHARING if one else None,
         HEADS=_side_by_side(N, N // K),
         STAGES=params.num_stages,
-        QUEUED=2 if dense._bytes_of(2, params, wide, tall) <= room else 1,
+        QUEUED=2 if bytes_of(2, params, wide, tall) <= room else 1,
         ATTENDING=240,
         LOADING=24,
         **rest,
@@ -207,12 +218,12 @@ def _specialised_gradients(blocks, saved, query, key, value, block_mask, params)
     (B, T, N, _), (S, K), rows = query.shape, key.shape[1:3], ROWS.value
     q_tile, k_tile = _tile(params)
     wide, tall = blocks.call.options["BLOCK_H"], blocks.call.options["BLOCK_V"]
-    lse, delta = dense.statistics_by_head(blocks.call, saved, math.ceil(T / PADDED.value) * PADDED.value)
+    lse, delta = statistics_by_head(blocks.call, saved, math.ceil(T / PADDED.value) * PADDED.value)
     arrays = (
-        dense._block_of(saved.d_out.astype(query.dtype), rows, tall),
-        dense._block_of(query, rows, wide),
-        dense._block_of(key, rows, wide),
-        dense._block_of(value, rows, tall),
+        block_of(saved.d_out.astype(query.dtype), rows, tall),
+        block_of(query, rows, wide),
+        block_of(key, rows, wide),
+        block_of(value, rows, tall),
     )
 
     def how(staying: int) -> dict[str, Any]:
@@ -261,7 +272,7 @@ def _side(size: int, most: int) -> int:
 
 def _plain_config(width: int, itemsize: int, block_size: tuple[int, int]) -> BlockSparseConfig:
     """Returns the tiles of the plain kernels for heads that are padded to so many entries."""
-    found = dense._plain(width, itemsize)
+    found = plain_tiles(width, itemsize)
 
     def params(kind: type, of: FwdParams) -> Any:
         sides = (_side(size, most) for size, most in zip(block_size, _tile(of), strict=True))
@@ -274,9 +285,9 @@ def _plain_config(width: int, itemsize: int, block_size: tuple[int, int]) -> Blo
 
 def _heuristic(call: Any, platform: str) -> BlockSparseConfig:
     H, HV, itemsize, mask = call.dims["H"], call.dims["Hv"], call.query.dtype.itemsize, call.mask
-    width = dense._width(max(H, HV))
-    scale = dense._scale(call.softmax_scale, H)
-    found = dense._specialised(H, HV, itemsize, scale, call.logits_soft_cap).fwd_params
+    width = padded_width(max(H, HV))
+    scale = scale_of(call.softmax_scale, H)
+    found = specialised_tiles(H, HV, itemsize, scale, call.logits_soft_cap).fwd_params
     looked_at = mask is not None and mask.attention_mask is not None
     if (
         found.num_warps != SPECIALISED
@@ -292,14 +303,14 @@ def _heuristic(call: Any, platform: str) -> BlockSparseConfig:
 
 def _candidates(call: Any) -> list[BlockSparseConfig]:
     first = _heuristic(call, "cuda")
-    width = dense._width(max(call.dims["H"], call.dims["Hv"]))
+    width = padded_width(max(call.dims["H"], call.dims["Hv"]))
     return list(dict.fromkeys([first, _plain_config(width, call.query.dtype.itemsize, call.block_size)]))
 
 
 def _rejects(call: Any) -> str | None:
     for name in ("H", "Hv"):
-        if call.dims[name] > dense.WIDEST:
-            return f"{name} = {call.dims[name]} is more than the {dense.WIDEST} that a program holds"
+        if call.dims[name] > WIDEST:
+            return f"{name} = {call.dims[name]} is more than the {WIDEST} that a program holds"
     if any(size % SHORTEST for size in call.block_size):
         return f"block_size = {call.block_size} must be multiples of {SHORTEST}, the fewest rows that a tile has"
     return None

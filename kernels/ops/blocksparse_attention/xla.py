@@ -67,7 +67,7 @@ def _plan(query, key, block_mask, mask, block_size, cfg) -> _Plan:
         block_mask = jnp.repeat(block_mask, block_size[dim] // size[dim], 2 + dim)
     active = block_mask[:, :, :q_blocks, :k_blocks] & jnp.asarray(active_tiles(keys, *size))
     shape: Any = active.shape
-    order, count, _ = listed(active.reshape(-1, k_blocks))
+    order, count = listed(active.reshape(-1, k_blocks))
     side_by_side = min(cfg.lanes, count.shape[0])
     lanes = jnp.argsort(-count, stable=True).astype(jnp.int32)
     lanes = jnp.pad(lanes, (0, -lanes.shape[0] % side_by_side), constant_values=-1).reshape(-1, side_by_side)

@@ -12,13 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from kernels.engines.attention import softmax
 from kernels.engines.attention.dropout import dropout_scale
-from kernels.engines.attention.masks import MaskInfo, features_of_masks
+from kernels.engines.attention.masks import MaskInfo, by_positions, features_of_masks
 from kernels.engines.attention.pairs import visible_pairs
 from kernels.framework.binding import Call
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.contract import Op
 from kernels.framework.measured import bucket, power_of_two
-from kernels.framework.ordered import by_positions
 from kernels.framework.padding import Padding
 from kernels.framework.work import Work, nbytes
 from kernels.ops.flash_attention.cases import CASES, SLOW, WITH_WEIGHTS

@@ -35,6 +35,7 @@ from kernels.engines.attention.pallas_visits import (
     visits_of,
 )
 from kernels.engines.attention.ranges import Edge, Interval, ends_at
+from kernels.engines.attention.softmax import sink_gradient
 from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.framework.binding import Call
 from kernels.framework.config import BwdParams, FwdParams
@@ -42,7 +43,7 @@ from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.execute import Saved
 from kernels.framework.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
-from kernels.ops.flash_attention.xla import FEATURES, sink_gradient
+from kernels.ops.flash_attention.xla import FEATURES
 from kernels.toolchains.pallas import pallas_launch
 
 LANES = 128

@@ -17,6 +17,7 @@ import numpy as np
 from kernels.engines.attention.dropout import dropout_scale
 from kernels.engines.attention.masks import MASK_FEATURES, key_range
 from kernels.engines.attention.ranges import KeyRange, visible
+from kernels.engines.attention.softmax import sink_gradient
 from kernels.engines.attention.tiles import active_tiles, listed
 from kernels.framework.binding import Call
 from kernels.framework.config import BwdParams, FwdParams
@@ -111,8 +112,7 @@ def _compacted(active: Any) -> tuple[jax.Array, jax.Array]:
         if ((at >= first[:, None]) & (at < (first + count)[:, None]) == active).all():
             # Causal, window, chunk: nothing of the size of the pattern goes into the program.
             return jnp.asarray(first[:, None], jnp.int32), jnp.asarray(count, jnp.int32)
-    tiles = listed(jnp.asarray(active))
-    return tiles.index, tiles.count
+    return listed(jnp.asarray(active))
 
 
 def _nth(order: jax.Array, n: jax.Array) -> jax.Array:
@@ -347,13 +347,6 @@ def _add_pair(total: jax.Array, part: jax.Array, i: jax.Array, j: jax.Array, blo
     start, size = _pair_start(total, blocks, i, j)
     part = part.sum([d for d in range(4) if size[d] == 1 and part.shape[d] > 1], keepdims=True)
     return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, start, size) + part, start)
-
-
-def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """Returns d softmax_aux [N, M]: a sink has weight exp(sink - lse) and value zero, so ds = -weight * delta."""
-    some = (lse != -jnp.inf)[..., None]  # no sink above -inf means no key either: weight 0
-    weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - jnp.where(some, lse[..., None], 0))
-    return -jnp.sum(jnp.where(some, weight * delta[..., None], 0), axis=(0, 1))
 
 
 EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.masks import MaskInfo, by_positions
 from kernels.engines.attention.pairs import visible_pairs
 from kernels.engines.attention.softmax import backward_inputs
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
-from kernels.framework.ordered import by_positions
 from kernels.framework.padding import Padding
 from kernels.framework.segments import searchsorted
 from kernels.framework.work import Work, nbytes
