@@ -95,12 +95,12 @@ def main(arguments: list[str]) -> int:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 4)
-    found = rows()
-    for name, row in found.items():
+    measured = rows()
+    for name, row in measured.items():
         print(f"{name:28} eager {row['eager']:6} calls, {row['eager_ms']:7.3f} ms; lowering {row['lower']:6} calls")
     out = next((a.removeprefix("out=") for a in arguments if a.startswith("out=")), None)
     if out:
-        Path(out).write_text(json.dumps({"jax": jax.__version__, "rows": found}, indent=1) + "\n")
+        Path(out).write_text(json.dumps({"jax": jax.__version__, "rows": measured}, indent=1) + "\n")
     return 0
 
 

@@ -52,8 +52,8 @@ def test_a_run_of_one_process_joins_nobody(joined):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cluster.process_id=1"], "cluster.process_id = 1 is of several processes: give cluster=manual"),
-        (["cluster.local_device_ids=[0]"], "cluster.local_device_ids = [0] is of several processes"),
+        (["cluster.process_id=1"], "cluster.process_id = 1 is for several processes: add cluster=manual"),
+        (["cluster.local_device_ids=[0]"], "cluster.local_device_ids = [0] is for several processes"),
         (MANUAL[:3], "cluster=manual needs cluster.coordinator, cluster.num_processes and cluster.process_id"),
         ([*MANUAL[:-1], "cluster.process_id=7"], "cluster.process_id = 7 must be from 0 to cluster.num_processes - 1"),
         ([*MANUAL[:-1], "cluster.process_id=-1"], "cluster.process_id = -1 must be from 0"),

@@ -22,9 +22,9 @@ def _express_blocks(arguments: dict[str, Any]) -> Any:
     if isinstance(plain, str):
         return plain
     if plain.causal or plain.window is not None:
-        return "here it has no mask but that of blocks"
+        return "its only mask here is that of the blocks"
     if any(size % 128 for size in sides):
-        return f"its kernels do not take blocks of {sides}, which are no multiples of 128"
+        return f"its kernels take blocks whose sides are multiples of 128, not {sides}"
     import torch
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 

@@ -35,10 +35,10 @@ class ClusterSection:
         if self.kind not in KINDS:
             raise ValueError(f"cluster.kind = {self.kind!r} is unknown; use local, auto or manual")
         several = ("coordinator", "num_processes", "process_id", "local_device_ids")
-        given = [name for name in several if getattr(self, name) is not None]
-        if self.kind == "local" and given:
+        multihost = [name for name in several if getattr(self, name) is not None]
+        if self.kind == "local" and multihost:
             raise ValueError(
-                f"cluster.{given[0]} = {getattr(self, given[0])!r} is of several processes: give cluster=manual with it, or "
+                f"cluster.{multihost[0]} = {getattr(self, multihost[0])!r} is for several processes: add cluster=manual, or "
                 "leave it out"
             )
         if self.kind == "manual":

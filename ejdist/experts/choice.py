@@ -47,7 +47,7 @@ class Links:
     latency: float = 1e-5
 
     def rate(self, collective: str, ranks: int) -> float:
-        """Returns bytes/s of a device in a collective of so many; one without a rate of its own has that of an all-gather."""
+        """Returns bytes/s of a device in a collective over `ranks` devices; one with no rate has that of all-gather."""
         rate = getattr(self, collective, self.all_gather)
         return rate * 4 / max(ranks, 4) if self.torus and collective in _BETWEEN_ALL else rate
 
@@ -140,7 +140,7 @@ def _seconds(
     links: Links, hosts: int, levels: tuple[int, ...], pinned: str | None, call: dict[str, Any]
 ) -> dict[str, float]:
     """Returns the time of each scheme that fits: what it sends, over what the links give."""
-    ranks, found = math.prod(levels), {}
+    ranks, seconds = math.prod(levels), {}
     for name, of in SCHEMES.items():
         scheme = of()
         if scheme.refusal(levels) is not None:
@@ -149,8 +149,8 @@ def _seconds(
         shape = ExchangeShape(over=tuple(over), **call)
         if arriving_of(scheme, shape) > GATHERED * shape.rows and name != pinned:
             continue
-        found[name] = _time(links, cost_of(scheme, shape), {**dict(shape.over), _HOSTS: hosts}, ranks)
-    return found
+        seconds[name] = _time(links, cost_of(scheme, shape), {**dict(shape.over), _HOSTS: hosts}, ranks)
+    return seconds
 
 
 def _time(links: Links, sent: Traffic, sizes: dict[str, int], ranks: int) -> float:

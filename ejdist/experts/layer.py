@@ -230,10 +230,10 @@ def moe(
     shares = _check_shared(x, shared, shared_expert_gate, activation)
     # What lies in padding reaches no sum and no gradient, of shared experts neither.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
-    given = reverse_only("moe", {name: p for name, p in params.items() if p is not None})
+    arrays = reverse_only("moe", {name: p for name, p in params.items() if p is not None})
     how = Travel(dispatch, buffer, chunks, capacity)
     apply = _expert(activation, alpha, limit, platform)
-    out, traffic = through_experts(x, experts, weights, given, apply, num_experts=E, place=place, how=how, told=told)
+    out, traffic = through_experts(x, experts, weights, arrays, apply, num_experts=E, place=place, how=how, told=told)
     rows = stats.counts.reshape(place.ranks, E // place.ranks).sum(-1)
     stats = stats._replace(rank_counts=rows, **traffic._asdict())
     if shares:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def mix(x: jax.Array) -> jax.Array:
     """Returns a bijective scramble of uint32 (the finalizer of MurmurHash3, Appleby 2011)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -29,7 +29,7 @@ def expand_dropout_seed(seed: Any, batch: int, num_heads: int) -> jax.Array:
     seed = seed.astype(jnp.uint32)
     row = jnp.arange(batch, dtype=jnp.uint32)[:, None]
     head = jnp.arange(num_heads, dtype=jnp.uint32)[None, :]
-    return _mix(_mix(_mix(seed + jnp.uint32(0x9E3779B9)) ^ row) + head * jnp.uint32(0x9E3779B1))
+    return mix(mix(mix(seed + jnp.uint32(0x9E3779B9)) ^ row) + head * jnp.uint32(0x9E3779B1))
 
 
 def dropout_scale(seed: jax.Array, q: jax.Array, k: jax.Array, probability: float) -> jax.Array:
@@ -40,7 +40,7 @@ def dropout_scale(seed: jax.Array, q: jax.Array, k: jax.Array, probability: floa
     Args:
       seed: uint32 [B|1, N|1]. q: int [B|1, t] positions. k: int [B|1, s] positions.
     """
-    row = _mix(seed[:, :, None] ^ _mix(q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))[:, None])
-    bits = _mix(row[..., None] ^ (k.astype(jnp.uint32) * jnp.uint32(0x85EBCA77))[:, None, None])
+    row = mix(seed[:, :, None] ^ mix(q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))[:, None])
+    bits = mix(row[..., None] ^ (k.astype(jnp.uint32) * jnp.uint32(0x85EBCA77))[:, None, None])
     keep = bits >= jnp.uint32(min(round(probability * 2**32), 2**32 - 1))
     return jnp.where(keep, jnp.float32(1 / (1 - probability)), jnp.float32(0))

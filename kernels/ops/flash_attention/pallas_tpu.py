@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.engines.attention.dropout import _mix
+from kernels.engines.attention.dropout import mix
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.pallas_visits import (
     ACTIVE,
@@ -351,8 +351,8 @@ def _tile(plan: _Plan, refs: dict[str, Any], at: Step, masked: bool) -> _Tile:
 
 def _keep(seed: Any, i: Any, j: Any, probability: float) -> Any:
     """Returns `dropout_scale` of a tile."""
-    row = _mix(seed.astype(jnp.uint32) ^ _mix(i.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
-    bits = _mix(row ^ (j.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)))
+    row = mix(seed.astype(jnp.uint32) ^ mix(i.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
+    bits = mix(row ^ (j.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)))
     keep = bits >= jnp.uint32(min(round(probability * 2**32), 2**32 - 1))
     return jnp.where(keep, jnp.float32(1 / (1 - probability)), jnp.float32(0))
 
