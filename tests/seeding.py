@@ -197,9 +197,11 @@ class Project:
 
     def __init__(self, root: Path):
         self.root = root
-        paths = (path.relative_to(root) for path in sorted(root.rglob("*.py")))
-        kept = [p for p in paths if p.parts[0] not in NOT_SEARCHED and not any(x.startswith(".") for x in p.parts)]
-        self.texts = {path.as_posix(): (root / path).read_text() for path in kept}
+        # Folder by folder: what is not searched is not even listed, since no test may read what a run has left in `outputs/`.
+        tops = sorted(top for top in root.iterdir() if top.name not in NOT_SEARCHED and not top.name.startswith("."))
+        paths = [p for top in tops for p in ([top] if top.suffix == ".py" else sorted(top.rglob("*.py")))]
+        kept = [p for p in paths if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+        self.texts = {path.relative_to(root).as_posix(): path.read_text() for path in kept}
 
     @functools.cached_property
     def defined(self) -> dict[str, list[str]]:
