@@ -84,8 +84,8 @@ def start_jax(recipe) -> None:
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only))
     if only and recipe.cluster.kind != "local":
-        # A program of CPU devices that was read from a cache does not keep the order of its collectives: beside a process that
-        # makes them in another order, it waits for ever. Seen in gdb with jaxlib 0.11.2; without a cache never.
+        # A CPU executable loaded from the compilation cache may reorder its collectives and deadlock with a process that
+        # runs them in another order. Seen in gdb with jaxlib 0.11.2; without a cache never.
         jax.config.update("jax_enable_compilation_cache", False)
     elif only and (devices := _virtual_cpus(recipe, only=False)) > 1:
         # In one process no order is wrong, but whoever waits in a collective holds a thread of XLA's pool, which has as many

@@ -71,7 +71,7 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
       every: every flag may be given; else only `--config-dir`, as to all commands but `launch.train`.
 
     Raises:
-      RecipeError: a flag is unknown, has no place here, or names a folder that is none.
+      RecipeError: a flag is unknown, has no place here, or names something that is not an existing folder.
     """
     found, rest = _parser().parse_known_args(list(arguments))
     for word in rest:

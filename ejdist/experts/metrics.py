@@ -14,7 +14,7 @@ _EMPTY: Any = np.float32(0)
 
 
 class Traffic(NamedTuple):
-    """What taking tokens to their experts met. On one device, and without the tokens of a dispatch, nothing.
+    """Statistics of dispatching tokens to experts; zero on one device, and where no tokens are dispatched.
 
     Attributes:
       extra_passes: int32 [], beyond the first, where a buffer took a part of the tokens at a time.

@@ -319,8 +319,8 @@ def _compiled(p: _Program) -> Callable:
     axes, mesh = p.axes, p.mesh
     rows = spec(("B", "T", "_"), axes, shape=p.shapes[0], mesh=mesh, what="moe: argument 'x'")
     tokens = {*axes_in(rows)}  # not all of B's and T's: a batch of one is whole
-    # Gathered inside over axes that split the tokens, so that the gradient is scattered as it is summed; over the others the
-    # compiler gathers, outside.
+    # All-gather inside the shard_map over axes that split the tokens, so that its transpose is a reduce-scatter; over the
+    # other axes the compiler gathers, outside.
     inside = tuple(a for a in axes["W"] if a in tokens)
 
     def dims(name: str) -> list[str]:

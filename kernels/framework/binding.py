@@ -231,7 +231,7 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
             value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # as jnp.asarray would have it
         except (TypeError, ValueError):
             raise ValueError(
-                f"{op_name}: argument {p.name!r} must be an array, got a list that is none; give numbers, rows of one length"
+                f"{op_name}: argument {p.name!r} cannot be converted to an array; give numbers, in rows of equal length"
             ) from None
     if not is_array(value):
         raise ValueError(f"{op_name}: argument {p.name!r} must be an array, got {type(value).__name__}")

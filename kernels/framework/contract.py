@@ -45,8 +45,8 @@ class Op:
       outputs: a name for each output.
       residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend may be
         followed by the backward of another. The inputs are always available to a backward.
-      kept: function of the contract's parameters -> name -> array: what a differentiated forward hands to the backward beside
-        the residuals, and a call that is not differentiated does not make. It is the meaning and the oracle of what backends
+      kept: function of the contract's parameters -> name -> array: additional residuals, computed only under
+        differentiation. It is the meaning and the oracle of what backends
         register as `keeping`.
       features: feature name -> predicate(call), for what the options alone do not tell. A backend names those it supports;
         an optional parameter needs no feature, since a backend supports what its functions name.

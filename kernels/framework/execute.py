@@ -251,7 +251,7 @@ def compiled_backward(op: Operation, call: Call, plan: Plan) -> Callable:
 
 
 def _jitted(run: Callable) -> Callable:
-    """Returns a function compiled, under `jax.disable_jit` too: an operation has no steps to look at, it is one itself."""
+    """Returns the jitted function, which stays jitted under `jax.disable_jit`: an operation is atomic."""
     compiled = jax.jit(run)
 
     def call(*arrays: Any) -> Any:
