@@ -32,7 +32,7 @@ def differential_attention(
     """Returns (out, out_2, lse, lse_2): out = softmax(query key^T) value - lambda_ out_2, and out_2 = softmax(query_2 key_2^T)
     value.
 
-    softmax_scale defaults to 1/sqrt(H). The public function `flash_attention` is the engine of the XLA backend, twice.
+    softmax_scale defaults to 1/sqrt(H). The public function `flash_attention` is the engine of every backend, twice.
     """
     first, lse = attention(query, key, value, mask, softmax_scale)
     second, lse_2 = attention(query_2, key_2, value, mask, softmax_scale)
@@ -122,7 +122,7 @@ def mixture_of_attention_heads(
     """Returns sum_e g_e attention(x w_query[e], key, value) w_out[e] over the top_k experts of each token.
 
     p = softmax(router_logits), and g_e = p_e / sum of p over the chosen ones, where the sum has no gradient. Keys and values
-    are one head for all experts. The public function `flash_attention` is the engine of the XLA backend.
+    are one head for all experts. The public functions `grouped_matmul` and `flash_attention` are the engine of every backend.
     """
     check_mask_of_experts(mask)
     gates, chosen = routed(router_logits, top_k)
@@ -195,6 +195,7 @@ differential_op = Op(
     residuals=("out", "out_2", "lse", "lse_2"),
     padding=Padding(("value",)),
     same_dtype=("query", "key", "query_2", "key_2", "value"),
+    order=("composed", "xla"),
     cases=cases.DIFFERENTIAL,
     work=work.differential,
     ordered=by_positions,
@@ -225,6 +226,7 @@ mixture_op = Op(
     local_dims={"B"},
     weights=("w_query", "w_out"),
     same_dtype=("x", "key", "value", "w_query", "w_out"),
+    order=("composed", "xla"),
     cases=cases.MIXTURE,
     work=work.mixture,
     ordered=by_positions,
