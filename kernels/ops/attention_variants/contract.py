@@ -127,11 +127,13 @@ def mixture_of_attention_heads(
     check_mask_of_experts(mask)
     gates, chosen = routed(router_logits, top_k)
     E = router_logits.shape[-1]
-    gates = jnp.sum(jax.nn.one_hot(chosen, E, dtype=gates.dtype) * gates[..., None], axis=-2)  # [B, T, E]
+    slots = jax.nn.one_hot(chosen, E, dtype=gates.dtype)
+    gates, seen = jnp.sum(slots * gates[..., None], axis=-2), jnp.any(slots != 0, axis=-2)  # [B, T, E]
     query = dot("btd,edh->bteh", x, w_query).astype(x.dtype)
     heads = attention(query, key[:, :, None], value[:, :, None], mask, softmax_scale)[0].astype(x.dtype)
     each = dot("btev,evd->bted", heads, w_out)
-    return jnp.sum(gates[..., None] * each, axis=2).astype(x.dtype)
+    # An expert that a token did not choose has no part in it, whatever is in its weights.
+    return jnp.sum(jnp.where(seen[..., None], gates[..., None] * each, 0), axis=2).astype(x.dtype)
 
 
 def check_mask_of_experts(mask: Any) -> None:
