@@ -24,6 +24,7 @@ class Platform(enum.StrEnum):
     CUDNN = "cudnn"
     CUDA = "cuda"
     XLA = "xla"
+    COMPOSED = "composed"  # of other operations, each on the toolchain that dispatch chooses
 
 
 class DeviceKind(enum.StrEnum):

@@ -5,16 +5,16 @@ from faults import Fault
 FAULTS = (
     Fault(
         "differential attention adds",
-        "differential_forward",
-        "$first.astype(jnp.float32) - $lambda_.astype(jnp.float32)[:, None] * $second.astype(jnp.float32)",
-        "$first.astype(jnp.float32) + $lambda_.astype(jnp.float32)[:, None] * $second.astype(jnp.float32)",
+        "kernels/ops/attention_variants/composed.py",
+        "wide = first.astype(jnp.float32) - lambda_",
+        "wide = first.astype(jnp.float32) + lambda_",
         "tests/test_ops.py -k differential_attention-small-float32",
     ),
     Fault(
         "the second attention has the first one's cotangent",
-        "differential_backward",
-        "$saved.d_out_2.astype(jnp.float32) - $weight * $d",
-        "$saved.d_out_2.astype(jnp.float32) + $d",
+        "kernels/ops/attention_variants/composed.py",
+        "saved.d_out_2.astype(jnp.float32) - weight * d",
+        "saved.d_out_2.astype(jnp.float32) + d",
         "tests/test_ops.py -k differential_attention-small-float32",
     ),
     Fault(
@@ -33,9 +33,9 @@ FAULTS = (
     ),
     Fault(
         "slots are not put back",
-        "mixture_forward.projected",
-        "jax.lax.ragged_dot($rows[$order], $weights, $sizes, **$options)[$back]",
-        "jax.lax.ragged_dot($rows[$order], $weights, $sizes, **$options)",
+        "kernels/ops/attention_variants/composed.py",
+        "weights, sizes, platform=platform)[back]",
+        "weights, sizes, platform=platform)",
         "tests/test_ops.py -k mixture_of_attention_heads-small-float32",
     ),
     Fault(
@@ -44,5 +44,19 @@ FAULTS = (
         "$wide - jnp.mean($wide, axis=1, keepdims=True)",
         "$wide",
         "tests/kernels/test_attention_variants.py -k test_quantized_attention",
+    ),
+    Fault(
+        "the attentions of differential attention are left on XLA",
+        "kernels/ops/attention_variants/composed.py",
+        '"softmax_scale": softmax_scale, "platform": platform}',
+        '"softmax_scale": softmax_scale, "platform": "xla"}',
+        "tests/kernels/test_composed_attention.py -k holds_the_kernels_of_attention_both_ways",
+    ),
+    Fault(
+        "XLA asked for by name lets dispatch choose",
+        "kernels/ops/attention_variants/xla.py",
+        'differential_op.register(*differential("xla"),',
+        "differential_op.register(*differential(None),",
+        "tests/kernels/test_composed_attention.py -k asked_by_name",
     ),
 )

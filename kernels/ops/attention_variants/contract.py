@@ -31,7 +31,7 @@ def differential_attention(
     """Returns (out, out_2, lse, lse_2): out = softmax(query key^T) value - lambda_ out_2, and out_2 = softmax(query_2 key_2^T)
     value.
 
-    softmax_scale defaults to 1/sqrt(H). The public function `flash_attention` is the engine of the XLA backend, twice.
+    softmax_scale defaults to 1/sqrt(H). The public function `flash_attention` is the engine of every backend, twice.
     """
     first, lse = attention(query, key, value, mask, softmax_scale)
     second, lse_2 = attention(query_2, key_2, value, mask, softmax_scale)
@@ -121,16 +121,18 @@ def mixture_of_attention_heads(
     """Returns sum_e g_e attention(x w_query[e], key, value) w_out[e] over the top_k experts of each token.
 
     p = softmax(router_logits), and g_e = p_e / sum of p over the chosen ones, where the sum has no gradient. Keys and values
-    are one head for all experts. The public function `flash_attention` is the engine of the XLA backend.
+    are one head for all experts. The public functions `grouped_matmul` and `flash_attention` are the engine of every backend.
     """
     check_mask_of_experts(mask)
     gates, chosen = routed(router_logits, top_k)
     E = router_logits.shape[-1]
-    gates = jnp.sum(jax.nn.one_hot(chosen, E, dtype=gates.dtype) * gates[..., None], axis=-2)  # [B, T, E]
+    slots = jax.nn.one_hot(chosen, E, dtype=gates.dtype)
+    gates, seen = jnp.sum(slots * gates[..., None], axis=-2), jnp.any(slots != 0, axis=-2)  # [B, T, E]
     query = dot("btd,edh->bteh", x, w_query).astype(x.dtype)
     heads = attention(query, key[:, :, None], value[:, :, None], mask, softmax_scale)[0].astype(x.dtype)
     each = dot("btev,evd->bted", heads, w_out)
-    return jnp.sum(gates[..., None] * each, axis=2).astype(x.dtype)
+    # An expert that a token did not choose has no part in it, whatever is in its weights.
+    return jnp.sum(jnp.where(seen[..., None], gates[..., None] * each, 0), axis=2).astype(x.dtype)
 
 
 def check_mask_of_experts(mask: Any) -> None:
@@ -194,6 +196,7 @@ differential_op = Op(
     residuals=("out", "out_2", "lse", "lse_2"),
     padding=Padding(("value",)),
     same_dtype=("query", "key", "query_2", "key_2", "value"),
+    order=("composed", "xla"),
     cases=cases.DIFFERENTIAL,
     work=work.differential,
     ordered=by_positions,
@@ -224,6 +227,7 @@ mixture_op = Op(
     local_dims={"B"},
     weights=("w_query", "w_out"),
     same_dtype=("x", "key", "value", "w_query", "w_out"),
+    order=("composed", "xla"),
     cases=cases.MIXTURE,
     work=work.mixture,
     ordered=by_positions,

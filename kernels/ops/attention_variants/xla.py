@@ -1,6 +1,6 @@
 """The variants of attention in plain XLA, any device, with memory linear in the length.
 
-Where a variant is softmax attention on other arrays, the public function `flash_attention` computes it.
+Where a variant is softmax attention on other arrays, the public function `flash_attention` computes it, on XLA too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels import flash_attention
 from kernels.engines.attention.masks import key_range
 from kernels.engines.attention.ranges import KeyRange, visible
 from kernels.engines.attention.tiles import active_tiles
 from kernels.framework.execute import backward_of
+from kernels.ops.attention_variants.composed import differential, flash_of, mixture
 from kernels.ops.attention_variants.contract import (
     centred,
     check_square,
@@ -26,7 +26,6 @@ from kernels.ops.attention_variants.contract import (
     mixture_op,
     performer_op,
     quantized_op,
-    routed,
 )
 from kernels.ops.attention_variants.quantize import quantized
 
@@ -39,42 +38,7 @@ def _dot(subscripts, a, b):
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _flash(query, key, value, mask, softmax_scale, **options):
-    return flash_attention(query, key, value, mask_info=mask, softmax_scale=softmax_scale, platform="xla", **options)
-
-
-# -- differential attention --------------------------------------------------------------------------------------------
-
-
-def differential_forward(query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
-    first, lse = _flash(query, key, value, mask, softmax_scale, return_lse=True)
-    second, lse_2 = _flash(query_2, key_2, value, mask, softmax_scale, return_lse=True)
-    wide = first.astype(jnp.float32) - lambda_.astype(jnp.float32)[:, None] * second.astype(jnp.float32)
-    return wide.astype(query.dtype), second, lse, lse_2
-
-
-def differential_backward(saved, query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
-    """Both attentions have the saved lse; the first one's output is out + lambda_ out_2."""
-    weight = lambda_.astype(jnp.float32)[:, None]
-    d, second = saved.d_out.astype(jnp.float32), saved.out_2.astype(jnp.float32)
-    d_second = saved.d_out_2.astype(jnp.float32) - weight * d
-    first = saved.out.astype(jnp.float32) + weight * second
-
-    def of(q, k, d, out, lse, d_lse):
-        call = flash_attention.prepare(q, k, value, mask_info=mask, softmax_scale=softmax_scale).call
-        given = {"d_out": d.astype(q.dtype), "lse": lse, "delta": jnp.sum(d * out, axis=-1) - d_lse}
-        return flash_attention.op.backward(given, **call.arguments, platform="xla")
-
-    one = of(query, key, d, first, saved.lse, saved.d_lse)
-    two = of(query_2, key_2, d_second, second, saved.lse_2, saved.d_lse_2)
-    return {
-        "query": one["query"],
-        "key": one["key"],
-        "query_2": two["query"],
-        "key_2": two["key"],
-        "value": one["value"].astype(jnp.float32) + two["value"].astype(jnp.float32),
-        "lambda_": -jnp.sum(d * second, axis=(0, 1, 3)),
-    }
+_flash = flash_of("xla")
 
 
 # -- Linformer ---------------------------------------------------------------------------------------------------------
@@ -207,30 +171,6 @@ def _chunks(q, k, v):
     return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])
 
 
-# -- mixture of attention heads ----------------------------------------------------------------------------------------
-
-
-def mixture_forward(x, key, value, router_logits, w_query, w_out, mask, top_k, softmax_scale):
-    """A token's slots, one for each of its experts, are ordered by expert for the two projections, and are heads between."""
-    B, T, D = x.shape
-    gates, chosen = routed(router_logits, top_k)
-    expert = chosen.reshape(-1)
-    order = jnp.argsort(expert, stable=True)
-    back = jnp.argsort(order)
-    sizes = jnp.sum(expert[:, None] == jnp.arange(w_query.shape[0]), axis=0, dtype=jnp.int32)
-
-    def projected(rows, weights):
-        precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-        options = {"precision": precision, "preferred_element_type": jnp.float32}
-        return jax.lax.ragged_dot(rows[order], weights, sizes, **options)[back]
-
-    rows = jnp.repeat(x.reshape(-1, D), top_k, axis=0)
-    query = projected(rows, w_query).astype(x.dtype).reshape(B, T, top_k, -1)
-    heads = _flash(query, key[:, :, None], value[:, :, None], mask, softmax_scale)
-    each = projected(heads.reshape(B * T * top_k, -1), w_out).reshape(B, T, top_k, D)
-    return jnp.sum(gates[..., None] * each, axis=2).astype(x.dtype)
-
-
 # -- quantised attention -----------------------------------------------------------------------------------------------
 
 
@@ -297,12 +237,12 @@ def _dense(call):
     return None
 
 
-differential_op.register(differential_forward, differential_backward, name="xla", symbolic={"B"}, **EVERYWHERE)
+differential_op.register(*differential("xla"), name="xla", symbolic={"B"}, **EVERYWHERE)
 linformer_op.register(
     linformer_forward, backward_of(linformer_op, linformer_forward), name="xla", symbolic={"B"}, **EVERYWHERE
 )
 performer_op.register(
     performer_forward, backward_of(performer_op, performer_forward), name="xla", symbolic={"B"}, **EVERYWHERE
 )
-mixture_op.register(mixture_forward, backward_of(mixture_op, mixture_forward), name="xla", symbolic={"B"}, **EVERYWHERE)
+mixture_op.register(*mixture("xla"), name="xla", symbolic={"B"}, **EVERYWHERE)
 quantized_op.register(quantized_forward, quantized_backward, name="xla", symbolic={"B"}, rejects=_dense, **EVERYWHERE)

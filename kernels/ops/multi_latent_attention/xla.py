@@ -1,8 +1,4 @@
-"""Latent attention in plain XLA, any device: `flash_attention` does the pairs, with O(S) memory; here are the up-projections.
-
-Training and prefill make keys and values of each head, since a pair then costs H + Hr + Hv multiplications instead of
-2 R + Hr. The backward makes them again from the latent: of width N (H + Hv) nothing is kept.
-"""
+"""Latent attention in plain XLA, any device: `flash_mla` with its attention on XLA, and loops over a cache and over pages."""
 
 from __future__ import annotations
 
@@ -11,63 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels import flash_attention
 from kernels.engines.matmul.dot import dot
 from kernels.ops.multi_latent_attention import decode
-from kernels.ops.multi_latent_attention.contract import decode_op, op, paged_op, scale_of
-from kernels.ops.multi_latent_attention.heads import joined_heads
+from kernels.ops.multi_latent_attention.composed import mla
+from kernels.ops.multi_latent_attention.contract import decode_op, op, paged_op
 
 EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
-
-
-def _attention(heads, mask, softmax_aux, scale, cap):
-    """Returns the call of flash attention, bound."""
-    options = {"mask_info": mask, "softmax_aux": softmax_aux, "softmax_scale": scale, "logits_soft_cap": cap}
-    return flash_attention.prepare(*heads, **options, return_lse=True).call
-
-
-def forward(
-    query, key_value, w_kc, w_vc, query_rope, key_rope, mask, softmax_aux, softmax_scale, logits_soft_cap, deterministic
-):  # deterministic it always is
-    scale = scale_of(softmax_scale, query, query_rope)
-    heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
-    return flash_attention.op.run(_attention(heads, mask, softmax_aux, scale, logits_soft_cap), platform="xla")
-
-
-def backward(
-    saved,
-    query,
-    key_value,
-    w_kc,
-    w_vc,
-    query_rope,
-    key_rope,
-    mask,
-    softmax_aux,
-    softmax_scale,
-    logits_soft_cap,
-    deterministic,
-):
-    H = query.shape[-1]
-    scale = scale_of(softmax_scale, query, query_rope)
-    heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
-    call = _attention(heads, mask, softmax_aux, scale, logits_soft_cap)
-    given = {"d_out": saved.d_out.astype(query.dtype), "lse": saved.lse, "delta": saved.delta}
-    of_heads = flash_attention.op.backward(given, **call.arguments, platform="xla")
-    dq, dk, dv = (of_heads[n] for n in ("query", "key", "value"))
-    dk_up = dk[..., :H]
-    gradients = {
-        "query": dq[..., :H],
-        "key_value": dot("bskh,rkh->bsr", dk_up, w_kc) + dot("bskv,rkv->bsr", dv, w_vc),
-        "w_kc": dot("bsr,bskh->rkh", key_value, dk_up),
-        "w_vc": dot("bsr,bskv->rkv", key_value, dv),
-    }
-    if query_rope is not None:
-        gradients["query_rope"] = dq[..., H:]
-        gradients["key_rope"] = jnp.sum(dk[..., H:], axis=2, dtype=jnp.float32)
-    if softmax_aux is not None:
-        gradients["softmax_aux"] = of_heads["softmax_aux"]
-    return gradients
 
 
 def paged_forward(
@@ -163,6 +108,6 @@ def _tiles(kv_lens, query_start_loc, M, block_q, block_k, room, sliding_window):
     return {n: x[order].reshape(-1, TILES) for n, x in found.items()}
 
 
-op.register(forward, backward, symbolic={"B"}, **EVERYWHERE)
+op.register(*mla("xla"), name="xla", symbolic={"B"}, **EVERYWHERE)
 decode_op.register(decode.forward, decode.backward, name="xla", symbolic={"B"}, **EVERYWHERE)
 paged_op.register(paged_forward, name="xla", symbolic=set(), **EVERYWHERE)

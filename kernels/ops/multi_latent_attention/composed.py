@@ -1,0 +1,90 @@
+"""Latent attention in training and prefill: `flash_attention` does the pairs, with O(S) memory; here are the up-projections.
+
+Training and prefill make keys and values of each head, since a pair then costs H + Hr + Hv multiplications instead of
+2 R + Hr. The backward makes them again from the latent: of width N (H + Hv) nothing is kept.
+
+The backend `composed` leaves attention's backend to dispatch, for the platform that is lowered for. The backend `xla` is the
+same program with attention on XLA: a caller who asks for XLA gets nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from kernels import flash_attention
+from kernels.engines.matmul.dot import dot
+from kernels.ops.multi_latent_attention.contract import op, scale_of
+from kernels.ops.multi_latent_attention.heads import joined_heads
+
+# Not the CPU: there attention would run on XLA, which is the backend `xla`.
+ACCELERATORS: Any = {"platforms": {"cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
+
+
+def _attention(heads, mask, softmax_aux, scale, cap):
+    """Returns the call of flash attention, bound."""
+    options = {"mask_info": mask, "softmax_aux": softmax_aux, "softmax_scale": scale, "logits_soft_cap": cap}
+    return flash_attention.prepare(*heads, **options, return_lse=True).call
+
+
+def mla(platform: str | None) -> tuple[Callable, Callable]:
+    """Returns (forward, backward) of `flash_mla`, whose attention runs on a toolchain, None for dispatch's."""
+
+    def forward(
+        query,
+        key_value,
+        w_kc,
+        w_vc,
+        query_rope,
+        key_rope,
+        mask,
+        softmax_aux,
+        softmax_scale,
+        logits_soft_cap,
+        deterministic,
+    ):  # deterministic it always is
+        scale = scale_of(softmax_scale, query, query_rope)
+        heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
+        return flash_attention.op.run(_attention(heads, mask, softmax_aux, scale, logits_soft_cap), platform=platform)
+
+    def backward(
+        saved,
+        query,
+        key_value,
+        w_kc,
+        w_vc,
+        query_rope,
+        key_rope,
+        mask,
+        softmax_aux,
+        softmax_scale,
+        logits_soft_cap,
+        deterministic,
+    ):
+        H = query.shape[-1]
+        scale = scale_of(softmax_scale, query, query_rope)
+        heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
+        call = _attention(heads, mask, softmax_aux, scale, logits_soft_cap)
+        residuals = {"d_out": saved.d_out.astype(query.dtype), "lse": saved.lse, "delta": saved.delta}
+        heads_gradients = flash_attention.op.backward(residuals, **call.arguments, platform=platform)
+        dq, dk, dv = (heads_gradients[n] for n in ("query", "key", "value"))
+        dk_up = dk[..., :H]
+        gradients = {
+            "query": dq[..., :H],
+            "key_value": dot("bskh,rkh->bsr", dk_up, w_kc) + dot("bskv,rkv->bsr", dv, w_vc),
+            "w_kc": dot("bsr,bskh->rkh", key_value, dk_up),
+            "w_vc": dot("bsr,bskv->rkv", key_value, dv),
+        }
+        if query_rope is not None:
+            gradients["query_rope"] = dq[..., H:]
+            gradients["key_rope"] = jnp.sum(dk[..., H:], axis=2, dtype=jnp.float32)
+        if softmax_aux is not None:
+            gradients["softmax_aux"] = heads_gradients["softmax_aux"]
+        return gradients
+
+    return forward, backward
+
+
+op.register(*mla(None), name="composed", symbolic={"B"}, **ACCELERATORS)
