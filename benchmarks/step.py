@@ -35,7 +35,7 @@ from benchmarks.timing import Kernel, has_kernel_times, traced, union
 from ejdist.mesh import make_mesh
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import peak_flops, step_flops
-from ejdist.training.program import Program, local_rows, make_program, place_batch
+from ejdist.training.program import Program, local_rows, make_program, place_batch, place_limits
 from launch.train import start_jax
 from recipes.schema import compose
 
@@ -237,18 +237,18 @@ def measure(sections: Any, o: dict[str, Any]) -> dict[str, Any]:
     mesh = make_mesh(**vars(sections.mesh))
     program = make_program(sections, mesh)
     start = time.perf_counter()
-    compiled = program.step.lower(program.state, program.batch).compile()
+    compiled = program.lower().compile()
     compile_seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     feed = batches(sections, program, o["documents"])
     state = program.init()
-    losses = []
+    losses, limits = [], place_limits(np.full(2, np.inf, np.float32), program)
 
     def run(count: int) -> Any:
         nonlocal state
         metrics = None
         for batch, _ in given[:count]:
-            state, metrics = compiled(state, batch)
+            state, metrics = compiled(state, batch, *limits)
             losses.append(metrics["loss"])
         return jax.block_until_ready((state, metrics))
 

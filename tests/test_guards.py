@@ -1,6 +1,7 @@
 """Guards: bad numbers stop a run, are left out or gone past; replicas are compared; hosts that hang or are slow are named."""
 
 import collections
+import dataclasses
 import json
 import math
 import random
@@ -23,7 +24,7 @@ from ejdist.training.guards import LAG, PASSED, Finite, GuardsSection, Passed, R
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
-from ejdist.training.program import make_program
+from ejdist.training.program import make_program, place_limits
 from ejdist.training.replicas import Replicas, ReplicasDiffer, different
 from ejdist.training.step import init_state, make_train_step
 from ejdist.training.stop import Diverged
@@ -65,7 +66,7 @@ def test_a_wrong_section_names_the_key(change, words):
 def lowered(*overrides):
     recipe = compose([*TINY, "mesh.sp=1", "model.num_layers=1", *overrides])
     program = make_program(recipe, make_mesh(**vars(recipe.mesh)))
-    return program.step.lower(program.state, program.batch).as_text()
+    return program.lower().as_text()
 
 
 def test_the_compiled_step_has_nothing_of_guards_that_need_nothing_of_it():
@@ -73,6 +74,18 @@ def test_the_compiled_step_has_nothing_of_guards_that_need_nothing_of_it():
     others = ["guards.nonfinite=rewind", "guards.spike=stop", "guards.replicas_every=3", "guards.hang_seconds=5"]
     assert lowered(*others) == plain
     assert lowered("guards.nonfinite=skip") != plain
+
+
+def test_limits_are_an_argument_of_the_step_and_not_in_the_batch():
+    """And accumulation splits the batch alone."""
+    recipe = compose([*TINY, "mesh.sp=1", "model.num_layers=1", "accumulation=2", "guards.spike=skip"])
+    program = make_program(recipe, make_mesh(**vars(recipe.mesh)))
+    assert set(program.batch) == {"tokens", "targets", "positions", "segment_ids"}
+    assert program.limits.shape == (2,) and len(program.lower().in_avals[0]) == 3
+    (limits,) = place_limits(np.array([3, 4], np.float32), program)
+    assert limits.tolist() == [3, 4] and limits.sharding.is_fully_replicated
+    plain = make_program(dataclasses.replace(recipe, guards=GuardsSection()), program.mesh)
+    assert plain.limits is None and place_limits(limits, plain) == () and len(plain.lower().in_avals[0]) == 2
 
 
 def step_of(*skip, schedule="constant"):
@@ -117,11 +130,11 @@ INF = np.full(2, np.inf, np.float32)
 def test_a_skipped_step_is_counted_and_changes_nothing_else(skip, gradient, limits):
     """Not the parameters, their moments, Adam's count of updates or the buffers: the next good step is as if it had not
     been; the schedule goes on, so that the learning rate is that of the step's number."""
-    more = {} if limits is None else {"limits": jnp.asarray(limits)}
+    more = () if limits is None else (jnp.asarray(limits),)
     step, first, rate = step_of(*skip, schedule="warmup_cosine")
-    good, bad = ({"tokens": jnp.asarray(g, jnp.float32)} | more for g in ([1, 2, 1, 0.5], gradient))
-    state, one = step(first, good)
-    skipped, two = step(state, bad)
+    good, bad = ({"tokens": jnp.asarray(g, jnp.float32)} for g in ([1, 2, 1, 0.5], gradient))
+    state, one = step(first, good, *more)
+    skipped, two = step(state, bad, *more)
     assert (int(one["skipped"]), int(two["skipped"])) == (0, 1) and int(skipped.step) == 2
     for part in ("params", "buffers"):
         assert jax.tree.map(np.array_equal, getattr(skipped, part), getattr(state, part)) in (
@@ -131,7 +144,7 @@ def test_a_skipped_step_is_counted_and_changes_nothing_else(skip, gradient, limi
     moments = [[np.asarray(x) for x in jax.tree.leaves(s.opt_state) if x.ndim] for s in (state, skipped)]
     assert len(moments[0]) == 2 and all(map(np.array_equal, *moments))
     assert counts(state) == (1, 1) and counts(skipped) == (1, 2)
-    after, three = step(skipped, good)
+    after, three = step(skipped, good, *more)
     assert counts(after) == (2, 3) and float(three["learning_rate"]) == float(rate(2)) and int(three["skipped"]) == 0
     assert np.isfinite(after.params["w"]).all()
 
@@ -148,7 +161,7 @@ def test_a_step_says_what_it_cannot_skip():
     with pytest.raises(ValueError, match="skip has 'late'; there are nonfinite and spike"):
         step_of("late")
     step, state, _ = step_of("spike")
-    with pytest.raises(ValueError, match=r"takes batch\['limits'\]"):
+    with pytest.raises(ValueError, match=r"takes limits, float32\[2\], beside"):
         step(state, {"tokens": jnp.ones(4)})
 
 

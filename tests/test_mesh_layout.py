@@ -270,7 +270,7 @@ def test_a_step_over_two_slices_sends_only_sums_between_them():
     recipe = compose([*TINY, *sizes, "data.global_batch=4", "mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2"])
     mesh = make_mesh(**vars(recipe.mesh), devices=list(tpu_topology("v5p:2x2x1", slices=2).devices))
     program = make_program(recipe, mesh)
-    text = program.step.lower(program.state, program.batch).compile().as_text()
+    text = program.lower().compile().as_text()
     crossing = set(re.findall(r'MegascaleRendezvousKeyName="([\w-]+?)[._\d]*"', text))
     assert crossing and crossing <= {"all-reduce", "psum", "psum_invariant"}, crossing
     inside = re.findall(r"replica_groups=\{([\d,{}]+)\}", text)

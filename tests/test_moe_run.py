@@ -164,7 +164,7 @@ def test_wrong_recipes_name_the_key_before_anything_runs(more, message):
 
 def program_of(recipe):
     program = make_program(recipe, make_mesh(**vars(recipe.mesh)))
-    program.step.lower(program.state, program.batch)
+    program.lower()
     return program
 
 
@@ -174,7 +174,7 @@ def test_tokens_are_gathered_nowhere_but_for_their_experts():
     experts = 12  # as no other dimension of this model is
     recipe = compose([*MOE, f"model.experts.num={experts}", "mesh.ep=4", "mesh.sp=2", "experts.dispatch=all_to_all"])
     program = program_of(recipe)
-    text = program.step.lower(program.state, program.batch).compile().as_text()
+    text = program.lower().compile().as_text()
     gathered = {tuple(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)}
     weights = (1, recipe.model.model_dim, experts)
     assert {dims for dims in gathered if dims[-1] == experts} == {weights}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 from ejdist.layout import replicated
 from ejdist.models.model import StepContext
 from ejdist.training.program import Program, TrainSections, bind, local_rows, make_program, place_batch
-from ejdist.training.step import LIMITS
 
 
 class Evaluator:
@@ -40,10 +38,7 @@ class Evaluator:
           ValueError: a size does not fit the mesh, or the model has no such functions; names the key.
         """
         program = make_program(sections, mesh) if program is None else program
-        batch = {
-            name: like for name, like in program.batch.items() if name != LIMITS
-        }  # what a step skips is none of ours
-        self._program = replace(program, batch=batch)
+        self._program = program
         model, whole = self._program.model, replicated(mesh)
         if model.token_losses is None or model.logits_at is None:
             raise ValueError(

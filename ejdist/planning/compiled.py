@@ -47,7 +47,7 @@ def compiled_step(sections: Any, target: Target) -> Compiled:
     program = make_program(sections, mesh)
     start = time.perf_counter()
     with target.lowering():
-        lowered = program.step.lower(program.state, program.batch)
+        lowered = program.lower()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()

@@ -27,7 +27,7 @@ from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
 from ejdist.training.places import check_folder
-from ejdist.training.step import LIMITS, TrainState, init_state, make_train_step
+from ejdist.training.step import TrainState, init_state, make_train_step
 from kernels.framework.registry import Platform
 
 
@@ -161,15 +161,20 @@ class Program:
     model: Model
     mesh: jax.sharding.Mesh
     order: Order
-    step: Any  # jitted (state, batch) -> (state, metrics)
+    step: Any  # jitted (state, batch) -> (state, metrics); (state, batch, limits) where it skips spikes
     init: Any  # jitted () -> state
     init_from: (
         Any  # jitted ({"params": tree, "buffers": part -> some of its own}) -> state with these, which are donated
     )
     state: Any  # tree of jax.ShapeDtypeStruct with shardings
     batch: dict[str, jax.ShapeDtypeStruct]
+    limits: jax.ShapeDtypeStruct | None  # of a step that skips spikes: the largest loss and gradient norm of a good one
     num_parameters: int
     notes: list[str]  # what was chosen, and why; complete once the step is lowered
+
+    def lower(self) -> Any:
+        """Returns the step lowered for the shapes of its arguments."""
+        return self.step.lower(self.state, self.batch, *(() if self.limits is None else (self.limits,)))
 
 
 def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
@@ -244,8 +249,10 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")
     batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=at) for name in fields}
+    limits = None
     if "spike" in s.guards.skip:
-        batch[LIMITS] = jax.ShapeDtypeStruct((2,), np.float32, sharding=replicated(mesh))
+        limits = jax.ShapeDtypeStruct((2,), np.float32, sharding=replicated(mesh))
+    beside = () if limits is None else (limits.sharding,)
 
     def place(grads: Any) -> Any:
         return jax.lax.with_sharding_constraint(grads, placed)
@@ -262,12 +269,14 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
             skip=s.guards.skip,
         ),
         donate_argnums=0,
-        in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}),
+        in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}, *beside),
         out_shardings=(shardings, replicated(mesh)),
     )
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
-    return Program(model, mesh, order, step, init, init_from, state, batch, num_parameters(model.declared), notes)
+    return Program(
+        model, mesh, order, step, init, init_from, state, batch, limits, num_parameters(model.declared), notes
+    )
 
 
 def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, told: Any) -> Ops:
@@ -296,13 +305,10 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
-    """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs,
-    and `limits` where the step takes them."""
+    """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs."""
 
     def put(name: str) -> jax.Array:
         like = program.batch[name]
-        if name == LIMITS:
-            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: batch[name][index])
         rows = program.order.permute(batch[name], axis=1)
 
         def shard(index: Any) -> np.ndarray:
@@ -313,6 +319,14 @@ def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) 
         return jax.make_array_from_callback(like.shape, like.sharding, shard)
 
     return {name: put(name) for name in program.batch}
+
+
+def place_limits(limits: np.ndarray, program: Program) -> tuple[jax.Array, ...]:
+    """Returns what a step takes beside state and batch: the limits, on every device, or nothing where it skips no spikes."""
+    like = program.limits
+    if like is None:
+        return ()
+    return (jax.make_array_from_callback(like.shape, like.sharding, lambda index: limits[index]),)
 
 
 def local_rows(program: Program) -> slice:

@@ -11,9 +11,6 @@ import optax
 
 from ejdist.models.model import Metrics, StepContext
 
-# In the batch of a step that skips spikes: float32[2], the largest loss and gradient norm that are none.
-LIMITS = "limits"
-
 
 class TrainState(NamedTuple):
     """Everything that a step changes."""
@@ -50,8 +47,8 @@ def make_train_step(
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {},
     schedule: Callable[[jax.Array], jax.Array] | None = None,
     skip: Collection[str] = (),
-) -> Callable[[TrainState, dict], tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the function (state, batch) -> (state, metrics).
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns the function (state, batch, limits=None) -> (state, metrics).
 
     Args:
       loss: (params, batch, context=StepContext) -> (sum over tokens, metrics, with "tokens" among them).
@@ -64,8 +61,9 @@ def make_train_step(
       schedule: steps made before -> the learning rate, which is then among the metrics. The host need not compute it, which
         on an accelerator would wait for the step.
       skip: updates that are not applied: "nonfinite", where the loss or the gradient norm is no finite number, and "spike",
-        where one of them is above `batch["limits"]`. Parameters, moments and buffers then stay what they were, and the
-        optimizer's count of updates too; the step is counted, and with it the schedule goes on. "skipped" is among the metrics.
+        where one of them is above `limits`, float32[2]: the largest loss and gradient norm of a good step. Parameters, moments
+        and buffers then stay what they were, and the optimizer's count of updates too; the step is counted, and with it the
+        schedule goes on. "skipped" is among the metrics.
     """
     if unknown := sorted(set(skip) - {"nonfinite", "spike"}):
         raise ValueError(f"skip has {unknown[0]!r}; there are nonfinite and spike")
@@ -76,8 +74,9 @@ def make_train_step(
         (_, metrics), grads = differentiate(state.params, batch, context=context)
         return metrics, place(grads)
 
-    def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        limits, batch = batch.get(LIMITS), {name: x for name, x in batch.items() if name != LIMITS}
+    def train_step(
+        state: TrainState, batch: dict[str, jax.Array], limits: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         if accumulation == 1:
             found, grads = gradient(state, batch, jnp.int32(0))
         else:
@@ -121,7 +120,7 @@ def _is_wrong(loss: jax.Array, norm: jax.Array, limits: jax.Array | None, skip: 
         wrong |= ~(jnp.isfinite(loss) & jnp.isfinite(norm))
     if "spike" in skip:
         if limits is None:
-            raise ValueError(f"a step that skips spikes takes batch[{LIMITS!r}], float32[2]")
+            raise ValueError("a step that skips spikes takes limits, float32[2], beside the batch")
         wrong |= (loss > limits[0]) | (norm > limits[1])
     return wrong
 

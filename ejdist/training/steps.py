@@ -13,10 +13,9 @@ from ejdist.training.guards import Finite, Passed, Rewind, Watch, stopped
 from ejdist.training.metrics import MetricsWriter, cannot_write
 from ejdist.training.opening import Run, resume, start_from
 from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, Pace
-from ejdist.training.program import local_rows, place_batch
+from ejdist.training.program import local_rows, place_batch, place_limits
 from ejdist.training.replicas import Replicas
 from ejdist.training.saves import Tier
-from ejdist.training.step import LIMITS
 from ejdist.training.stop import Diverged, Stop
 from ejdist.weights.start import Source
 
@@ -35,7 +34,7 @@ def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -
     """Returns the compiled step of the run's stage. Raises unless all hosts come to it with the same, and with `more`."""
     ledger.phase("compile")
     program = run.program
-    lowered = program.step.lower(program.state, program.batch)
+    lowered = program.lower()
     facts = more | {name: run.data.cursor(0)[name] for name in ("tokenizer", "corpus")}
     facts |= {"stage": run.stage.number, "program (digest)": program_digest(lowered)}
     run.hosts.compare(moment, facts)
@@ -211,9 +210,9 @@ def make_steps(
             batch = next(batches)
         with pace.at(HOST):
             flops = step_flops(program.model.flops, batch["segment_ids"])
-            placed = place_batch(batch | {LIMITS: watch.limits(step)}, program, rows.start)
+            placed = place_batch(batch, program, rows.start), *place_limits(watch.limits(step), program)
         with pace.at(CALLS):
-            state, metrics = train_step(state, placed)
+            state, metrics = train_step(state, *placed)
         with pace.at(WAITS):
             if writer is not None:
                 share = data.global_batch / (rows.stop - rows.start)

@@ -168,4 +168,18 @@ FAULTS = (
         "kept = Passed(self.rewinds)",
         "tests/test_guards.py -k after_each_other",
     ),
+    Fault(
+        "a step that skips spikes is lowered without limits",
+        "ejdist/training/program.py",
+        "*(() if self.limits is None else (self.limits,)))",
+        "*())",
+        "tests/test_guards.py -k argument_of_the_step",
+    ),
+    Fault(
+        "the limits of a step are swapped",
+        "ejdist/training/step.py",
+        "(loss > limits[0]) | (norm > limits[1])",
+        "(loss > limits[1]) | (norm > limits[0])",
+        "tests/test_guards.py -k skipped_step",
+    ),
 )

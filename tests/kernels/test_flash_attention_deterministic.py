@@ -209,5 +209,5 @@ def test_a_recipe_asks_for_it(asked):
         recipe = compose([*SMALL, f"deterministic_attention={str(said).lower()}"])
         program = make_program(recipe, mesh(sp=2))
         asked.clear()
-        program.step.lower(program.state, program.batch)
+        program.lower()
         assert set(asked) == {("forward", said), ("backward", said)}
