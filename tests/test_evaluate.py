@@ -151,7 +151,12 @@ class Copier:
 
     def build(self):
         return Model(
-            {"w": Param((4, 4), "_ _")}, loss=None, flops=(), token_losses=lambda *a, **k: None, logits_at=self.at
+            {"w": Param((4, 4), "_ _")},
+            *(None, None, None),
+            num_layers=0,
+            flops=(),
+            token_losses=lambda *a, **k: None,
+            logits_at=self.at,
         )
 
     def at(self, params, batch, marks, ops, *, count, context):

@@ -14,9 +14,9 @@ import optax
 import pytest
 from small_run import TINY, losses
 
-from ejdist.models import decoder, parts
+from ejdist.models import decoder, parts, stack
 from ejdist.models.config import ALIASES, ExpertsShape, LatentShape, parts_of_kind
-from ejdist.models.model import Flops, Metric, StepContext
+from ejdist.models.model import BatchContext, Flops, Metric, StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
@@ -201,6 +201,64 @@ def test_the_forward_writes_no_second_copy_of_the_weights_for_the_backward(confi
     written = {v.aval.shape[1:] for v in forward.outvars}
     weights = {w.shape[1:] for name, w in params["layers"].items() if "norm" not in name}
     assert (*batch["tokens"].shape, config.model_dim) in written and not written & weights
+
+
+# A layer before the pattern, two rounds of it, and half of one.
+STAGED = dataclasses.replace(
+    MIXED, num_layers=6, first_layers=("full",), layer_pattern=("window", "full+probe"), remat="full"
+)
+
+
+def loss_of_stages(c, params, buffers, batch, context, cuts):
+    """Returns (the loss, the metrics of each stage) of stages that have the rows of their own layers and no others."""
+    model = c.build()
+    ctx = BatchContext.of(batch, OPS, context, model.buffers)
+    x, metrics = model.embed(params, ctx), []
+    for which in map(range, (0, *cuts), (*cuts, c.num_layers)):
+        rows = stack.rows_of(c, which)
+        mine = {k: params["layers"][k][rows[n]] for n, part in stack.parts_of(c).items() for k in part.declare(c)}
+        held = {n: {k: b[rows[n]] for k, b in given.items()} for n, given in buffers.items()}
+        x, given = model.layers(mine, x, ctx._replace(buffers=held), which)
+        metrics.append(given)
+    total, _ = model.head(params, x, ctx, z_loss=1e-3)
+    return total + sum(m["probe_loss"].value for m in metrics if "probe_loss" in m), metrics
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 4), pytest.param((1, 2, 3, 4, 5), marks=pytest.mark.slow)], ids=str)
+def test_stages_are_a_split_of_the_layers(cuts):
+    """Wherever they are cut, loss, gradient and metrics are those of the whole model."""
+    (params, buffers), batch = state_of(STAGED), batch_of(STAGED)
+    context = StepContext(jnp.int32(2), jnp.int32(0), buffers)
+
+    def whole(p):
+        return STAGED.build().loss(p, batch, OPS, z_loss=1e-3, context=context)
+
+    def staged(p):
+        return loss_of_stages(STAGED, p, buffers, batch, context, cuts)
+
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
+    (total, of_stages), pulled = jax.jit(jax.value_and_grad(staged, has_aux=True))(params)
+    assert_close(total, value, 1e-6)
+    assert_close(pulled, gradient, 2e-5, 2e-5)
+    of_stages = [m for m in of_stages if "probe_layer" in m]
+    layers = [int(m["probe_layer"].value) for m in of_stages]
+    assert layers == sorted(layers) and layers[-1] == int(metrics["probe_layer"].value) == 4
+    load = np.concatenate([m["probe.load"].value for m in of_stages])
+    np.testing.assert_array_equal(load, metrics["probe.load"].value)
+
+
+@pytest.mark.parametrize("which", [range(2, 2), range(0, 7), range(0, 6, 2), range(-1, 3)], ids=str)
+def test_a_stage_is_a_range_of_layers(which):
+    with pytest.raises(ValueError, match="must be a range of some of the 6 layers"):
+        stack.run_layers(jnp.zeros((1, 4, 16)), {}, {}, STAGED, None, which)
+
+
+def test_a_stage_has_no_rows_of_other_layers():
+    params, buffers = state_of(STAGED)
+    with pytest.raises(
+        ValueError, match=r"attention_norm has 6 rows, and layers 1 to 2 need 2, those with the part 'attention'"
+    ):
+        stack.run_layers(jnp.zeros((1, 4, 16)), params["layers"], buffers, STAGED, None, range(1, 3))
 
 
 def test_flops_of_mixed_layers():

@@ -10,8 +10,7 @@ compute is true float32 on every device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from ejdist.experts.picture import draw_load
 from ejdist.models.config import REMAT, DecoderShape
-from ejdist.models.model import Flops, Metric, Metrics, Model, StepContext
+from ejdist.models.model import BatchContext, Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext
@@ -52,20 +51,28 @@ class DecoderConfig(DecoderShape):
     def build(self) -> Model:
         """Returns the model. Raises ValueError, naming the key, for a wrong configuration."""
         validate(self)
-        split = {"num_heads": ("N", self.num_heads), "num_kv_heads": ("K", self.num_kv_heads)}
-        mixed = "experts" in self.part_names()
-        return Model(
-            declared=declare(self),
-            loss=partial(loss, c=self),
-            token_losses=partial(token_losses, c=self),
-            logits_at=partial(logits_at, c=self),
-            flops=flops(self),
-            buffers=declare_buffers(self),
-            update=partial(update_buffers, self),
-            report=partial(report, self),
-            split=split | ({"experts.num": ("E", self.experts.num)} if mixed else {}),
-            pictures={"experts.png": draw_load} if mixed else {},
-        )
+        return model_of(self)
+
+
+def model_of(c: DecoderShape) -> Model:
+    """Returns the model of a configuration that is checked."""
+    split = {"num_heads": ("N", c.num_heads), "num_kv_heads": ("K", c.num_kv_heads)}
+    mixed = "experts" in c.part_names()
+    return Model(
+        declared=declare(c),
+        embed=partial(embed, c=c),
+        layers=partial(layers, c=c),
+        head=partial(head, c=c),
+        num_layers=c.num_layers,
+        token_losses=partial(token_losses, c=c),
+        logits_at=partial(logits_at, c=c),
+        flops=flops(c),
+        buffers=declare_buffers(c),
+        update=partial(update_buffers, c),
+        report=partial(report, c),
+        split=split | ({"experts.num": ("E", c.experts.num)} if mixed else {}),
+        pictures={"experts.png": draw_load} if mixed else {},
+    )
 
 
 def declare(c: DecoderShape) -> dict[str, Any]:
@@ -87,31 +94,48 @@ def flops(c: DecoderShape) -> tuple[Flops, ...]:
     return (*(part.flops(c) for parts in layers_of(c) for part in parts), Flops(2 * c.vocab_size * c.model_dim))
 
 
-def _forward(
-    params: dict, batch: dict, c: DecoderShape, ops: Ops, context: StepContext | None
-) -> tuple[jax.Array, Metrics]:
-    """Returns (final hidden states, metrics of the layers)."""
-    context = context or StepContext()
-    buffers = context.buffers or {}
-    missing = [name for name in declare_buffers(c) if name not in buffers]
-    if missing:
-        raise ValueError(
-            f"loss: argument 'context' has no buffers of {', '.join(missing)}; give StepContext(buffers=...), initialised from "
-            "`build().buffers`"
-        )
-    targets = batch.get("targets")
+def embed(params: dict, ctx: BatchContext, c: DecoderShape) -> jax.Array:
+    """Returns what the first layer takes, [B, T, D] in the compute dtype."""
+    x = ctx.ops.embedding(params["embedding"], ctx.batch["tokens"]).astype(c.compute_dtype)
+    return ctx.ops.constrain(x, "B T D")
+
+
+def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: DecoderShape) -> tuple[jax.Array, Metrics]:
+    """Returns (x past a range of layers, their metrics); see `run_layers`."""
     at = partial(
         LayerContext,
         config=c,
-        ops=ops,
-        batch=batch,
-        tokens=0 if targets is None else jnp.sum(targets >= 0),
-        step=context.step,
-        microbatch=context.microbatch,
+        ops=ctx.ops,
+        batch=ctx.batch,
+        tokens=ctx.tokens,
+        step=ctx.step,
+        microbatch=ctx.microbatch,
     )
-    x = ops.constrain(ops.embedding(params["embedding"], batch["tokens"]).astype(c.compute_dtype), "B T D")
-    x, metrics = run_layers(x, params["layers"], buffers, c, at)
-    return ops.rms_norm(x, params["final_norm"], eps=c.norm_eps), metrics
+    return run_layers(x, params, ctx.buffers, c, at, which)
+
+
+def final_hidden(params: dict, x: jax.Array, ctx: BatchContext, c: DecoderShape) -> jax.Array:
+    """Returns the hidden states that every head reads: the last layer's, normalised."""
+    return ctx.ops.rms_norm(x, params["final_norm"], eps=c.norm_eps)
+
+
+def head(
+    params: dict, x: jax.Array, ctx: BatchContext, c: DecoderShape, *, z_loss: float = 0.0
+) -> tuple[jax.Array, Metrics]:
+    """Returns (the sum over counted tokens of cross entropy and z-loss; "loss", the cross entropy, "z_loss" and "tokens")."""
+    sums = ctx.ops.fused_loss_sums(
+        final_hidden(params, x, ctx, c),
+        output_projection(params, c),
+        ctx.batch["targets"],
+        z_loss=z_loss,
+        logits_soft_cap=c.logits_soft_cap,
+    )
+    metrics = {
+        "loss": Metric(sums.loss, "loss"),
+        "z_loss": Metric(sums.z_loss, "loss"),
+        "tokens": Metric(sums.counted, "sum"),
+    }
+    return sums.total, metrics
 
 
 def hidden_states(
@@ -121,7 +145,9 @@ def hidden_states(
 
     batch has int32 [B, T]: tokens, positions (from 0 in each document), segment_ids (-1: padding).
     """
-    return _forward(params, batch, c, ops, context)[0]
+    ctx = BatchContext.of(batch, ops, context, declare_buffers(c))
+    x, _ = layers(params["layers"], embed(params, ctx, c), ctx, range(c.num_layers), c)
+    return final_hidden(params, x, ctx, c)
 
 
 def output_projection(params: dict, c: DecoderShape) -> jax.Array:
@@ -139,24 +165,8 @@ def loss(
     z_loss: float = 0.0,
     context: StepContext | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns (the sum over counted tokens of cross entropy, z-loss and the losses of the layers; metrics: "loss", the cross
-    entropy, "z_loss", "tokens" and those of the layers).
-
-    Sums, not means, so that microbatches and devices with different numbers of tokens add up to the exact mean.
-    """
-    hidden, of_layers = _forward(params, batch, c, ops, context)
-    sums = ops.fused_loss_sums(
-        hidden, output_projection(params, c), batch["targets"], z_loss=z_loss, logits_soft_cap=c.logits_soft_cap
-    )
-    metrics = {
-        "loss": Metric(sums.loss, "loss"),
-        "z_loss": Metric(sums.z_loss, "loss"),
-        "tokens": Metric(sums.counted, "sum"),
-    }
-    taken = sorted(of_layers.keys() & metrics.keys())
-    if taken:
-        raise ValueError(f"a layer gives the metric {taken[0]!r}, which is the model's own; rename it")
-    return reduce(add, (m.value for m in of_layers.values() if m.how == "loss"), sums.total), metrics | of_layers
+    """Returns `Model.loss` of a decoder: the sum over counted tokens, and the metrics."""
+    return model_of(c).loss(params, batch, ops, z_loss=z_loss, context=context)
 
 
 def token_losses(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -156,22 +156,61 @@ def _concatenated(runs: list[Metrics]) -> Metrics:
     return found
 
 
+def rows_of(c: DecoderShape, which: range) -> dict[str, slice]:
+    """Returns name of a part -> the rows of its stacks, of parameters and of buffers, that a range of layers has."""
+    layers = layers_of(c)
+    before, own = _counts(layers[: which.start]), _counts(layers[which.start : which.stop])
+    return {name: slice(before[name], before[name] + own[name]) for name in parts_of(c)}
+
+
+def _check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str, Any]) -> None:
+    if which.step != 1 or not 0 <= which.start < which.stop <= c.num_layers:
+        raise ValueError(f"layers: {which} must be a range of some of the {c.num_layers} layers, one after the other")
+    parts = parts_of(c)
+    for name, rows in rows_of(c, which).items():
+        needed = rows.stop - rows.start
+        stacks = {key: params[key] for key in parts[name].declare(c) if key in params or needed} | buffers.get(name, {})
+        for key, stack in stacks.items():
+            if stack.shape[0] != needed:
+                raise ValueError(
+                    f"layers: {key} has {stack.shape[0]} rows, and layers {which.start} to {which.stop - 1} need {needed}, "
+                    f"those with the part {name!r}: give the rows of these layers alone, see `rows_of`"
+                )
+
+
 def run_layers(
-    x: jax.Array, params: dict, buffers: dict, c: DecoderShape, at: Callable[..., LayerContext]
+    x: jax.Array,
+    params: dict,
+    buffers: Mapping[str, Any],
+    c: DecoderShape,
+    at: Callable[..., LayerContext],
+    which: range,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns (x, metrics of all layers). After the first layers, the pattern's whole rounds are one scan; what is left of it
-    follows.
+    """Returns (x, metrics) past a range of layers. The whole rounds of the pattern in it are one scan; what comes before the
+    first of them, and what is left, stand outside.
 
     Args:
-      params: as `declare_layers` says. Matrices are cast to the dtype of x before the scan.
+      params, buffers: of all layers, what `declare_layers` and `declare_buffers` say; of some, their `rows_of` that. Matrices
+        are cast to the dtype of x before the scan.
       at: `LayerContext` but for what differs between layers.
+
+    Raises:
+      ValueError: a stack has other rows than the layers need.
     """
-    head, pattern = _of_kinds(c.first_layers), _of_kinds(c.layer_pattern)
-    rounds, left = divmod(c.num_layers - len(head), len(pattern))
-    tail = pattern[:left]
+    _check_rows(c, which, params, buffers)
+    layers, pattern = layers_of(c), _of_kinds(c.layer_pattern)
+    # The first layer in the range that begins a round of the pattern.
+    begin = len(c.first_layers)
+    begin += -(-max(which.start - begin, 0) // len(pattern)) * len(pattern)
+    rounds = max(which.stop - begin, 0) // len(pattern)
+    if rounds == 0:
+        begin = which.stop
+    end = begin + rounds * len(pattern)
+    head, tail = layers[which.start : begin], layers[end : which.stop]
     each, first = _counts(pattern), _counts(head)
     stacks = {}
-    for name, part in parts_of(c).items():
+    for name in _counts(layers[which.start : which.stop]):
+        part = parts_of(c)[name]
         weights = {k: params[k].astype(x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
         stacks[name] = (weights, buffers.get(name, {}))
 
@@ -211,15 +250,16 @@ def run_layers(
 
     found = []
     if head:
-        x, metrics = run(x, of_layers(head, row), jnp.int32(0), head, in_scan=False)
+        x, metrics = run(x, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
         found.append(metrics)
-    firsts = len(head) + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
-    # What is scanned over is what a layer takes, not a part of it: then the backward reads the same stacks again, and the
-    # forward writes no second copy of every weight for it.
-    x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
-    found.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
+    if rounds:
+        firsts = begin + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
+        # What is scanned over is what a layer takes, not a part of it: then the backward reads the same stacks again, and the
+        # forward writes no second copy of every weight for it.
+        x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
+        found.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
     if tail:
         rest = of_layers(tail, lambda name, i: row(name, first[name] + rounds * each[name] + i))
-        x, metrics = run(x, rest, jnp.int32(c.num_layers - left), tail, in_scan=False)
+        x, metrics = run(x, rest, jnp.int32(end), tail, in_scan=False)
         found.append(metrics)
     return x, {name: m.over_layers() for name, m in _concatenated(found).items()}

@@ -231,7 +231,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
 
     def loss(params: Any, batch: dict[str, jax.Array], *, context: StepContext) -> Any:
         with set_layout(order=order):  # for what a part calls itself, and not by `ops`
-            return model.loss(params, batch, ops=ops, z_loss=s.z_loss, context=context)
+            return model.loss(params, batch, ops, z_loss=s.z_loss, context=context)
 
     key = jax.random.key(s.run.seed)
 

@@ -109,7 +109,7 @@ FAULTS = (
     ),
     Fault(
         "a layer's loss counted twice",
-        "decoder:loss",
+        "Model.loss",
         "$of_layers.values()",
         "(*$of_layers.values(), *$of_layers.values())",
         STEP_OF_LAYERS,
