@@ -58,6 +58,20 @@ def test_a_run_goes_on_with_another_value_unless_the_key_decides(key, tmp_path):
         check_same_run(fingerprint(recipe), changed, 3, tmp_path)
 
 
+def test_what_launch_readme_lets_a_run_change_may_change(tmp_path):
+    """Mesh, guards, where files are, how often is saved: whatever the classification of a single key says."""
+    recipe = compose(TINY)
+    overrides = [
+        *("mesh.sp=1", "mesh.fsdp=2", "sequence.scheme=all_gather", "sequence.order=contiguous"),
+        *("experts.dispatch=all_gather", "experts.load_every=0", "guards.spike=rewind", "guards.most_rewinds=5"),
+        *("checkpoint.every=7", "checkpoint.keep=1", "checkpoint.dir=elsewhere", "run.dir=moved", "run.stop_after=4"),
+        *("run.host_timeout=5", "data.prefetch=1", "data.cache_dir=cache", "model.remat=full", "model.init_from=first"),
+        *("platform=xla", "deterministic_attention=true", "cluster=auto"),
+    ]
+    changed = compose([*TINY, *overrides])
+    check_same_run(fingerprint(recipe), changed, 3, tmp_path)
+
+
 def test_what_decided_when_it_was_listed_decides_still():
     deciding = {key.name for key in keys_of(Recipe()) if key.decides}
     assert DECIDED <= deciding and len(deciding) >= 68

@@ -3,6 +3,7 @@
 from faults import Fault
 
 SECTIONS, TESTS = "ejdist/sections.py", "tests/test_sections.py"
+LAYERS, MODEL = "tests/test_layers.py", "tests/test_model.py"
 
 FAULTS = (
     Fault(
@@ -53,6 +54,90 @@ FAULTS = (
         'for name in (MIXERS.get(mixer, mixer), feed_forward) if name not in ("", NONE))',
         'for name in (MIXERS.get(mixer, mixer), feed_forward.replace(NONE, "mlp")) if name not in ("", NONE))',
         "tests/test_layers.py",
+    ),
+    Fault(
+        "an operational key stops a run",
+        "ejdist/sections.py",
+        "    return field(default=default, metadata={_DECIDES: False, _RECORDED: recorded})",
+        "    return field(default=default)",
+        f"{TESTS} -k may_change",
+    ),
+    Fault(
+        "keys of sections in a section are not compared",
+        "ejdist/sections.py",
+        '            yield from keys_of(value, f"{name}.")',
+        '            yield from () if prefix else keys_of(value, f"{name}.")',
+        f"{TESTS} -k listed",
+    ),
+    Fault(
+        "a key that an old checkpoint has not is not compared with its default",
+        "ejdist/training/resume.py",
+        "was = stored.get(name, _as_stored(key.default))",
+        "was = stored.get(name, _as_stored(key.value))",
+        f"{TESTS} -k from_before",
+    ),
+    Fault(
+        "a key that decided once and does not any more stops a run",
+        "ejdist/training/resume.py",
+        "gone = sorted(set(stored) - set(keys))",
+        "gone = sorted(set(stored) - set(fingerprint(sections)))",
+        f"{TESTS} -k from_before",
+    ),
+    Fault(
+        "stages are not checked with the recipe",
+        "ejdist/training/program.py",
+        "for stage in stages_of(self) if self.curriculum else ():",
+        "for stage in ():",
+        f"{TESTS} -k every_section_is_checked",
+    ),
+    Fault(
+        "a launcher checks no section",
+        "launch/options.py",
+        "    recipe = compose(arguments)\n    validate(recipe)\n",
+        "    recipe = compose(arguments)\n",
+        f"{TESTS} -k commands_check",
+    ),
+    Fault(
+        "a sweep starts runs that are wrong",
+        "launch/sweep.py",
+        "        validate(recipe)",
+        "        pass",
+        f"{TESTS} -k commands_check",
+    ),
+    Fault(
+        "a mixer goes where a feed-forward does",
+        "ejdist/models/stack.py",
+        "and feed_forward in (*feed_forwards, NONE)",
+        "and feed_forward in (*feed_forwards, *MIXERS, NONE)",
+        f"{LAYERS} -k made_of_mixers",
+    ),
+    Fault(
+        "a kind without a plus is taken",
+        "ejdist/models/stack.py",
+        "if plus and known and (mixer, feed_forward) != (NONE, NONE):",
+        "if (known or not plus) and (mixer, feed_forward) != (NONE, NONE):",
+        f"{LAYERS} -k made_of_mixers",
+    ),
+    Fault(
+        "experts alone have a window",
+        "ejdist/models/config.py",
+        '"experts": "full+experts",',
+        '"experts": "window+experts",',
+        f"{LAYERS} -k old_names",
+    ),
+    Fault(
+        "a buffer has a dim that is not in the vocabulary",
+        "ejdist/models/model.py",
+        '        check_declared("buffer", self.buffers)\n',
+        "",
+        f"{MODEL} -k vocabulary",
+    ),
+    Fault(
+        "an activation is placed by a dim that is not in the vocabulary",
+        "ejdist/operations.py",
+        '        check_dims(f"{move.__name__}: an array of shape {x.shape}", dims)\n',
+        "",
+        f"{MODEL} -k vocabulary",
     ),
     Fault(
         "the layers of a stage count from 0",
