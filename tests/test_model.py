@@ -8,13 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import partial_eval as pe
+from jax.sharding import PartitionSpec as P
 
+from ejdist.layout import sharding
+from ejdist.models import parts
 from ejdist.models.config import ROPE_SCALING
 from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, loss
-from ejdist.models.parameters import initialise, num_parameters, shapes
+from ejdist.models.model import Flops, StepContext
+from ejdist.models.parameters import Param, initialise, num_parameters, shapes
 from ejdist.operations import bind_ops
 from ejdist.projection import parsed, project
+from kernels.framework.dims import VOCABULARY
 from kernels.ops.rotary_embedding import RopeScaling
+from recipes.schema import compose, options_of
 
 TINY = DecoderConfig(
     vocab_size=61, num_layers=4, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, tie_embeddings=False
@@ -388,6 +394,67 @@ def test_a_model_places_its_activations_by_logical_dims_only():
     mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)
     assert {"B T D", "B T N H", "B T K H", "D N H"} <= {d for d, _ in seen}
     assert all(len(d.split()) == n for d, n in seen)
+
+
+class Misspelt(parts.Part):
+    """A feed-forward whose parameter, or buffer, has a dim that does not exist."""
+
+    role, name = "feed_forward", "misspelt"
+
+    def __init__(self, dims="D F", buffer="_"):
+        self.dims, self.buffer = dims, buffer
+
+    def declare(self, c):
+        return {"misspelt_gate": Param((c.model_dim, c.ffn_dim), self.dims)}
+
+    def buffers(self, c):
+        return {"count": Param((4,), self.buffer, "zeros")}
+
+    def apply(self, x, params, at):
+        return x + at.ops.gather(params["misspelt_gate"], "D Ff").sum().astype(x.dtype), {}
+
+    def flops(self, c):
+        return Flops(0)
+
+
+def test_dims_are_of_the_vocabulary(monkeypatch):
+    """Any other dim would be stored whole on every device, without a word."""
+    config = dataclasses.replace(TINY, layer_pattern=("full+misspelt",))
+    for part, words in (
+        (
+            Misspelt("Dd F"),
+            r"parameter layers.misspelt_gate has the dims 'L Dd F', and 'Dd' is not in the vocabulary.*B, T",
+        ),
+        (Misspelt(buffer="norm"), r"buffer misspelt.count has the dims 'L norm', and 'norm' is not in the vocabulary"),
+    ):
+        monkeypatch.setitem(parts.PARTS, "misspelt", part)
+        with pytest.raises(ValueError, match=words):
+            config.build()
+    monkeypatch.setitem(parts.PARTS, "misspelt", Misspelt())
+    model = config.build()
+    with pytest.raises(ValueError, match=r"gather: an array of shape \(16, 24\) has the dims 'D Ff', and 'Ff' is not"):
+        context = StepContext(buffers=initialise(model.buffers, jax.random.key(0)))
+        jax.eval_shape(lambda p: model.loss(p, batch_of(TINY), ops=OPS, context=context), shapes(model.declared))
+    with pytest.raises(ValueError, match=r"dims 'D' must name each dim of the shape \(4, 4\)"):
+        Param((4, 4), "D")
+
+
+@pytest.mark.parametrize("name", options_of("model"))
+def test_every_part_of_every_model_has_dims_of_the_vocabulary(name):
+    model = compose([f"model={name}"]).model.build()
+    declared = jax.tree.leaves([model.declared, model.buffers], is_leaf=lambda x: isinstance(x, Param))
+    assert declared and {d for p in declared for d in p.dims.split()} <= {*VOCABULARY, "_"}
+    assert all(p.dims.startswith("L ") for p in model.declared["layers"].values())
+
+
+def test_layers_are_a_dim_of_the_layout():
+    """So that the stages of a pipeline are a split of the stacks."""
+    mesh = jax.sharding.AbstractMesh((4, 2), ("stage", "fsdp"))
+    gate = declare(TINY)["layers"]["gate"]
+    table = {"L": ("stage",), "D": ("fsdp",)}
+    assert sharding(mesh, gate.dims.split(), table, shape=gate.shape).spec == P("stage", "fsdp", None)
+    with pytest.raises(ValueError, match="dim L = 4 cannot be divided over stage=3"):
+        sharding(jax.sharding.AbstractMesh((3,), ("stage",)), gate.dims.split(), table, shape=gate.shape, what="gate")
 
 
 def test_every_field_of_the_scaling_of_positions_is_a_key_of_the_recipe():

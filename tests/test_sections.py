@@ -185,7 +185,7 @@ def test_a_dim_of_a_parameter_that_no_layout_knows_is_refused():
     with pytest.raises(
         ValueError, match=r"parameter layers\.gate has the dims 'Dd F', and 'Dd' is not in the vocabulary"
     ):
-        Model({"layers": {"gate": Param((4, 8), "Dd F")}}, loss=lambda: None, flops=())
+        Model({"layers": {"gate": Param((4, 8), "Dd F")}}, embed=None, layers=None, head=None, num_layers=1, flops=())
     with pytest.raises(ValueError, match=r"must name each dim of the shape \(4, 8\)"):
         Param((4, 8), "D")
     for move in (bind_ops(None).gather, bind_ops(None).constrain):
