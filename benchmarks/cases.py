@@ -20,6 +20,10 @@ from kernels.framework.work import nbytes
 SEQUENCE, LEAST = ("T", "S", "M", "lead"), 256
 
 
+def as_tuple(value: Any) -> tuple:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
 def is_float(value: Any) -> bool:
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import cast, is_float, split
+from benchmarks.cases import as_tuple, cast, is_float, split
 from benchmarks.peers import first
-from benchmarks.programs import as_tuple
 from kernels.framework.contract import Op
 
 FLOOR = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}

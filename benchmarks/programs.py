@@ -8,12 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import is_float
+from benchmarks.cases import as_tuple, is_float
 from benchmarks.timing import has_kernel_times, kernel_seconds
-
-
-def as_tuple(value: Any) -> tuple:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 class JaxPrograms:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
+from benchmarks.cases import as_tuple
 from benchmarks.measure import provenance
 from benchmarks.options import read
 from kernels.framework.binding import floats_apart, is_float_array, merged
@@ -48,10 +49,6 @@ THE_SAME = {"fused_add_rms_norm": ("residual",), "fused_add_layer_norm": ("resid
 OPTIONS = {"ops": "", "quick": 0, "candidates": 0, "divide": 1, "out": "", "commit": ""}
 FLOOR = 1e-2  # of bfloat16, in the 2-norm
 ROUNDS, SECONDS = 9, 0.02
-
-
-def as_tuple(x):
-    return x if isinstance(x, tuple) else (x,)
 
 
 @jax.jit

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
-from benchmarks.programs import as_tuple
+from benchmarks.cases import as_tuple
 
 # The same backward runs many times over one forward, so compiled backwards must leave what was saved alone.
 torch._functorch.config.donated_buffer = False
