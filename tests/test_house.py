@@ -1,6 +1,7 @@
 """The rules of the house, held by reading the sources: who may import whom, and which file alone may do a thing."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def code_of(path: Path) -> str:
     """Returns the source without comments and docstrings."""
     tree = ast.parse(path.read_text())

@@ -35,17 +35,17 @@ def run(directory, corpus, *overrides):
 
 
 LAYOUTS = {
-    "sp1": ["mesh.sp=1"],
-    "sp2_contiguous_ring": ["mesh.sp=2", "sequence.order=contiguous"],
     "sp4_zigzag_ring": ["mesh.sp=4"],
     "sp4_contiguous_all_gather": ["mesh.sp=4", "sequence.order=contiguous", "sequence.scheme=all_gather"],
-    "sp2_zigzag_all_gather": ["mesh.sp=2", "sequence.scheme=all_gather"],
     "fsdp2_sp2": ["mesh.fsdp=2", "mesh.sp=2"],
-    "tp2_sp2": ["mesh.tp=2", "mesh.sp=2"],
     "tp2_fsdp2_kept_products": ["mesh.tp=2", "mesh.fsdp=2", "mesh.sp=1", "model.remat=dots"],
     "dp2_accumulation": ["mesh.dp=2", "mesh.sp=1", "data.global_batch=4", "accumulation=2"],
 }
 MORE_LAYOUTS = {
+    "tp2_sp2": ["mesh.tp=2", "mesh.sp=2"],
+    "sp2_zigzag_all_gather": ["mesh.sp=2", "sequence.scheme=all_gather"],
+    "sp2_contiguous_ring": ["mesh.sp=2", "sequence.order=contiguous"],
+    "sp1": ["mesh.sp=1"],
     "sp2_zigzag_ring": ["mesh.sp=2"],
     "sp4_contiguous_ring": ["mesh.sp=4", "sequence.order=contiguous"],
     "sp4_zigzag_all_gather": ["mesh.sp=4", "sequence.scheme=all_gather"],
