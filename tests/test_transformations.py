@@ -35,8 +35,8 @@ BUILT_ON_ANOTHER = {
 }
 
 
-# Transformations are the framework's, which knows no toolchain. The kernels of these two have every kind of argument, of residual
-# and of output that it passes on; those of the others are transformed in the slow tier.
+# Transformations are the framework's, which knows no toolchain. The kernels of these two have every kind of argument, residual
+# and output that it passes on; the kernels of other operations are transformed in the slow tier.
 WITH_KERNELS = {"flash_attention", "rms_norm"}
 
 
