@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import kernels
 from ejdist.sharded import sharded
-from kernels.ops.grouped_matmul.contract import op, quantized_op
+from kernels.ops.grouped_matmul import op, quantized_op
 
 
 def _own_sizes(group_sizes: jax.Array, first: jax.Array, rows: int) -> jax.Array:

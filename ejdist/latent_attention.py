@@ -16,8 +16,7 @@ import kernels
 from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
 from ejdist.sharded import sharded
-from kernels.ops.multi_latent_attention.contract import decode_op, op, scale_of
-from kernels.ops.multi_latent_attention.heads import joined_heads
+from kernels.ops.multi_latent_attention import decode_op, joined_heads, op, scale_of
 
 
 def _in_a_ring(axes: dict[str, tuple[str, ...]], order: Order | None = None, **arguments: Any) -> tuple[jax.Array, ...]:

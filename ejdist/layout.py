@@ -1,4 +1,4 @@
-"""Where logical dims live on the mesh. The only file that builds PartitionSpecs.
+"""Where logical dims live on the mesh: the specs of arrays follow from the tables here.
 
 Two tables: how activations are split, and how parameters are stored. Fully sharded data parallelism is the difference
 between them: a parameter's D is stored over fsdp, and over sp, whose ranks all need it; it is gathered where it is used.

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 import kernels
 from ejdist.sharded import sharded
-from kernels.ops.cross_entropy.contract import logits_op, op, summed, sums_op, terms_of_tokens
-from kernels.ops.kl_divergence import contract as kl
+from kernels.ops import kl_divergence as kl
+from kernels.ops.cross_entropy import logits_op, op, summed, sums_op, terms_of_tokens
 
 
 def _joined_lse(lse: jax.Array, vocabulary: tuple[str, ...]) -> jax.Array:

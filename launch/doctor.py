@@ -35,7 +35,7 @@ class Doctor:
     """One examination. `failures` are those of all hosts, the same on each."""
 
     def __init__(self, recipe: Any, hosts: Any, say: Callable[[str], object]) -> None:
-        from ejdist.training.places import is_url, place
+        from ejdist.paths import is_url, place
 
         self._recipe, self._hosts, self.failures = recipe, hosts, []
         self._say = say if hosts.index == 0 else lambda line: None
@@ -205,9 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     from ejdist.cluster.health import why_unreachable
+    from ejdist.paths import check_folder
     from ejdist.sections import validate
     from ejdist.training.curriculum import stages_of
-    from ejdist.training.places import check_folder
     from recipes.schema import compose
 
     own, rest = read(Options, arguments)

@@ -97,7 +97,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
     Raises:
       ValueError: a value is wrong, a key is given twice, or no weights are named.
     """
-    from ejdist.training.places import check_place
+    from ejdist.paths import check_place
 
     given: dict[str, str] = {}
     where: dict[str, str] = {}
@@ -307,7 +307,7 @@ def _main(arguments: list[str]) -> int:
     start_jax(compose(given))
     import jax
 
-    from ejdist.evaluation.picture import draw_evaluation
+    from ejdist.pictures import draw_evaluation
     from ejdist.training.metrics import write_whole
 
     first = jax.process_index() == 0

@@ -67,7 +67,7 @@ def print_recipe(folder: str) -> None:
     Raises:
       ValueError: it cannot be read, or is of a model that is not one here.
     """
-    from ejdist.training.places import check_folder
+    from ejdist.paths import check_folder
     from ejdist.weights.families import read_config
     from ejdist.weights.match import overrides
     from recipes.arguments import RecipeError, check_values, quoted
@@ -92,9 +92,9 @@ def export(keys: dict[str, str]) -> None:
     import jax
     import numpy as np
 
+    from ejdist.paths import check_folder
     from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
-    from ejdist.training.places import check_folder
-    from ejdist.weights.runs import Run
+    from ejdist.training.runs import Run
     from ejdist.weights.tensors import declared_leaves
     from ejdist.weights.writer import check_target, save
 

@@ -152,7 +152,7 @@ def file_of(key: str, given: str, suffix: str = "") -> Path:
     Raises:
       ValueError: it is a URL, has another suffix, is a folder, or its folder is not there or cannot be written.
     """
-    from ejdist.training.places import check_folder
+    from ejdist.paths import check_folder
 
     check_folder(key, given)
     path = Path(given).expanduser()

@@ -47,7 +47,7 @@ def folders_of(given: str) -> list[str]:
     Raises:
       ValueError: one is a URL or in the home of nobody, a pattern fits none, or there are more than can be told apart.
     """
-    from ejdist.training.places import check_folder
+    from ejdist.paths import check_folder
     from launch.reporting.sections import MOST_RUNS
 
     check_folder("run.dir", given)

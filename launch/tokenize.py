@@ -48,7 +48,7 @@ _SAID_EVERY = 10.0  # seconds, where there is no terminal
 
 def _options(arguments: Sequence[str]) -> dict[str, Any]:
     """Returns the keys and their values. Raises ValueError: one is unknown or missing, or given twice."""
-    from ejdist.training.places import check_folder
+    from ejdist.paths import check_folder
 
     found: dict[str, Any] = {}
     for argument in arguments:

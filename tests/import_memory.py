@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from ejdist.models.decoder import DecoderConfig
+from ejdist.training.start import open_source
 from ejdist.weights.families import family_of
 from ejdist.weights.files import DTYPES, Files
-from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves, expand
 
 

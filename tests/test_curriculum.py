@@ -29,8 +29,8 @@ from ejdist.training.opening import open_run, resume
 from ejdist.training.optimizer import make_schedule
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
-from ejdist.weights.runs import Run
-from ejdist.weights.runs import nested as tree_of
+from ejdist.training.runs import Run
+from ejdist.training.runs import nested as tree_of
 from ejdist.weights.tensors import declared_leaves
 from launch import rehearse
 from launch.errors import DONE

@@ -88,9 +88,9 @@ def test_checkpoints_may_go_elsewhere(examine, tmp_path, monkeypatch):
     failures, said = examine(2, lambda i: recipe)
     assert "run.dir = " in said and len(failures) == 2
     assert "cannot write to checkpoint.dir = " in failures[0] and "Not a directory" in failures[0]
-    monkeypatch.setattr("ejdist.training.places._installed", lambda name: True)
+    monkeypatch.setattr("ejdist.paths._installed", lambda name: True)
     bucket = epath.Path(tmp_path / "bucket" / "kept")  # as etils knows a bucket: not as a folder of this machine
-    monkeypatch.setattr("ejdist.training.places.place", lambda key, value: bucket)
+    monkeypatch.setattr("ejdist.paths.place", lambda key, value: bucket)
     recipe = compose([*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.dir=gs://bucket/kept"])
     failures, said = examine(2, lambda i: recipe)
     assert failures == [] and f"checkpoint.dir = {bucket}: written and seen by all\n" in f"{said}\n"

@@ -23,8 +23,10 @@ def imports(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = relative(path).split("/")[: -node.level] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -66,16 +68,28 @@ def of_operations() -> list[Path]:
 
 @pytest.mark.parametrize("path", of_operations(), ids=relative)
 def test_an_operation_knows_itself_and_what_it_stands_on(path):
-    """And a function of another operation only as everyone does: by its public name, from `kernels`."""
+    """And public functions of other operations, each from its own package: `kernels` itself imports every operation."""
     mine = f"kernels.ops.{path.parent.name}"
+    public = {f"{function.ops[0].package}.{name}" for name, function in kernels.public_functions().items()}
     for name in imports(path):
         if name.split(".")[0] != "kernels":
             continue
-        public = len(name.split(".")) == 2 and name.split(".")[1] in kernels.public_functions()
-        assert name.startswith((f"{mine}.", *BELOW["ops"])) or public, (
+        assert name.startswith((f"{mine}.", *BELOW["ops"])) or name in public, (
             f"{relative(path)} imports {name}; an operation imports itself, its engine, the framework, a toolchain, and public "
-            "functions"
+            "functions from the package of their operation"
         )
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if not relative(p).startswith("kernels/")], ids=relative)
+def test_of_an_operation_others_import_what_its_package_exports(path):
+    """Neither from its contract nor from the file of a backend, which may change without notice."""
+    for name in imports(path):
+        if name.startswith("kernels.ops."):
+            operation, *attribute = name.split(".")[2:]
+            exported = getattr(kernels.ops, operation).__all__
+            assert not attribute or (len(attribute) == 1 and attribute[0] in exported), (
+                f"{relative(path)} imports {name}; kernels.ops.{operation} exports {', '.join(exported)}"
+            )
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -122,13 +136,16 @@ def test_the_framework_knows_no_toolchain_and_no_mask(path):
     assert "MaskInfo" not in code_of(path), f"{relative(path)} knows masks"
 
 
-def graph_of(folder: str) -> dict[str, set[str]]:
-    """Returns module -> modules of the folder that it imports, wherever in the file and for types alone too.
+def module_of(path: Path) -> str:
+    return relative(path)[:-3].removesuffix("/__init__").replace("/", ".")
+
+
+def graph_of(files: list[Path]) -> dict[str, set[str]]:
+    """Returns module -> modules of these files that it imports, wherever in the file and for types alone too.
 
     A package stands for its `__init__.py`; importing a module does not count as importing the packages above it.
     """
-    files = [p for p in SOURCES if relative(p).startswith(f"{folder}/")]
-    modules = {relative(p)[:-3].removesuffix("/__init__").replace("/", "."): p for p in files}
+    modules = {module_of(p): p for p in files}
     graph = {}
     for module, path in modules.items():
         found = {next((n for n in (name, name.rpartition(".")[0]) if n in modules), "") for name in imports(path)}
@@ -154,14 +171,35 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     return next((found for module in sorted(graph) if (found := visit(module, []))), [])
 
 
-@pytest.mark.parametrize(
-    "folder", ["kernels/framework", "kernels/toolchains", "kernels/engines", "ejdist", "recipes", "launch"]
-)
-def test_imports_go_one_way(folder):
-    graph = graph_of(folder)
-    assert any(graph.values()) or folder in ("recipes", "launch")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package):
+    graph = graph_of([p for p in SOURCES if relative(p).startswith(f"{package}/")])
+    assert any(graph.values()), "no module imports another: the test reads nothing"
     circle = circle_in(graph)
     assert not circle, f"a circle of imports (types count): {' -> '.join(circle)}"
+
+
+def folder_of(path: Path) -> str:
+    """Returns the folder of a file. A file directly in one of the four packages stands alone, as a folder of one file."""
+    return relative(path if path.parent.parent == ROOT else path.parent)
+
+
+def folders_of(files: list[Path]) -> dict[str, set[str]]:
+    """Returns folder -> other folders that its files import from."""
+    folders = {module_of(p): folder_of(p) for p in files}
+    graph: dict[str, set[str]] = {folder: set() for folder in folders.values()}
+    for module, others in graph_of(files).items():
+        graph[folders[module]] |= {folders[other] for other in others} - {folders[module]}
+    return graph
+
+
+def test_folders_import_one_way():
+    """What two folders need of each other belongs below both."""
+    graph = folders_of(SOURCES)
+    for package in PACKAGES:
+        assert any(others for folder, others in graph.items() if folder.startswith(f"{package}/")), package
+    circle = circle_in(graph)
+    assert not circle, f"a circle of folders (types count): {' -> '.join(circle)}"
 
 
 def test_a_circle_is_found():
@@ -172,7 +210,7 @@ def test_a_circle_is_found():
 # What may be done in these files alone, and why.
 ONLY = {
     r"\bjax\.shard_map\b|import shard_map": {"ejdist/mapped.py"},
-    r"\b(PartitionSpec|PartitionSpec as P|jax\.P)\b": {
+    r"\bPartitionSpec\b|\b(jax|sharding)\.P\b|sharding import .*\bP\b": {
         "ejdist/layout.py",
         "ejdist/mapped.py",
         "ejdist/placement.py",
@@ -189,7 +227,7 @@ ONLY = {
         "ejdist/sequence/attention.py",
         "kernels/framework/execute.py",
     },
-    r"[\"'](dp|fsdp|ep)[\"']": {"ejdist/mesh.py", "ejdist/layout.py", "recipes/schema.py"},
+    r"[\"'](dp|fsdp|ep|sp|tp)[\"']": {"ejdist/mesh.py"},
     # What JAX does not make public, which any release may move.
     r"\bjax\._src\b": {
         "kernels/framework/dispatch.py",  # whether values are checked for NaN, for an error that names the operation

@@ -9,10 +9,10 @@ import pytest
 from damaged_checkpoints import BESIDE, described, small_state
 from small_run import TINY, losses
 
+from ejdist.paths import check_folder, place
 from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
-from ejdist.training.places import check_folder, place
+from ejdist.training.runs import Run
 from ejdist.weights.files import WeightsError
-from ejdist.weights.runs import Run
 from launch.errors import BAD_CHECKPOINT, DONE, WRONG
 from launch.export import main as export
 from launch.train import main

@@ -53,7 +53,7 @@ ELSEWHERE = {
     ("ejdist/weights/names.py", "attention"): RULES,
     ("ejdist/weights/names.py", "latent_attention"): RULES,
     ("ejdist/weights/names.py", "mlp"): RULES,
-    ("ejdist/weights/runs.py", "experts"): "a section of the recipe that a run keeps",
+    ("ejdist/training/runs.py", "experts"): "a section of the recipe that a run keeps",
     ("ejdist/cluster/section.py", "local"): "a value of cluster.kind",
     ("launch/train.py", "local"): "a value of cluster.kind",
     ("benchmarks/experts.py", "experts"): "an option of the benchmark",

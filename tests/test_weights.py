@@ -20,11 +20,11 @@ from safetensors.numpy import load_file, save_file
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.program import make_program
+from ejdist.training.runs import nested, section_of, unnested
+from ejdist.training.start import open_source
 from ejdist.weights.families import FAMILIES, family_of, read_config
 from ejdist.weights.files import INDEX, SINGLE, Stored, WeightsError, digest_of, read_folder
 from ejdist.weights.match import differences, overrides
-from ejdist.weights.runs import nested, section_of, unnested
-from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves, expand, rule
 from ejdist.weights.writer import save
 from kernels.ops.rotary_embedding.contract import frequencies

@@ -20,10 +20,10 @@ from ejdist.training.loop import train
 from ejdist.training.opening import start_from
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
+from ejdist.training.runs import Run
+from ejdist.training.start import open_source
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError
-from ejdist.weights.runs import Run
-from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves
 from launch.errors import BAD_CHECKPOINT, DONE, WRONG
 from launch.export import main

@@ -23,9 +23,9 @@ from ejdist import bind_ops
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, hidden_states, loss, output_projection
 from ejdist.models.model import StepContext
+from ejdist.training.runs import nested
 from ejdist.weights.families import FAMILIES
 from ejdist.weights.reader import tensors_in
-from ejdist.weights.runs import nested
 from ejdist.weights.tensors import as_ours, declared_leaves
 
 Weights = dict[str, np.ndarray]

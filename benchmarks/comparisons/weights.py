@@ -23,9 +23,9 @@ import numpy as np
 from ejdist import bind_ops
 from ejdist.models.decoder import DecoderConfig, declare, hidden_states, output_projection
 from ejdist.models.model import StepContext
+from ejdist.training.runs import nested
+from ejdist.training.start import open_source
 from ejdist.weights.families import FAMILIES, read_config
-from ejdist.weights.runs import nested
-from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves
 from ejdist.weights.writer import save
 

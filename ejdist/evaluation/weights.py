@@ -11,13 +11,13 @@ import jax
 
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.parameters import initialise
+from ejdist.paths import check_home, is_url
 from ejdist.training.leaves import name_of
-from ejdist.training.places import check_home, is_url
 from ejdist.training.program import Program
+from ejdist.training.runs import Run, has_steps, nested
+from ejdist.training.start import open_source
 from ejdist.weights.families import read_config
 from ejdist.weights.match import differences, told_difference
-from ejdist.weights.runs import Run, has_steps, nested
-from ejdist.weights.start import open_source
 from ejdist.weights.tensors import declared_leaves
 
 

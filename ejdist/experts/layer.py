@@ -21,7 +21,7 @@ from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.dispatch import reverse_only
 from kernels.framework.options import check_names, checked
 from kernels.framework.public import module_class
-from kernels.ops.gated_mlp.contract import ACTIVATIONS as PLAIN
+from kernels.ops.gated_mlp import ACTIVATIONS as PLAIN
 
 CLAMPED = "clamped_swiglu"
 ACTIVATIONS = (*PLAIN, CLAMPED)

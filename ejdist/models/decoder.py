@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.experts.picture import draw_load
 from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.model import BatchContext, Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
@@ -31,6 +30,7 @@ from ejdist.models.stack import (
     run_layers,
     update_buffers,
 )
+from ejdist.pictures import draw_load
 from ejdist.sections import operational, validate
 
 __all__ = ["REMAT", "DecoderConfig", "declare", "hidden_states", "logits_at", "loss", "token_losses"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from ejdist.mesh import AXES
+from ejdist.paths import check_folder
 from ejdist.planning.chips import Chip, chip_of_kind
-from ejdist.training.places import check_folder
 
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PERMUTE)  # that the doctor measures
 CROSSES = ("devices", "hosts", "slices")

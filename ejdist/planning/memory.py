@@ -22,7 +22,7 @@ from ejdist.planning.activations import bytes_of, counted_parts
 from ejdist.planning.share import share_of
 from ejdist.training.program import check_sizes, stored_places
 from kernels.engines.rows.vocabulary import rows_of_block
-from kernels.ops.cross_entropy.blocks import BLOCK_ELEMENTS
+from kernels.ops.cross_entropy import BLOCK_ELEMENTS
 
 # A heap has gaps: what it takes over what is alive at its height. 0 to 12% in programs for TPUs, none in those for GPUs.
 GAPS = {"tpu": 1.04, "gpu": 1.0}

@@ -18,9 +18,7 @@ from ejdist.sequence.state_passing import StatePassing
 from ejdist.sharded import sharded
 from kernels.engines.scan.recurrence import last_valid_before
 from kernels.framework.dispatch import vary_alike
-from kernels.ops.recurrent import op, rwkv4_op
-from kernels.ops.recurrent.contract import CELLS, EMPTY, of_direction
-from kernels.ops.recurrent.xla import FORGET
+from kernels.ops.recurrent import CELLS, EMPTY, FORGET, of_direction, op, rwkv4_op
 
 
 @dataclass(frozen=True)

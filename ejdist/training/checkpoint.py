@@ -17,10 +17,10 @@ from typing import Any
 
 from etils import epath
 
+from ejdist.paths import check_home, check_place, is_step, is_url, place
 from ejdist.sections import operational
 from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
 from ejdist.training.leaves import kind_of, like_arrays, to_arrays
-from ejdist.training.places import check_home, check_place, is_step, is_url, place
 from ejdist.training.stored import (
     CheckpointError,
     DamagedCheckpoint,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ejdist.mesh import MeshSection
+from ejdist.paths import ELSEWHERE
 from ejdist.sections import compared
-from ejdist.training.places import ELSEWHERE
 
 
 @dataclass

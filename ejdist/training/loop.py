@@ -16,19 +16,20 @@ from ejdist.cluster.agreement import check_shared
 from ejdist.cluster.ending import stepping
 from ejdist.cluster.hosts import Hosts, lost
 from ejdist.cluster.watchdog import ending_hangs
+from ejdist.paths import ELSEWHERE
+from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import PASSED
 from ejdist.training.lock import let_go_at_the_end
-from ejdist.training.metrics import cannot_write, draw_loss, read_rows, summarise, write_whole
+from ejdist.training.metrics import cannot_write, read_rows, summarise, write_whole
 from ejdist.training.opening import Run, open_run
 from ejdist.training.pace import SAVES, Pace
-from ejdist.training.places import ELSEWHERE
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_go_on
+from ejdist.training.start import open_source
 from ejdist.training.steps import Steps, begin, compile_stage, tell_stage
 from ejdist.training.stop import stop_on_signals
-from ejdist.weights.start import open_source
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Metrics of a run: a row a step, TensorBoard events, the progress line, the summary and the picture.
+"""Metrics of a run: a row a step, TensorBoard events, the progress line and the summary.
 
 A thread of its own fetches the numbers from the devices and writes them, so the loop that feeds the devices never waits
 for one.
@@ -284,35 +284,3 @@ def summarise(
         "peak_tflops_per_device": None if peak is None else peak / 1e12,
         **facts,
     }
-
-
-def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Writes a picture of the loss over the steps, with a running mean."""
-    from matplotlib.figure import Figure
-
-    shown = [row for row in rows if row.get("loss") is not None]
-    steps, losses = [row["step"] for row in shown], [row["loss"] for row in shown]
-    width = max(1, len(shown) // 25)
-    mean = [statistics.fmean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color="#9bb7d4", linewidth=1, label="loss of a step")
-    if width > 1:
-        axes.plot(steps, mean, color="#1f4e79", linewidth=2, label=f"mean of the last {width}")
-    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    save_picture(figure, path)
-
-
-def save_picture(figure: Any, path: Path) -> None:
-    """Writes a figure of matplotlib so that its file is there whole or not at all."""
-    temporary = path.with_name(f"tmp{os.getpid()}.{path.name}")
-    try:
-        figure.savefig(temporary, dpi=120)
-        os.replace(temporary, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)

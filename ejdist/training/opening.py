@@ -17,6 +17,7 @@ import jax
 from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
+from ejdist.paths import ELSEWHERE, is_step, is_url
 from ejdist.sections import flat, validate
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
@@ -24,13 +25,12 @@ from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.leaves import name_of
 from ejdist.training.lock import Lock
-from ejdist.training.places import ELSEWHERE, is_step, is_url
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.saves import Saves, Tier
+from ejdist.training.start import Source, nested
 from ejdist.training.step import TrainState
 from ejdist.training.stored import CheckpointError, DamagedCheckpoint
-from ejdist.weights.start import Source, nested
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.order import Order
+from ejdist.paths import check_folder
 from ejdist.sections import compared, operational, validate
 from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
 from ejdist.training.checkpoint import CheckpointSection
@@ -26,7 +27,6 @@ from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
-from ejdist.training.places import check_folder
 from ejdist.training.step import TrainState, init_state, make_train_step
 from kernels.framework.registry import Platform
 

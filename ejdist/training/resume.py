@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.paths import ELSEWHERE
 from ejdist.sections import keys_of
 from ejdist.training.optimizer import OptimizerSection, make_schedule
-from ejdist.training.places import ELSEWHERE
 from ejdist.training.program import RunSection, TrainSections
 
 _STEPS = "run.steps"

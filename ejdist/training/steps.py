@@ -16,8 +16,8 @@ from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, Pace
 from ejdist.training.program import local_rows, place_batch, place_limits
 from ejdist.training.replicas import Replicas
 from ejdist.training.saves import Tier
+from ejdist.training.start import Source
 from ejdist.training.stop import Diverged, Stop
-from ejdist.weights.start import Source
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from ejdist.cluster.hosts import lost
+from ejdist.paths import ELSEWHERE
 from ejdist.training.integrity import RUN_FILE, Changed, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
 from ejdist.training.leaves import from_arrays, is_key, kind_of, like_arrays
-from ejdist.training.places import ELSEWHERE
 
 # What is added to the run: of each array its digest, dtype and shape, of each PRNG key its kind.
 _DIGEST, _KINDS, _KEYS = "digest", "kinds", "keys"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ejdist.paths import is_step
 from ejdist.training import goodput
-from ejdist.training.places import is_step
 
 DOCUMENTS = ("plan.json", "doctor.json", "bandwidth.json", "rehearsal.json", "evaluation.json")
 PICTURES = ("loss.png", "experts.png", "evaluation.png")

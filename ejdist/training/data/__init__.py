@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
@@ -19,7 +20,6 @@ from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, cou
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizing import hub_dataset
-from ejdist.training.places import check_folder
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kernels import flash_attention, grouped_matmul
 from kernels.framework.execute import backward_of
 from kernels.ops.attention_variants.contract import differential_op, mixture_op, routed
+from kernels.ops.flash_attention import flash_attention
+from kernels.ops.grouped_matmul import grouped_matmul
 
 # Not the CPU: there every operation inside would run on XLA, which is the backend `xla`.
 ACCELERATORS: Any = {"platforms": {"cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}

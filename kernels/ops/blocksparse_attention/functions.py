@@ -11,6 +11,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array
 from kernels.framework.public import Prepared, public
 from kernels.ops.blocksparse_attention.contract import check_blocks, op, sides_of
+from kernels.ops.flash_attention import flash_attention
 
 
 def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
@@ -92,11 +93,8 @@ def blocksparse_attention(
     >>> blocksparse_attention(x, x, x, local_blocks(4, before=1, after=0), 2, causal=True).shape
     (1, 8, 2, 4)
     """
-    from kernels import (
-        flash_attention,
-    )  # one meaning of every other argument; imported late, since `kernels` imports this
-
     size, blocks = sides_of(block_size), _blocks(block_mask, sparsity_mask)
+    # Every other argument means what it means to flash attention.
     prepared = flash_attention.prepare(
         query,
         key,

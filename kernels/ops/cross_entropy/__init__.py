@@ -1,15 +1,30 @@
 """Cross entropy from hidden states and the output projection, or from logits, with no whole logits in memory."""
 
-from kernels.ops.cross_entropy.contract import CrossEntropyConfig, TokenLosses, op, token_losses
+from kernels.ops.cross_entropy.blocks import BLOCK_ELEMENTS
+from kernels.ops.cross_entropy.contract import (
+    CrossEntropyConfig,
+    TokenLosses,
+    logits_op,
+    op,
+    summed,
+    sums_op,
+    terms_of_tokens,
+    token_losses,
+)
 from kernels.ops.cross_entropy.functions import LossSums, fused_cross_entropy, fused_loss_sums, fused_token_losses
 
 __all__ = [
+    "BLOCK_ELEMENTS",
     "CrossEntropyConfig",
     "LossSums",
     "TokenLosses",
     "fused_cross_entropy",
     "fused_loss_sums",
     "fused_token_losses",
+    "logits_op",
     "op",
+    "summed",
+    "sums_op",
+    "terms_of_tokens",
     "token_losses",
 ]

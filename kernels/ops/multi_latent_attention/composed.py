@@ -14,8 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kernels import flash_attention
 from kernels.engines.matmul.dot import dot
+from kernels.ops.flash_attention import flash_attention
 from kernels.ops.multi_latent_attention.contract import op, scale_of
 from kernels.ops.multi_latent_attention.heads import joined_heads
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels import flash_attention
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
+from kernels.ops.flash_attention import flash_attention
 from kernels.ops.paged_attention import cases
 from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
 

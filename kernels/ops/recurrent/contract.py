@@ -22,6 +22,8 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 CELLS = {"lstm": (4, 2), "gru": (3, 1), "rnn": (1, 1)}
 # Exponent of a sum that is empty: far below any other, and finite, so that differences of two are numbers.
 EMPTY = -1e38
+# Added to an exponent, it makes a weight 0; a chunk of them together is far from the least float.
+FORGET = -1e30
 
 
 def cell_of(cell_type: str, activation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:

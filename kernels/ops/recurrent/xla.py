@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kernels.engines.scan import chunks
 from kernels.engines.scan.recurrence import last_valid_before, resets
-from kernels.ops.recurrent.contract import CELLS, EMPTY, cell_of, check_weights, of_direction, op, rwkv4_op
+from kernels.ops.recurrent.contract import CELLS, EMPTY, FORGET, cell_of, check_weights, of_direction, op, rwkv4_op
 
 EVERYWHERE: dict[str, Any] = {
     "platforms": {"cpu", "cuda", "rocm", "tpu"},
@@ -21,8 +21,6 @@ EVERYWHERE: dict[str, Any] = {
     "symbolic": {"B"},
 }
 CHUNK = 64
-# Added to an exponent, it makes a weight 0; a chunk of them together is far from the least float.
-FORGET = -1e30
 
 
 def _dot(subscripts, a, b):

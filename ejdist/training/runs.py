@@ -11,9 +11,9 @@ import jax
 
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
+from ejdist.paths import is_step, is_url, place
 from ejdist.sections import flat
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
-from ejdist.training.places import is_step, is_url, place
 from ejdist.weights.files import WeightsError
 
 

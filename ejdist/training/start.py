@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 
 from ejdist.models.decoder import DecoderConfig
+from ejdist.paths import check_home, is_url
 from ejdist.sections import validate
-from ejdist.training.places import check_home, is_url
+from ejdist.training.runs import Run, has_steps, nested
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError, digest_of, read_folder
 from ejdist.weights.match import differences, told_difference
 from ejdist.weights.reader import check, load, tensors_in
-from ejdist.weights.runs import Run, has_steps, nested
 from ejdist.weights.tensors import declared_leaves
 
 __all__ = ["Source", "nested", "open_source"]
