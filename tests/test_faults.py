@@ -161,3 +161,13 @@ def test_a_path_in_an_anchor_tells_files_apart_and_survives_a_renamed_folder(tmp
     assert found.find("data:walk", "$far < $total", "$far") == "data/__init__.py"
     with pytest.raises(Stale, match="2 places"):
         found.find("old/xla:walk", "$far < $total", "$far")
+
+
+def test_what_tests_stand_on_is_named_by_its_whole_path(tmp_path):
+    found = project(tmp_path, code=SOURCE, tests__helper=SOURCE.replace("def walk", "def stroll"), tests__code=SOURCE)
+    assert found.find("tests/helper:stroll", "$far < $total", "$far") == "tests/helper.py"
+    assert found.find("code:walk", "$far < $total", "$far") == found.find("walk", "$far < $total", "$far") == "code.py"
+    assert found.find("tests/code:walk", "$far < $total", "$far") == "tests/code.py"
+    for anchor in ("stroll", "helper:stroll"):
+        with pytest.raises(Stale):
+            found.find(anchor, "$far < $total", "$far")
