@@ -10,6 +10,7 @@ def _triton(case):
     return f"tests/test_ops.py -m 'slow or not slow' -k flash_attention-{case}-float32-triton"
 
 
+PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
 PALLAS_BLOCKS = "tests/kernels/test_flash_attention_pallas.py"
 
 
@@ -396,25 +397,19 @@ FAULTS = (
         "$dp",
         on_pallas("long"),
     ),
-    Fault(
-        "Pallas: tail of keys unmasked",
-        "_Plan.upper",
-        "self.ends[1] is not None or self.S % self.block_k > 0",
-        "self.ends[1] is not None",
-        on_pallas("bias_per_head"),
-    ),
+    Fault("Pallas: tail of keys unmasked", PALLAS, " or self.S % self.block_k > 0", "", on_pallas("bias_per_head")),
     Fault(
         "Pallas: window one key narrower",
-        "_visible",
-        "$j >= ends_at($low, $i)",
-        "$j > ends_at($low, $i)",
+        PALLAS,
+        "seen.append(j >= ends_at(low, i))",
+        "seen.append(j > ends_at(low, i))",
         f"{PALLAS_BLOCKS} -k window",
     ),
     Fault(
         "Pallas: prefix hidden",
-        "_visible",
-        "jnp.minimum(ends_at($high, $i), $$after)",
-        "jnp.minimum($i, $$after)",
+        PALLAS,
+        "jnp.minimum(ends_at(high, i), limit)",
+        "jnp.minimum(i, limit)",
         on_pallas("prefix"),
     ),
     Fault(
