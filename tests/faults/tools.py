@@ -119,10 +119,10 @@ FAULTS = (
         "tests/test_cost_of_tests.py -k costs",
     ),
     Fault(
-        "costs: a word inside a word is the word",
-        "tests/costs:words_of",
-        "re.findall($$arguments)",
-        "[*$$arguments][1:]",
+        "costs: the words of a name count apart",
+        "tests/costs:_says",
+        "$part[$i : $i + len($name)] == $name",
+        "{*$name} <= {*$part}",
         "tests/test_cost_of_tests.py -k costs",
     ),
     Fault(
