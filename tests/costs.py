@@ -206,7 +206,7 @@ def backend(name: str) -> Callable[[Sources], Lines]:
 
 def sharded(s: Sources) -> Lines:
     # What a function on a mesh needs beside the operation are facts of its contract.
-    facts = ("local_dims", "sum_dims", "tied_dims", "elsewhere", "offset_of", "weights", "ordered")
+    facts = ("local_dims", "sum_dims", "tied_dims", "offset_of", "weights", "ordered")
     return keywords(s, *facts, where=rf"{MLP}contract\.py$")
 
 
