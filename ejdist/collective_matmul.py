@@ -20,6 +20,8 @@ from ejdist.layout import axes_of_specs, check_mesh_of, check_out_specs, check_s
 from ejdist.mapped import map_shards
 from ejdist.mesh import TP, axis_is_bound, check_axis, is_explicit
 from ejdist.placement import mesh_of
+from ejdist.sequence import exchange
+from kernels.engines.matmul.dot import dot
 from kernels.framework.binding import is_float_array
 from kernels.framework.dispatch import reverse_only, vary_alike
 from kernels.framework.platforms import Unsupported
@@ -28,22 +30,11 @@ from kernels.framework.public import module_class
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _rings(rows: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
     """Returns (first row, rows, direction) of the parts of a block that travel: half of it each way, where both ways differ."""
     if ranks < 3 or rows % 2:
         return ((0, rows, 1),)
     return ((0, rows // 2, 1), (rows // 2, rows // 2, -1))
-
-
-def _send(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """Returns what the rank `by` before this one has."""
-    n = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
 
 
 def _rows(x: jax.Array, first: Any, count: int) -> jax.Array:
@@ -56,7 +47,7 @@ def _gathered(x: jax.Array, axis: str, use: Callable, carry: Any) -> Any:
     parts = [(first, by, _rows(x, first, count)) for first, count, by in _rings(block, n)]
     for hop in range(n):
         # Sent before it is used, so that the next part travels meanwhile.
-        ahead = [_send(part, axis, by) if hop + 1 < n else part for _, by, part in parts]
+        ahead = [exchange.shift(part, axis, by) if hop + 1 < n else part for _, by, part in parts]
         for first, by, part in parts:
             carry = use(part, (me - by * hop) % n * block + first, carry)
         parts = [(first, by, part) for (first, by, _), part in zip(parts, ahead, strict=True)]
@@ -70,7 +61,7 @@ def _scattered(product: Callable, block: int, axis: str, dtype: Any) -> jax.Arra
     rings = _rings(block, n)
     for hop in range(n):
         # The sum that a rank holds now comes home after the hops that are left; it travels while the next part is computed.
-        travelled = [_send(s, axis, by) for s, (_, _, by) in zip(sums, rings, strict=False)]
+        travelled = [exchange.shift(s, axis, by) for s, (_, _, by) in zip(sums, rings, strict=False)]
         parts = [product((me - by * (hop + 1)) % n * block + first, count) for first, count, by in rings]
         pairs = zip(parts, travelled, strict=True) if sums else ((part, None) for part in parts)
         sums = [(part if s is None else part + s.astype(jnp.float32)).astype(dtype) for part, s in pairs]
@@ -82,7 +73,7 @@ def _all_gather_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
     """Returns all rows of all ranks times this rank's columns of w."""
 
     def use(rows: jax.Array, first: jax.Array, out: jax.Array) -> jax.Array:
-        product = _dot("...td,df->...tf", rows, w).astype(x.dtype)
+        product = dot("...td,df->...tf", rows, w).astype(x.dtype)
         return lax.dynamic_update_slice_in_dim(out, product, first, out.ndim - 2)
 
     return _gathered(x, axis, use, _like(x, (*x.shape[:-2], x.shape[-2] * lax.axis_size(axis), w.shape[1]), x.dtype))
@@ -96,10 +87,10 @@ def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def _all_gather_bwd(axis: str, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
     d = d.astype(x.dtype)
-    dx = _scattered(lambda first, count: _dot("...tf,df->...td", _rows(d, first, count), w), x.shape[-2], axis, x.dtype)
+    dx = _scattered(lambda first, count: dot("...tf,df->...td", _rows(d, first, count), w), x.shape[-2], axis, x.dtype)
 
     def use(rows: jax.Array, first: jax.Array, dw: jax.Array) -> jax.Array:
-        return dw + _dot("...td,...tf->df", rows, _rows(d, first, rows.shape[-2]))
+        return dw + dot("...td,...tf->df", rows, _rows(d, first, rows.shape[-2]))
 
     return dx, _gathered(x, axis, use, _like(x, w.shape, jnp.float32)).astype(w.dtype)
 
@@ -108,7 +99,7 @@ def _all_gather_bwd(axis: str, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.
 def _reduce_scatter_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
     """Returns this rank's rows of the sum over ranks of x w."""
     block = x.shape[-2] // lax.axis_size(axis)
-    return _scattered(lambda first, count: _dot("...tf,fd->...td", _rows(x, first, count), w), block, axis, x.dtype)
+    return _scattered(lambda first, count: dot("...tf,fd->...td", _rows(x, first, count), w), block, axis, x.dtype)
 
 
 def _reduce_scatter_bwd(axis: str, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,9 +107,9 @@ def _reduce_scatter_bwd(axis: str, kept: Any, d: jax.Array) -> tuple[jax.Array, 
 
     def use(rows: jax.Array, first: jax.Array, carry: Any) -> Any:
         dx, dw = carry
-        part = _dot("...td,fd->...tf", rows, w).astype(x.dtype)
+        part = dot("...td,fd->...tf", rows, w).astype(x.dtype)
         dx = lax.dynamic_update_slice_in_dim(dx, part, first, dx.ndim - 2)
-        return dx, dw + _dot("...tf,...td->fd", _rows(x, first, rows.shape[-2]), rows)
+        return dx, dw + dot("...tf,...td->fd", _rows(x, first, rows.shape[-2]), rows)
 
     start = (_like(x, x.shape, x.dtype), _like(x, w.shape, jnp.float32))
     dx, dw = _gathered(d.astype(x.dtype), axis, use, start)
@@ -175,7 +166,7 @@ def _run(name: str, local: Callable, x: Any, w: Any, gathers: bool, axis_name: s
     for argument, a in (("x", x), ("w", w)):
         check_mesh_of(f"{name}: argument {argument!r}", a, mesh)
     if mesh is None:
-        return _dot("...td,df->...tf", x, w).astype(x.dtype)
+        return dot("...td,df->...tf", x, w).astype(x.dtype)
     for argument, a in (("x", x), ("w", w)):
         if 0 in a.shape:  # the compiler of a mesh ends the process over the gradient of nothing
             raise ValueError(

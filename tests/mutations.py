@@ -8,6 +8,7 @@ WORDS choose faults by their area (a file of tests/faults), or by what their nam
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import queue
 import shlex
@@ -30,28 +31,25 @@ NOTICED = (
 LIMIT = 1200.0  # seconds: a fault may make a loop that never ends
 
 
-def place(fault: Fault, project: Project) -> str:
-    """Returns the file that a fault is in; raises Stale, with the reason, where it cannot be seeded any more."""
-    if not fault.is_text:
-        return project.find(fault.where, fault.old, fault.new)
-    if not (project.root / fault.where).exists():
-        raise Stale(f"there is no {fault.where}")
-    if fault.old not in text_of(fault.where, project):
-        raise Stale(f"{fault.old!r} is not in {fault.where}")
-    return fault.where
-
-
-def text_of(file: str, project: Project) -> str:
-    """Returns the text of a file; a fault may be in what the tests stand on too, which is no source of the project's."""
-    return project.texts[file] if file in project.texts else (project.root / file).read_text()
-
-
 def seeded(fault: Fault, project: Project) -> tuple[str, str]:
-    """Returns (file, its text with the fault); raises Stale."""
+    """Returns (file, its text with the fault); raises Stale, with the reason, where it cannot be seeded any more."""
     if not fault.is_text:
         return project.mutated(fault.where, fault.old, fault.new)
-    file = place(fault, project)
-    return file, text_of(file, project).replace(fault.old, fault.new, 1)
+    if fault.where not in project.texts:
+        raise Stale(f"there is no {fault.where}")
+    if fault.old not in project.texts[fault.where]:
+        raise Stale(f"{fault.old!r} is not in {fault.where}")
+    text = project.texts[fault.where].replace(fault.old, fault.new, 1)
+    try:
+        ast.parse(text)
+    except SyntaxError as error:  # it would turn tests red whatever they are for
+        raise Stale(f"with {fault.new!r}, {fault.where} is not Python: {error.msg}") from None
+    return fault.where, text
+
+
+def place(fault: Fault, project: Project) -> str:
+    """Returns the file that a fault is in; raises Stale where it cannot be seeded any more."""
+    return (seeded(fault, project) if fault.is_text else (project.find(fault.where, fault.old, fault.new), ""))[0]
 
 
 def stale(fault: Fault, project: Project) -> str:
@@ -79,7 +77,7 @@ class Copy:
             file, text = seeded(fault, self.project)
         except Stale as why:
             return "STALE", str(why)
-        before = text_of(file, self.project)
+        before = self.project.texts[file]
         self._write(self.root / file, text)
         try:
             return self._pytest(fault)

@@ -183,6 +183,12 @@ def _tree(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@functools.cache
+def _names_of(text: str) -> list[str]:
+    """Returns the qualified names that a file defines, each once."""
+    return list(dict.fromkeys(name for name, *_ in definitions(ast.parse(text))))
+
+
 @functools.lru_cache(maxsize=256)
 def _scopes(tree: ast.Module, name: str) -> list[ast.AST]:
     """Returns what an anchor's name may stand for in a module: the module itself, where there is no name."""
@@ -193,7 +199,7 @@ def _scopes(tree: ast.Module, name: str) -> list[ast.AST]:
 
 
 class Project:
-    """The sources below a folder, as they are now; `tests/` is left out, since what is seeded is what tests must notice."""
+    """The sources below a folder, as they are now, and what tests stand on, which an anchor reaches by its whole path alone."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -201,22 +207,26 @@ class Project:
         tops = sorted(top for top in root.iterdir() if top.name not in NOT_SEARCHED and not top.name.startswith("."))
         paths = [p for top in tops for p in ([top] if top.suffix == ".py" else sorted(top.rglob("*.py")))]
         kept = [p for p in paths if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-        self.texts = {path.relative_to(root).as_posix(): path.read_text() for path in kept}
+        self.sources = [path.relative_to(root).as_posix() for path in kept]
+        beside = [path.relative_to(root).as_posix() for path in sorted((root / "tests").rglob("*.py"))]
+        self.texts = {file: (root / file).read_text() for file in (*self.sources, *beside)}
 
     @functools.cached_property
     def defined(self) -> dict[str, list[str]]:
-        """Qualified name -> the files that define it."""
+        """Qualified name -> the sources that define it."""
         found: dict[str, list[str]] = {}
-        for file, text in self.texts.items():
-            for name in dict.fromkeys(name for name, *_ in definitions(ast.parse(text))):
+        for file in self.sources:
+            for name in _names_of(self.texts[file]):
                 found.setdefault(name, []).append(file)
         return found
 
     def files(self, hint: str) -> list[str]:
         """Returns the files whose path ends in the hint; where none does, in what is left of it without its first folders."""
         parts = hint.split("/")
+        if parts[0] == "tests":
+            return [file for file in self.texts if _module(file) == hint]
         while parts:
-            found = [file for file in self.texts if _module(file).split("/")[-len(parts) :] == parts]
+            found = [file for file in self.sources if _module(file).split("/")[-len(parts) :] == parts]
             if found:
                 return found
             parts = parts[1:]
@@ -225,11 +235,11 @@ class Project:
     def candidates(self, anchor: str) -> tuple[str, list[str]]:
         """Returns (the name in an anchor, the files that it may be in)."""
         hint, colon, name = anchor.rpartition(":")
-        files = self.files(hint) if colon else list(self.texts)
+        files = self.files(hint) if colon else self.sources
         if not files:
             raise Stale(f"no file's path ends in {hint}")
         if name:
-            files = [file for file in self.defined.get(name, ()) if file in files]
+            files = [file for file in files if name in _names_of(self.texts[file])]
         elif not colon:
             raise Stale("it has no anchor")
         if not files:

@@ -196,21 +196,102 @@ def test_the_table_of_costs_is_what_is_counted():
         )
 
 
-def test_costs_are_of_code():
-    sources = {
-        "a/one.py": costs.code_of('"""Doc of x."""\n\n# x\ndef f(x):\n    """x"""\n    y = x\n\n    return y\n'),
-        "b.py": "z = x",
-    }
-    assert sources["a/one.py"].splitlines() == ["def f(x):", "    y = x", "    return y"]
-    assert costs.whole(sources, "^a/") == costs.Cost(1, 3)
-    assert costs.naming(sources, r"\bx\b") == costs.Cost(2, 3)
-    assert costs.naming(sources, r"\bx\b", but="^b") == costs.naming(sources, r"\bx\b", where="^a/") == costs.Cost(1, 2)
-    assert costs.body(sources, "a/one.py", "f") == costs.Cost(1, 3) and costs.body(
-        sources, "gone.py", "f"
-    ) == costs.Cost(0, 0)
+CODE = '''
+"""What slope is."""
+from steep.slope import Slope, d_slope as d
+
+# slope
+def bend(x, slope=None, *, deep=False):
+    """Returns x bent by slope."""
+    if slope is not None:
+        x = x * 2
+
+        x = x + d
+    else:
+        x = -x
+    if deep and slope:
+        x = x + 1
+    if not deep:
+        raise ValueError(f"the slope of {x} is wrong: slope")
+    return run(x, kind="slope", SLOPE_BATCH=1,
+               rest=TABLE["model.slope"].d_slope)
+
+
+@cached
+def slope_of(x):
+    """Returns x."""
+
+    # a comment
+    return x
+'''
+
+
+def counted(text, *names, **where):
+    return sorted(i for _, i in costs.naming({"a/one.py": costs.read(text)}, *names, **where))
+
+
+def numbers(*lines):
+    """Returns the numbers of the lines that begin so."""
+    texts = [line.strip() for line in CODE.splitlines()]
+    return sorted(next(i for i, text in enumerate(texts, 1) if text.startswith(line)) for line in lines)
+
+
+def test_a_name_costs_the_code_that_names_it():
+    """As an import, a parameter, a string, an argument, an attribute; its own function whole, and what it alone decides."""
+    assert counted(CODE, "slope") == numbers(
+        *("from steep", "def bend", "if slope is not None", "x = x * 2", "x = x + d", "if deep and slope"),
+        *("return run", "rest=TABLE", "@cached", "def slope_of", "return x"),
+    )
+    assert counted(CODE, "deep") == numbers("def bend", "if deep and slope", "if not deep")
+    assert counted(CODE.replace("slope is not None", "slope is None"), "slope") == sorted(
+        {*counted(CODE, "slope"), *numbers("x = -x")} - {*numbers("x = x * 2", "x = x + d")}
+    )
+    assert counted(CODE, "lope") == counted(CODE, "slope_d") == []
+    assert counted(CODE, "slope", where="^b/") == counted(CODE, "slope", but="one") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# slope", "# slope, slope and slope"),
+        ('"""Returns x bent by slope."""', '"""Returns x\n\n    slope\n    """'),
+        ("the slope of {x} is wrong: slope", "{x}"),
+        ("x", "hill"),
+        ("bend", "turn"),
+        ("\n\n", "\n\n\n\n"),
+    ],
+)
+def test_what_costs_nothing(old, new):
+    """Words of comments, docstrings and messages, names of other things, and blank lines."""
+    assert old in CODE
+    assert len(counted(CODE.replace(old, new), "slope")) == len(counted(CODE, "slope"))
+
+
+def test_whole_files_and_keywords_cost_their_code():
+    sources = {"a/one.py": costs.read(CODE), "b.py": costs.read("f(\n    wide=[\n        1,\n    ],\n    x=2,\n)\n")}
+    text = [line for line in CODE.splitlines() if line.strip() and "#" not in line and '"""' not in line]
+    assert costs.cells(costs.whole(sources, "^a/")) == ["1", str(len(text))]
+    assert costs.cells(costs.keywords(sources, "wide", where="")) == ["1", "3"]
+    assert costs.cells(costs.whole(sources, "^a/") | costs.naming(sources, "slope")) == ["1", str(len(text))]
+
+
+def test_a_word_of_two_meanings_costs_where_it_stands_beside_its_own():
+    code = "A = ('ring', 'gather')\nB = (('ring', 'x'), ('gather', 'y'))\nC = s.scheme == 'gather'\nsend(scheme, 'gather')\n"
+    lines = costs.strings({"a.py": costs.read(code)}, "gather", "ring", "scheme", where="")
+    assert sorted(i for _, i in lines) == [1, 3]
+
+
+def test_the_lines_of_a_row_are_shown(capsys):
+    assert costs.main(["--lines", "a scheme of sequence parallelism"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("ejdist/sequence/schemes.py:") for line in lines) and lines[-1].endswith("AllGather}")
+    with pytest.raises(SystemExit, match="no row 'a schema'; there are 'an operation'"):
+        costs.main(["--lines", "a schema"])
 
 
 def test_without_the_base_the_table_keeps_what_it_says_of_it(monkeypatch):
-    whole = costs.table()
+    monkeypatch.setattr(costs, "ROWS", (("a mask rule", "`prefix`", lambda sources: frozenset({("a.py", 1)})),))
     monkeypatch.setattr(costs, "BASE", "0" * 40)
-    assert costs.sources_at(costs.BASE) is None and costs.table() == whole
+    monkeypatch.setattr(costs, "sources_now", dict)
+    assert costs.sources_at(costs.BASE) is None
+    assert costs.table().splitlines()[2].split("|")[3:5] == [f" {n} " for n in costs.written()["a mask rule"][1:3]]

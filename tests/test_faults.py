@@ -41,13 +41,14 @@ def test_what_is_unnoticed_stale_or_broken_is_said(tmp_path, monkeypatch, capsys
         Fault("unnoticed", "code_of.py", "B = 2", "B = 3", test),
         Fault("old", "code_of.py", "C = 1", "C = 2", test),
         Fault("no such test", "code_of.py", "A = 1", "A = 2", f"{test} -k nothing"),
+        Fault("no Python", "code_of.py", "A = 1", "A = (1", test),
     )
     monkeypatch.setattr(mutations, "ROOT", Path(tmp_path))
     monkeypatch.setattr(mutations, "collected", lambda: {"area": faults})
     assert mutations.main(["-n", "2"]) == 1
     said = capsys.readouterr().out
-    assert "1 of 4 faults" in said
-    for state, name in (("GREEN", "unnoticed"), ("STALE", "old"), ("BROKEN", "no such test")):
+    assert "1 of 5 faults" in said
+    for state, name in (("GREEN", "unnoticed"), ("STALE", "old"), ("STALE", "no Python"), ("BROKEN", "no such test")):
         assert f"{state:6} {name} (" in said
     assert mutations.main(["found"]) == 0
 
@@ -161,3 +162,13 @@ def test_a_path_in_an_anchor_tells_files_apart_and_survives_a_renamed_folder(tmp
     assert found.find("data:walk", "$far < $total", "$far") == "data/__init__.py"
     with pytest.raises(Stale, match="2 places"):
         found.find("old/xla:walk", "$far < $total", "$far")
+
+
+def test_what_tests_stand_on_is_named_by_its_whole_path(tmp_path):
+    found = project(tmp_path, code=SOURCE, tests__helper=SOURCE.replace("def walk", "def stroll"), tests__code=SOURCE)
+    assert found.find("tests/helper:stroll", "$far < $total", "$far") == "tests/helper.py"
+    assert found.find("code:walk", "$far < $total", "$far") == found.find("walk", "$far < $total", "$far") == "code.py"
+    assert found.find("tests/code:walk", "$far < $total", "$far") == "tests/code.py"
+    for anchor in ("stroll", "helper:stroll"):
+        with pytest.raises(Stale):
+            found.find(anchor, "$far < $total", "$far")

@@ -5,9 +5,12 @@ import functools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import budget
 import isolation
+import memory
 import pytest
 
 import kernels
@@ -250,11 +253,73 @@ def is_backend(path: Path) -> bool:
     return path.stem.endswith(("_gpu", "_tpu")) or path.stem == "xla"
 
 
+# Of a file, at most. CONTRIBUTING.md states them, and the test below compares.
+LINES, BACKEND_LINES = 400, 800
+PUBLIC_NAMES = 20  # functions and classes
+MODULES = 24  # of the project, that it imports
+GATHER = {"kernels/__init__.py"}  # its subject is all operations
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_files_stay_small(path):
-    limit = 800 if is_backend(path) else 400
+    limit = BACKEND_LINES if is_backend(path) else LINES
     lines = len(path.read_text().splitlines())
     assert lines <= limit, f"{relative(path)} has {lines} lines, past {limit}: it is asking for a seam"
+
+
+def public_names(source: str) -> list[str]:
+    body = ast.parse(source).body
+    return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
+
+
+def modules_imported(names: set[str]) -> set[str]:
+    """Returns the modules of the project among imported names, each of which may be one, or be what one defines."""
+    known = {relative(p)[:-3].removesuffix("/__init__").replace("/", ".") for p in SOURCES}
+    return {module for name in names for module in (name, name.rpartition(".")[0]) if module in known} - set(PACKAGES)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_files_have_one_subject(path):
+    """What a reader must know: the names that a file offers, and the files that it stands on."""
+    names, modules = public_names(path.read_text()), modules_imported(imports(path))
+    assert len(names) <= PUBLIC_NAMES, f"{relative(path)} offers {len(names)} names, past {PUBLIC_NAMES}"
+    assert len(modules) <= MODULES or relative(path) in GATHER, (
+        f"{relative(path)} imports {len(modules)} modules of the project, past {MODULES}: it has several subjects"
+    )
+
+
+def test_what_a_file_offers_and_imports_is_counted():
+    source = "X = 1\ndef _a(): pass\n@f\ndef b():\n    def c(): pass\nclass D:\n    def e(self): pass\n"
+    assert public_names(source) == ["b", "D"]
+    names = {"ejdist.mesh.AXES", "ejdist.mesh.SP", "ejdist.layout", "jax.numpy", "ejdist.models", "kernels.rms_norm"}
+    assert modules_imported(names) == {"ejdist.mesh", "ejdist.layout", "ejdist.models"}
+
+
+def limits() -> dict[str, tuple[float, ...]]:
+    """Returns sentence of CONTRIBUTING.md, as a pattern -> the numbers in it, from what holds them."""
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    return {
+        r"Files stay at (\d+) lines at most, backends at (\d+)": (LINES, BACKEND_LINES),
+        r"offers at most (\d+) functions and classes and imports at most (\d+) modules": (PUBLIC_NAMES, MODULES),
+        r"Code is (\d+) characters wide at most, a sentence (\d+)": (
+            ruff["line-length"],
+            ruff["lint"]["pycodestyle"]["max-line-length"],
+        ),
+        r"A worker of `pytest` holds at most ([\d.]+) GiB": (memory.LIMIT / 2**30,),
+        r"each operation has (\d+) seconds of CPU": (budget.SECONDS,),
+    }
+
+
+def test_the_limits_that_are_stated_are_those_that_are_held():
+    """And CONTRIBUTING.md states no other limit: a number with a unit is in one of these sentences."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    for sentence, numbers in limits().items():
+        (stated,) = re.finditer(sentence, text)
+        assert tuple(map(float, stated.groups())) == numbers, f"CONTRIBUTING.md says: {stated[0]}; held are {numbers}"
+        text = text.replace(stated[0], "")
+    units = r"lines|characters|functions|modules|files|names|seconds|minutes|hours|[KMG]i?B|bytes|%"
+    others = re.findall(rf"\b\d[\d.]* ?(?:{units})(?!\w)", text)
+    assert not others, f"CONTRIBUTING.md says {others}: add the sentence and what holds it to `limits`"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

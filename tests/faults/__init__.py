@@ -9,6 +9,7 @@ calls its variables, costs nothing:
 `PEAKS`, `Section.field`. Where several files define that name, the end of the path comes first: `norms:heuristic`,
 `rms_norm/xla:forward`; a package is its folder, `training/data:open`. If no path ends so, its first folders are ignored, so
 a renamed folder does not matter while the rest is unique. `rms_norm/xla:`, with nothing after the colon, is the whole module.
+Code in `tests/` needs its whole path: `tests/memory:drop_programs`.
 
 **The pattern** is Python: an expression, or a run of statements. It is compared as a syntax tree, and must match in exactly one
 place of what the anchor names.

@@ -5,16 +5,16 @@ from faults import Fault
 FAULTS = (
     Fault(
         "differential attention adds",
-        "kernels/ops/attention_variants/composed.py",
-        "wide = first.astype(jnp.float32) - lambda_",
-        "wide = first.astype(jnp.float32) + lambda_",
+        "differential.forward",
+        "$first.astype(jnp.float32) - $lambda_.astype(jnp.float32)[:, None] * $second.astype(jnp.float32)",
+        "$first.astype(jnp.float32) + $lambda_.astype(jnp.float32)[:, None] * $second.astype(jnp.float32)",
         "tests/test_ops.py -k differential_attention-small-float32",
     ),
     Fault(
         "the second attention has the first one's cotangent",
-        "kernels/ops/attention_variants/composed.py",
-        "saved.d_out_2.astype(jnp.float32) - weight * d",
-        "saved.d_out_2.astype(jnp.float32) + d",
+        "differential.backward",
+        "$saved.d_out_2.astype(jnp.float32) - $weight * $d",
+        "$saved.d_out_2.astype(jnp.float32) + $d",
         "tests/test_ops.py -k differential_attention-small-float32",
     ),
     Fault(
@@ -33,9 +33,9 @@ FAULTS = (
     ),
     Fault(
         "slots are not put back",
-        "kernels/ops/attention_variants/composed.py",
-        "weights, sizes, platform=platform)[back]",
-        "weights, sizes, platform=platform)",
+        "mixture.forward.projected",
+        "grouped_matmul($rows, $weights, $sizes, platform=$platform)[$back]",
+        "grouped_matmul($rows, $weights, $sizes, platform=$platform)",
         "tests/test_ops.py -k mixture_of_attention_heads-small-float32",
     ),
     Fault(
@@ -47,16 +47,16 @@ FAULTS = (
     ),
     Fault(
         "the attentions of differential attention are left on XLA",
-        "kernels/ops/attention_variants/composed.py",
-        '"softmax_scale": softmax_scale, "platform": platform}',
-        '"softmax_scale": softmax_scale, "platform": "xla"}',
+        "flash_of.flash",
+        "{'mask_info': $mask, 'softmax_scale': $softmax_scale, 'platform': $platform}",
+        "{'mask_info': $mask, 'softmax_scale': $softmax_scale, 'platform': 'xla'}",
         "tests/kernels/test_composed_attention.py -k holds_the_kernels_of_attention_both_ways",
     ),
     Fault(
         "XLA asked for by name lets dispatch choose",
-        "kernels/ops/attention_variants/xla.py",
-        'differential_op.register(*differential("xla"),',
-        "differential_op.register(*differential(None),",
+        "attention_variants/xla:",
+        "differential('xla')",
+        "differential(None)",
         "tests/kernels/test_composed_attention.py -k asked_by_name",
     ),
 )

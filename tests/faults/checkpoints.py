@@ -2,9 +2,7 @@
 
 from faults import Fault
 
-INTEGRITY, STORED = "ejdist/training/integrity.py", "ejdist/training/stored.py"
 CHECKPOINT, SAVES, LOCAL = (f"ejdist/training/{name}.py" for name in ("checkpoint", "saves", "local_tier"))
-SERIES = "launch/series.py"
 DAMAGE, TIER, STORE = "tests/test_damage.py", "tests/test_local_tier.py", "tests/test_object_store.py"
 
 FAULTS = (
@@ -194,23 +192,23 @@ FAULTS = (
     ),
     Fault(
         "what a run has just gone on from is forgotten",
-        "ejdist/training/local_tier.py",
-        "int(path.name) > step",
-        "int(path.name) >= step",
+        "LocalCheckpoints.forget_after",
+        "int($path.name) > $step",
+        "int($path.name) >= $step",
         "tests/test_local_tier.py -k what_a_run_goes_on_from",
     ),
     Fault(
         "a second crash finds nothing on the disk of the host",
-        "ejdist/training/saves.py",
-        "self.local.forget_after(start)",
-        "self.local.forget_after(start - 1)",
+        "Saves.begin",
+        "self.local.forget_after($start)",
+        "self.local.forget_after($start - 1)",
         "tests/test_local_tier.py -k newer_of_both",
     ),
     Fault(
         "a second damaged checkpoint of a step has no place",
-        "ejdist/training/checkpoint.py",
-        "            if not aside.exists():\n                break",
-        "            break",
+        "Checkpoints.set_aside",
+        "if not $aside.exists():\n    break",
+        "break",
         "tests/test_checkpoint.py -k set_aside_too",
     ),
 )

@@ -2,7 +2,6 @@
 
 from faults import Fault
 
-ARGUMENTS, SCHEMA, SWEEP, ERRORS = "recipes/arguments.py", "recipes/schema.py", "launch/sweep.py", "launch/errors.py"
 TESTS, PAGE = "tests/test_commands.py", "tests/test_report.py"
 CHART, FOLDER, HTML, CONTENTS = (f"launch/reporting/{name}.py" for name in ("chart", "folder", "html", "contents"))
 

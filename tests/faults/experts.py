@@ -2,8 +2,6 @@
 
 from faults import Fault
 
-ROUTER, LOSSES, METRICS = "ejdist/experts/router.py", "ejdist/experts/losses.py", "ejdist/experts/metrics.py"
-LAYER = "ejdist/experts/layer.py"
 TESTS, CALLS = "tests/test_experts.py", "tests/test_experts_calls.py"
 
 FAULTS = (
@@ -182,9 +180,9 @@ FAULTS = (
     ),
     Fault(
         "an expert counts once for each document",
-        LOSSES,
-        ".add(1, mode",
-        ".set(1, mode",
+        "_shares.of_row",
+        "$counts.at[$documents[:, None], $chosen].add",
+        "$counts.at[$documents[:, None], $chosen].set",
         "tests/test_experts_calls.py -k counts_every_choice",
     ),
 )

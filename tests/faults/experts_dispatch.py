@@ -2,10 +2,6 @@
 
 from faults import Fault
 
-ROWS = "ejdist/experts/rows.py"
-SCHEMES = "ejdist/experts/schemes.py"
-DISPATCH = "ejdist/experts/dispatch.py"
-CHOICE = "ejdist/experts/choice.py"
 TESTS = "tests/test_experts_dispatch.py"
 COSTS = "tests/test_experts_costs.py"
 EP = f"{TESTS} -k 'any_route and ep-all_to_all'"
@@ -158,9 +154,9 @@ FAULTS = (
     ),
     Fault(
         "an expert drops one token more than is said",
-        "ejdist/experts/dispatch.py",
-        "math.ceil(capacity",
-        "math.floor(capacity",
+        "exchange",
+        "math.ceil",
+        "math.floor",
         f"{TESTS} -k no_room_is_dropped",
     ),
 )

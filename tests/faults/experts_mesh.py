@@ -2,7 +2,6 @@
 
 from faults import Fault
 
-PLACED, LAYER = "ejdist/experts/placed.py", "ejdist/experts/layer.py"
 MESH, RUN, TABLE = "tests/test_experts_mesh.py", "tests/test_moe_run.py", "tests/test_embedding.py"
 
 FAULTS = (
@@ -57,9 +56,9 @@ FAULTS = (
     ),
     Fault(
         "experts on a mesh: a capacity may change in a run",
-        "ejdist/training/program.py",
-        "capacity: float | None = None  # tokens",
-        "capacity: float | None = operational(None)  # tokens",
+        "ExpertsSection.capacity",
+        "capacity: float | None = None",
+        "capacity: float | None = operational(None)",
         f"{RUN} -k refused",
     ),
     Fault(

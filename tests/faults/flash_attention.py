@@ -2,16 +2,7 @@
 
 from faults import Fault
 
-MASKS = "kernels/engines/attention/masks.py"
-RANGES = "kernels/engines/attention/ranges.py"
 FLASH = "tests/test_masks.py tests/kernels/test_flash_attention.py"
-XLA = "kernels/ops/flash_attention/xla.py"
-TILES = "kernels/engines/attention/tiles.py"
-KERNELS = "kernels/engines/attention/triton_kernels.py"
-GRADIENTS = "kernels/engines/attention/triton_gradients.py"
-PARTS = "kernels/engines/attention/triton_parts.py"
-CUDNN = "kernels/ops/flash_attention/cudnn_gpu.py"
-TRITON = "kernels/ops/flash_attention/triton_gpu.py"
 HOPPER = "tests/kernels/test_flash_attention_hopper.py"
 
 
@@ -20,7 +11,6 @@ def _triton(case):
 
 
 PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
-VISITS = "kernels/engines/attention/pallas_visits.py"
 PALLAS_BLOCKS = "tests/kernels/test_flash_attention_pallas.py"
 
 
@@ -86,11 +76,17 @@ FAULTS = (
         "bytes_of(1, $$after)",
         f"{HOPPER} -k programs",
     ),
-    Fault("mask off by one", RANGES, "Interval(high=Edge(0))", "Interval(high=Edge(-1))", FLASH),
-    Fault("window one key wider", RANGES, "Interval(Edge(-left), high)", "Interval(Edge(-left - 1), high)", FLASH),
+    Fault("mask off by one", "ranges:_causal", "Edge(0)", "Edge(-1)", FLASH),
+    Fault("window one key wider", "_window", "Edge(-$left)", "Edge(-$left - 1)", FLASH),
     Fault("integer window is W + 1", "window_of", "int($sliding_window) - 1", "int($sliding_window)", FLASH),
-    Fault("padding attends", RANGES, "seen &= (a == b) & (a >= 0)", "seen &= a == b", FLASH),
-    Fault("a tile too many skipped", TILES, "some & (first <= greatest)", "some & (first < greatest)", FLASH),
+    Fault("padding attends", "ranges:visible", "($a == $b) & ($a >= 0)", "$a == $b", FLASH),
+    Fault(
+        "a tile too many skipped",
+        "_met",
+        "($some & ($first <= $greatest), $every & ($last <= $least))",
+        "($some & ($first < $greatest), $every & ($last <= $least))",
+        FLASH,
+    ),
     Fault("combining drops a window", "MaskInfo.combine", "_both(self.window, $other.window)", "self.window", FLASH),
     Fault("output not rescaled", "forward.query_block.key_block", "$out * $rescale[..., None]", "$out", FLASH),
     Fault(
@@ -124,23 +120,23 @@ FAULTS = (
     ),
     Fault(
         "tiles: the last one that attends left out",
-        TILES,
-        "last = xp.where(some, at + 1, 0).max(-1)",
-        "last = xp.where(some, at, 0).max(-1)",
+        "tiles:_span",
+        "$at + 1",
+        "$at",
         "tests/kernels/test_blocks.py",
     ),
     Fault(
         "tiles: those at the edge of a window are full",
-        TILES,
-        "every & (first >= greatest)",
-        "every & (first >= least)",
+        "_met",
+        "($some & ($last >= $least), $every & ($first >= $greatest))",
+        "($some & ($last >= $least), $every & ($first >= $least))",
         "tests/kernels/test_blocks.py",
     ),
     Fault(
         "tiles: padding in a full one",
-        TILES,
-        "every = some & q.whole[:, :, None] & k.whole[:, None]",
-        "every = some & q.whole[:, :, None]",
+        "_met",
+        "$some & $q.whole[:, :, None] & $k.whole[:, None]",
+        "$some & $q.whole[:, :, None]",
         "tests/kernels/test_blocks.py",
     ),
     Fault("Triton: output not rescaled", "_forward_blocks", "$acc * $rescale[:, None]", "$acc", _triton("long")),
@@ -153,9 +149,9 @@ FAULTS = (
     ),
     Fault(
         "Triton: a window one key narrower",
-        PARTS,
-        "seen & (k_at >= _end(O.LOW,",
-        "seen & (k_at > _end(O.LOW,",
+        "triton_parts:visible",
+        "$k_at >= _end($O.LOW, $q_at, $ends, $O)",
+        "$k_at > _end($O.LOW, $q_at, $ends, $O)",
         _triton("window"),
     ),
     Fault("Triton: keys past the last", "triton_parts:visible", "$kj < $O.S", "$kj >= 0", _triton("full")),
@@ -179,9 +175,9 @@ FAULTS = (
     ),
     Fault(
         "Triton: a prefix does not soften the causal mask",
-        PARTS,
-        "end = tl.load(ends + END[1] * O.T)",
-        "end = q_at",
+        "triton_parts:_end",
+        "tl.load($ends + $END[1] * $O.T)",
+        "q_at",
         _triton("prefix"),
     ),
     Fault(
@@ -235,16 +231,16 @@ FAULTS = (
     ),
     Fault(
         "Hopper: three warpgroups of short rows",
-        TRITON,
-        'return min(call.dims["T"], call.dims["S"]) >= LONG and bare',
-        'return min(call.dims["T"], call.dims["S"]) >= 0 and bare',
+        "_is_long_and_plain",
+        "min($call.dims['T'], $call.dims['S']) >= LONG",
+        "min($call.dims['T'], $call.dims['S']) >= 0",
         f"{HOPPER} -k has_three",
     ),
     Fault(
         "Hopper: three warpgroups under a soft cap, which spill",
-        TRITON,
-        " and call.logits_soft_cap is None\n",
-        "\n",
+        "_is_long_and_plain",
+        "not $more and $call.softmax_aux is None and ($call.logits_soft_cap is None)",
+        "not $more and $call.softmax_aux is None",
         f"{HOPPER} -k has_three",
     ),
     Fault(
@@ -277,9 +273,9 @@ FAULTS = (
     ),
     Fault(
         "Hopper: no turns in windows",
-        "kernels/engines/attention/gluon_kernels.py",
-        "return _attending(O) > 2 or (_attending(O) == 2 and O.LOW is not None and O.BLOCK_H == 128)",
-        "return _attending(O) > 2",
+        "_in_turns",
+        "_attending($O) > 2 or (_attending($O) == 2 and $O.LOW is not None and ($O.BLOCK_H == 128))",
+        "_attending($O) > 2",
         f"{HOPPER} -k turns_in_windows",
     ),
     Fault(
@@ -467,9 +463,9 @@ FAULTS = (
     ),
     Fault(
         "Pallas: large blocks for windows too",
-        PALLAS,
-        'wide = not set(mask.used) - {"causal"}',
-        'wide = not set(mask.used) - {"causal", "window"}',
+        "flash_attention/pallas_tpu:heuristic",
+        "set($mask.used) - {'causal'}",
+        "set($mask.used) - {'causal', 'window'}",
         f"{PALLAS_BLOCKS} -k blocks_are_large",
     ),
     Fault(

@@ -2,8 +2,6 @@
 
 from faults import Fault
 
-STEP, GUARDS, REPLICAS = "ejdist/training/step.py", "ejdist/training/guards.py", "ejdist/training/replicas.py"
-GOODPUT, PACE, WATCHDOG = "ejdist/training/goodput.py", "ejdist/training/pace.py", "ejdist/cluster/watchdog.py"
 TESTS, LEDGER = "tests/test_guards.py", "tests/test_goodput.py"
 
 FAULTS = (
@@ -163,23 +161,23 @@ FAULTS = (
     ),
     Fault(
         "a rewind to an earlier checkpoint keeps those after it",
-        "ejdist/training/guards.py",
-        "kept = Passed(r for r in self.rewinds if r[0] <= restored + 1)",
-        "kept = Passed(self.rewinds)",
+        "Passed.past",
+        "($r for $r in self.rewinds if $r[0] <= $restored + 1)",
+        "self.rewinds",
         "tests/test_guards.py -k after_each_other",
     ),
     Fault(
         "a step that skips spikes is lowered without limits",
-        "ejdist/training/program.py",
-        "*(() if self.limits is None else (self.limits,)))",
-        "*())",
+        "Program.lower",
+        "() if self.limits is None else (self.limits,)",
+        "()",
         "tests/test_guards.py -k argument_of_the_step",
     ),
     Fault(
         "the limits of a step are swapped",
-        "ejdist/training/step.py",
-        "(loss > limits[0]) | (norm > limits[1])",
-        "(loss > limits[1]) | (norm > limits[0])",
+        "_is_wrong",
+        "($loss > $limits[0]) | ($norm > $limits[1])",
+        "($loss > $limits[1]) | ($norm > $limits[0])",
         "tests/test_guards.py -k skipped_step",
     ),
 )

@@ -2,11 +2,6 @@
 
 from faults import Fault
 
-FORWARD = "kernels/engines/attention/gluon_kernels.py"
-BACKWARD = "kernels/engines/attention/gluon_gradients.py"
-WIDE = "kernels/engines/attention/gluon_wide.py"
-PRODUCTS = "kernels/ops/grouped_matmul/gluon_kernels.py"
-PRODUCT_PARTS = "kernels/ops/grouped_matmul/gluon_parts.py"
 NUMBERS = "tests/kernels/test_flash_attention_hopper_numbers.py"
 GROUPED = "tests/kernels/test_grouped_matmul_hopper.py"
 INTERPRETER = "tests/test_gluon_interpreter.py"
@@ -14,9 +9,9 @@ INTERPRETER = "tests/test_gluon_interpreter.py"
 FAULTS = (
     Fault(
         "Hopper, attention: the loader skips a block of keys",
-        FORWARD,
-        "        row = nth(list_ptr, end - 1 - i) * BLOCK_K\n",
-        "        row = nth(list_ptr, end - 1 - i - (i == 2)) * BLOCK_K\n",
+        "gluon_kernels:_load_keys",
+        "$end - 1 - $i",
+        "$end - 1 - $i - ($i == 2)",
         NUMBERS,
     ),
     Fault(

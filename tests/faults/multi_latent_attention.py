@@ -12,9 +12,9 @@ FAULTS = (
     ),
     Fault(
         "the gradient of the latent forgets the values",
-        "kernels/ops/multi_latent_attention/composed.py",
-        ' + dot("bskv,rkv->bsr", dv, w_vc),',
-        ",",
+        "mla.backward",
+        "dot('bskh,rkh->bsr', $dk_up, $w_kc) + dot('bskv,rkv->bsr', $dv, $w_vc)",
+        "dot('bskh,rkh->bsr', $dk_up, $w_kc)",
         "tests/test_ops.py -k flash_mla-small",
     ),
     Fault(
@@ -69,9 +69,9 @@ FAULTS = (
     ),
     Fault(
         "the backward of latent attention is left on XLA",
-        "kernels/ops/multi_latent_attention/composed.py",
-        "flash_attention.op.backward(residuals, **call.arguments, platform=platform)",
-        'flash_attention.op.backward(residuals, **call.arguments, platform="xla")',
+        "mla.backward",
+        "flash_attention.op.backward($$args, **$$args2, platform=$platform)",
+        "flash_attention.op.backward($$args, **$$args2, platform='xla')",
         "tests/kernels/test_composed_attention.py -k holds_the_kernels_of_attention_both_ways",
     ),
 )

@@ -2,7 +2,6 @@
 
 from faults import Fault
 
-PAGED = "kernels/ops/paged_attention/xla.py"
 PAGED_TESTS = "tests/kernels/test_paged_attention.py"
 
 FAULTS = (
@@ -36,9 +35,9 @@ FAULTS = (
     ),
     Fault(
         "every block of the table is computed",
-        PAGED,
-        "end = jnp.minimum(end, ends_at(last_sees.high, high) + 1)\n",
-        "end = jnp.full_like(end, 64)\n",
+        "paged_attention/xla:_tiles",
+        "jnp.minimum($end, ends_at($last_sees.high, $high) + 1)",
+        "jnp.full_like($end, 64)",
         f"{PAGED_TESTS} -k in_the_list",
     ),
     Fault(

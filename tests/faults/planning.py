@@ -2,9 +2,6 @@
 
 from faults import Fault
 
-MEMORY, REMAT, DISPATCHES = "ejdist/planning/memory.py", "ejdist/models/remat.py", "ejdist/experts/schemes.py"
-TIME, SEARCH, PLAN = "ejdist/planning/step_time.py", "ejdist/planning/search.py", "launch/plan.py"
-TARGETS, CHIPS = "ejdist/planning/targets.py", "ejdist/planning/chips.py"
 LINKS, MEASURED, CURRICULUM = (f"ejdist/planning/{name}.py" for name in ("links", "measured", "curriculum"))
 TESTS, COMMAND = "tests/test_planning.py", "tests/test_plan.py"
 
@@ -32,8 +29,8 @@ FAULTS = (
     ),
     Fault(
         "attention's output is not kept",
-        REMAT,
-        "(0 if self.host else part.offloaded)",
+        "Remat.kept",
+        "0 if self.host else $part.offloaded",
         "0",
         f"{TESTS} -k less_with_more_of_remat",
     ),
@@ -53,9 +50,9 @@ FAULTS = (
     ),
     Fault(
         "rows of experts over slices stay in theirs",
-        DISPATCHES,
-        "rows * shape.row * (size - 1) / size, times)",
-        "rows * shape.row * (size - 1) / shape.ranks, times)",
+        "_sent",
+        "$times * $rows * $shape.row * ($size - 1) / $size",
+        "$times * $rows * $shape.row * ($size - 1) / $shape.ranks",
         f"{TESTS} -k experts_over_two_axes",
     ),
     Fault(
@@ -81,9 +78,9 @@ FAULTS = (
     ),
     Fault(
         "attention's backward takes no time",
-        TIME,
-        "(3.5 + (not share.remat.asked))",
-        "(1.0 + (not share.remat.asked))",
+        "step_time",
+        "3.5 + (not $share.remat.asked)",
+        "1.0 + (not $share.remat.asked)",
         f"{TESTS} -k measured_steps",
     ),
     Fault(
@@ -95,9 +92,9 @@ FAULTS = (
     ),
     Fault(
         "a given remat policy is searched",
-        SEARCH,
-        "policies = (s.model.remat,) if REMAT in given else policies_searched()",
-        "policies = policies_searched()",
+        "search:candidates",
+        "($s.model.remat,) if REMAT in $given else policies_searched()",
+        "policies_searched()",
         f"{TESTS} -k never_changed",
     ),
     Fault(
@@ -183,9 +180,9 @@ FAULTS = (
     ),
     Fault(
         "every replica sends its own sum to the other slices",
-        TIME,
-        "            part //= size\n",
-        "",
+        "step_time:_weights",
+        "$sent.add($name, ALL_REDUCE, 2 * $b * $part * ($size - 1) // $size, $calls)\n$part //= $size",
+        "$sent.add($name, ALL_REDUCE, 2 * $b * $part * ($size - 1) // $size, $calls)",
         f"{COMMAND} -k bytes_between_slices",
     ),
     Fault(
@@ -197,16 +194,16 @@ FAULTS = (
     ),
     Fault(
         "contiguous parts are as even as a zigzag's",
-        "ejdist/sequence/schedule.py",
-        "return float(pairs.max() / pairs.mean())",
-        "return 1.0",
+        "imbalance",
+        "float($pairs.max() / $pairs.mean())",
+        "1.0",
         f"{TESTS} -k contiguous_parts",
     ),
     Fault(
         "a given order is searched",
-        "ejdist/planning/candidates.py",
-        "orders if split and ORDER not in given else (None,)",
-        "orders if split else (None,)",
+        "ways",
+        "$split and ORDER not in $given",
+        "$split",
         f"{TESTS} -k sequence_and_the_experts",
     ),
     Fault(
@@ -218,9 +215,9 @@ FAULTS = (
     ),
     Fault(
         "tokens of all ranks take no room",
-        DISPATCHES,
-        "shape.ranks * (3 * tokens + 4",
-        "(3 * tokens + 4",
+        "experts/schemes:AllGather.memory",
+        "$shape.ranks * (3 * $tokens + 4 * $tokens // $shape.itemsize)",
+        "3 * $tokens + 4 * $tokens // $shape.itemsize",
         f"{TESTS} -k tokens_that_are_gathered",
     ),
     Fault(
@@ -276,9 +273,9 @@ FAULTS = (
     ),
     Fault(
         "what the stages that were found have of their own is pasted beside them",
-        PLAN,
-        "or is_of(key_of(w), over)",
-        "or is_of(name_of(w), ())",
+        "plan",
+        "is_curriculum($word) or is_of(key_of($word), $over)",
+        "is_curriculum($word)",
         f"{COMMAND} -k stages_of_the_command_line",
     ),
     Fault(
@@ -290,23 +287,23 @@ FAULTS = (
     ),
     Fault(
         "the batch in memory is one microbatch",
-        "ejdist/planning/memory.py",
-        "4 * 4 * share.tokens * s.accumulation",
-        "4 * 4 * share.tokens",
+        "memory:memory",
+        "4 * 4 * $share.tokens * $s.accumulation",
+        "4 * 4 * $share.tokens",
         f"{TESTS} -k state_and_batch",
     ),
     Fault(
         "weights travel once, however many microbatches",
-        TIME,
-        "sent.add_all(micro, sections.accumulation)",
-        "sent.add_all(micro, 1)",
+        "traffic",
+        "$sent.add_all($$args, $sections.accumulation)",
+        "$sent.add_all($$args, 1)",
         f"{TESTS} -k microbatches_gather",
     ),
     Fault(
         "the memory of one microbatch is passed over",
-        TIME,
-        "passed = s.accumulation * (PASSES",
-        "passed = 1 * (PASSES",
+        "step_time",
+        "$s.accumulation",
+        "1",
         f"{TESTS} -k microbatches_gather",
     ),
 )

@@ -2,12 +2,10 @@
 
 from faults import Fault
 
-MESH, GKE, TPU_VM = "ejdist/mesh.py", "launch/gke.py", "launch/tpu_vm.py"
-HEALTH, BANDWIDTH, DOCTOR = "ejdist/cluster/health.py", "ejdist/cluster/bandwidth.py", "launch/doctor.py"
 OF_MESH, OF_GKE, OF_TPU_VM = "tests/test_mesh_layout.py", "tests/test_gke.py", "tests/test_tpu_vm.py"
 OF_DOCTOR, OF_CLUSTER = "tests/test_doctor.py", "tests/test_cluster.py"
 
-SLURM, OPTIONS, LAUNCHED = "launch/slurm.py", "launch/options.py", "tests/test_slurm.py"
+LAUNCHED = "tests/test_slurm.py"
 
 FAULTS = (
     Fault(
@@ -209,23 +207,23 @@ FAULTS = (
     ),
     Fault(
         "a job is queued with a learning rate that is no number",
-        "launch/options.py",
-        "    validate(recipe)\n",
+        "options:check_run",
+        "validate($recipe)",
         "",
         "tests/test_slurm.py -k called_wrongly",
     ),
     Fault(
         "a process that a signal has ended is no failure",
-        "launch/local.py",
-        "for c in codes if c)",
-        "for c in codes if c and c > 0)",
+        "local:_main",
+        "next((128 - $c if $c < 0 else $c for $c in $codes if $c), $$after)",
+        "next((128 - $c if $c < 0 else $c for $c in $codes if $c and $c > 0), $$after)",
         "tests/test_many_processes.py -k as_the_process",
     ),
     Fault(
         "a host counts its own rows as those of all",
-        "ejdist/training/steps.py",
-        "share = data.global_batch / (rows.stop - rows.start)",
-        "share = 1.0",
+        "make_steps",
+        "$data.global_batch / ($rows.stop - $rows.start)",
+        "1.0",
         "tests/test_many_processes.py -k bit_for_bit",
     ),
 )

@@ -7,9 +7,9 @@ QUANTIZED = "tests/kernels/test_quantized_matmul.py"
 FAULTS = (
     Fault(
         "quantized matmul: affine codes of unknown width are of 4 bits",
-        "kernels/ops/quantized_matmul/__init__.py",
-        "if bits is None and len(form.bits) == 1:",
-        "if bits is None and group_size is None:",
+        "dequantize",
+        "len($form.bits) == 1",
+        "group_size is None",
         f"{QUANTIZED} -k not_guessed",
     ),
     Fault(

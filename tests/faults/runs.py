@@ -2,8 +2,6 @@
 
 from faults import Fault
 
-HOSTS, AGREEMENT = "ejdist/cluster/hosts.py", "ejdist/cluster/agreement.py"
-OPENING, CHECKPOINT = "ejdist/training/opening.py", "ejdist/training/checkpoint.py"
 TESTS, TRAIN, PROCESSES = "tests/test_hosts.py", "tests/test_train.py", "tests/test_many_processes.py"
 
 FAULTS = (

@@ -2,45 +2,42 @@
 
 from faults import Fault
 
-SHARDED = "ejdist/sharded.py"
-EXECUTION = "ejdist/execution.py"
 EDGES = "tests/test_edges.py"
-PLACEMENT = "ejdist/placement.py"
-DISPATCH = "kernels/framework/dispatch.py"
 
 FAULTS = (
     Fault(
         "sharded: what was decided for one layout holds for another",
-        EXECUTION,
-        "checked, current_layout())",
-        "checked)",
+        "execution:run",
+        "($order, $follows, $checked, current_layout())",
+        "($order, $follows, $checked)",
         "tests/test_execution.py",
     ),
     Fault(
         "sharded: what was decided for one order holds for another",
-        EXECUTION,
-        "tokens = (order, follows",
-        "tokens = (follows",
+        "execution:run",
+        "($order, $follows, $checked, current_layout())",
+        "($follows, $checked, current_layout())",
         "tests/test_execution.py",
     ),
     Fault(
         "sharded: what was decided for arrays of one type holds for others",
-        EXECUTION,
-        "program_key(), types, mesh",
-        "program_key(), mesh",
+        "execution:run",
+        "($op, $name, $call.program_key(), $types, $mesh, $given is None, jax.sharding.get_abstract_mesh(), "
+        "$asked, $tokens)",
+        "($op, $name, $call.program_key(), $mesh, $given is None, jax.sharding.get_abstract_mesh(), $asked, $tokens)",
         "tests/test_execution.py",
     ),
     Fault(
         "sharded: sums over split widths dropped",
-        EXECUTION,
-        "sums = tuple(a for d in sorted(summed & split.keys()) for a in axes.get(d, ()))",
-        "sums = ()",
+        "_decide",
+        "tuple(($a for $d in sorted($summed & $split.keys()) for $a in $axes.get($d, ())))",
+        "()",
         f"{EDGES} -k explicit",
     ),
     Fault(
         "sharded: a configuration of another type goes through on a mesh",
-        SHARDED,
-        "    op.check_asked(platform, cfg)\n",
+        "run_on_rank",
+        "$op.check_asked($platform, $cfg)",
         "",
         f"{EDGES} -k wrong_call",
     ),
@@ -60,23 +57,23 @@ FAULTS = (
     ),
     Fault(
         "sharded: out_specs are not checked",
-        EXECUTION,
-        "        check_out_specs(out_specs, wanted, mesh)\n",
-        "        pass\n",
+        "_decide",
+        "check_out_specs($out_specs, $wanted, $mesh)",
+        "pass",
         f"{EDGES} -k out_specs",
     ),
     Fault(
         "sharded: an axis on two dims goes through",
-        EXECUTION,
-        "    axes = apart(",
-        "    apart(",
+        "_decide",
+        "$axes = apart($op, $call, $axes, $mesh, $handles, said=$in_specs is not None or is_explicit($mesh))",
+        "apart($op, $call, $axes, $mesh, $handles, said=$in_specs is not None or is_explicit($mesh))",
         f"{EDGES} -k heads_before",
     ),
     Fault(
         "sharded: specs with an axis on two dims go through",
-        EXECUTION,
-        "said=in_specs is not None or is_explicit(mesh)",
-        "said=False",
+        "_decide",
+        "$in_specs is not None or is_explicit($mesh)",
+        "False",
         f"{EDGES} -k two_dims",
     ),
     Fault(
@@ -109,16 +106,16 @@ FAULTS = (
     ),
     Fault(
         "sharded: every eager call compiles",
-        EXECUTION,
-        "            _decided[kind] = program\n",
-        "            pass\n",
+        "execution:run",
+        "_decided[$kind] = $program",
+        "pass",
         f"{EDGES} -k compiles_nothing",
     ),
     Fault(
         "sharded: stored weights are gathered outside",
-        EXECUTION,
-        "gathered = stored_specs(op, call, axes, mesh, specs) if stored else {}",
-        "gathered = {}",
+        "_decide",
+        "stored_specs($op, $call, $axes, $mesh, $specs) if $stored else {}",
+        "{}",
         f"{EDGES} -k scattered",
     ),
     Fault(

@@ -2,7 +2,6 @@
 
 from faults import Fault
 
-STATE_SPACE = "kernels/ops/state_space/xla.py"
 STATE_SPACES = "tests/kernels/test_state_space.py"
 
 FAULTS = (
@@ -50,9 +49,9 @@ FAULTS = (
     ),
     Fault(
         "a call shorter than the window loses its farthest tap",
-        "kernels/ops/state_space/xla.py",
-        "range(1, min(taps, length))",
-        "range(1, min(taps, length - 1))",
+        "xla:_conv",
+        "min($$args, $length)",
+        "min($$args, $length - 1)",
         "tests/kernels/test_state_space.py -k in_parts",
     ),
 )

@@ -2,7 +2,6 @@
 
 from faults import Fault
 
-STEPS = "ejdist/training/steps.py"
 TRAIN = "tests/test_train.py"
 DECODER, MODEL, STACK = (f"ejdist/models/{name}.py" for name in ("decoder", "model", "stack"))
 STEP_OF_LAYERS = "tests/test_layers.py -k step_of_mixed"
@@ -31,23 +30,23 @@ FAULTS = (
     ),
     Fault(
         "the MLP computes its products again where all are kept",
-        "ejdist/models/feedforward.py",
-        "if not REMAT[c.remat].products:",
-        "if True:",
+        "MLP.apply",
+        "not REMAT[$c.remat].products",
+        "True",
         "tests/test_model.py -k computes_again",
     ),
     Fault(
         "a device of no data sheet has the peak of another",
-        "ejdist/training/flops.py",
-        "if device_kind.startswith(name)]",
-        "if device_kind.startswith(name)] or list(PEAKS)",
+        "peak_flops",
+        "[$name for $name in PEAKS if $device_kind.startswith($name)]",
+        "[$name for $name in PEAKS if $device_kind.startswith($name)] or list(PEAKS)",
         f"{TRAIN} -k data_sheet",
     ),
     Fault(
         "the MFU of a device that has no peak is that of 1 FLOP/s",
-        "ejdist/training/metrics.py",
-        '"mfu_causal": None if peak is None else causal / seconds / devices / peak',
-        '"mfu_causal": causal / seconds / devices / (peak or 1.0)',
+        "summarise",
+        "None if peak is None else causal / seconds / devices / peak",
+        "causal / seconds / devices / (peak or 1.0)",
         f"{TRAIN} -k data_sheet",
     ),
     Fault(
@@ -165,9 +164,9 @@ FAULTS = (
     ),
     Fault(
         "what a part asks remat to keep is not kept",
-        "ejdist/models/remat.py",
-        "policies.save_only_these_names(*offloads, *saves)",
-        "policies.save_only_these_names(*saves)",
+        "Remat.policy",
+        "$policies.save_only_these_names(*$offloads, *$saves)",
+        "$policies.save_only_these_names(*$saves)",
         "tests/test_model.py -k computes_again",
     ),
     Fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 
 # A row lies in the registers of one program: 32 elements of each array a thread, at 32 warps.
@@ -16,16 +17,12 @@ ROW_TILE = 16
 MOST_ROWS = 512
 
 
-def _power_above(n: int) -> int:
-    return 1 << (max(1, n) - 1).bit_length()
-
-
 def tiles(D: int) -> tuple[int, int]:
     """Returns (chunks, block_d): a row as tiles whose width is a power of two, with no column to spare if D allows it."""
     block_d = D & -D
     if block_d >= 16 and D // block_d <= 8:
         return D // block_d, block_d
-    return 1, max(16, _power_above(D))
+    return 1, max(16, power_of_two(D))
 
 
 def rows(D: int, elements: int) -> int:
@@ -36,7 +33,7 @@ def rows(D: int, elements: int) -> int:
 
 def warps(elements: int, each: int) -> int:
     """Returns the warps of a program whose threads have `each` of its elements."""
-    return min(32, max(1, _power_above(elements // (32 * each))))
+    return min(32, max(1, power_of_two(elements // (32 * each))))
 
 
 def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, int, int, int]:

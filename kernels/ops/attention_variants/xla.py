@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from kernels.engines.attention.masks import key_range
 from kernels.engines.attention.ranges import KeyRange, visible
 from kernels.engines.attention.tiles import active_tiles
+from kernels.engines.matmul.dot import dot
 from kernels.framework.execute import backward_of
 from kernels.ops.attention_variants.composed import differential, flash_of, mixture
 from kernels.ops.attention_variants.contract import (
@@ -33,11 +34,6 @@ EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"floa
 CHUNK, BLOCK = 64, 256  # tokens: of a chunk of the performer, of a block of quantised attention
 
 
-def _dot(subscripts, a, b):
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 _flash = flash_of("xla")
 
 
@@ -47,8 +43,8 @@ _flash = flash_of("xla")
 def linformer_forward(query, key, value, key_projection, value_projection, key_mask, softmax_scale):
     if key_mask is not None:
         key, value = (jnp.where(key_mask[:, :, None, None], x, 0) for x in (key, value))
-    keys = _dot("ps,bskh->bpkh", key_projection, key).astype(key.dtype)
-    values = _dot("ps,bskv->bpkv", value_projection, value).astype(value.dtype)
+    keys = dot("ps,bskh->bpkh", key_projection, key).astype(key.dtype)
+    values = dot("ps,bskv->bpkv", value_projection, value).astype(value.dtype)
     return _flash(query, keys, values, None, softmax_scale)
 
 
@@ -86,7 +82,7 @@ def _with_keys(state, k, v):
     new = jax.lax.stop_gradient(jnp.maximum(c, jnp.max(k, axis=1)))
     anchor = jnp.where(new == -jnp.inf, 0, new)
     phi, old = jnp.exp(k - anchor[:, None]), jnp.exp(c - anchor)
-    return new, old * total + jnp.sum(phi, axis=1), old[..., None] * sums + _dot("bskp,bskv->bkpv", phi, v)
+    return new, old * total + jnp.sum(phi, axis=1), old[..., None] * sums + dot("bskp,bskv->bkpv", phi, v)
 
 
 def _finite(c):
@@ -105,7 +101,7 @@ def _read(q, state):
     """Returns (sums of weights times values, sums of weights, the logarithm of what both are divided by) of each query."""
     c, total, sums = state
     weights, largest = _scaled(q, c)
-    return _dot("btkgp,bkpv->btkgv", weights, sums), _dot("btkgp,bkp->btkg", weights, total), largest
+    return dot("btkgp,bkpv->btkgv", weights, sums), dot("btkgp,bkp->btkg", weights, total), largest
 
 
 def _divided(sums, total):
@@ -136,8 +132,8 @@ def _across(q, k, v, m):
     first = half(k, 0)
     c = jax.lax.stop_gradient(jnp.max(first, axis=1))
     weights, largest = _scaled(half(q, 1), c)
-    scores = _dot("btkgp,bskp->bkgts", weights, jnp.exp(first - _finite(c)[:, None]))
-    sums, total = _dot("bkgts,bskv->btkgv", scores, half(v, 0)), jnp.moveaxis(jnp.sum(scores, axis=-1), 3, 1)
+    scores = dot("btkgp,bskp->bkgts", weights, jnp.exp(first - _finite(c)[:, None]))
+    sums, total = dot("bkgts,bskv->btkgv", scores, half(v, 0)), jnp.moveaxis(jnp.sum(scores, axis=-1), 3, 1)
     return with_nothing(sums), with_nothing(total), with_nothing(largest, -jnp.inf)
 
 
@@ -208,7 +204,7 @@ def quantized_forward(query, key, value, mask, softmax_scale, block_size):
             new = jnp.maximum(largest, jnp.max(x, axis=-1))
             anchor = jnp.where(new == -jnp.inf, 0, new)
             p, rescale = jnp.exp(x - anchor[..., None]), jnp.exp(largest - anchor)
-            values = _dot("bkgts,bskv->bkgtv", p.astype(value.dtype), column["value"])
+            values = dot("bkgts,bskv->bkgtv", p.astype(value.dtype), column["value"])
             return new, total * rescale + jnp.sum(p, axis=-1), out * rescale[..., None] + values
 
         def key_block(carry, x):

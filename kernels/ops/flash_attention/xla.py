@@ -19,6 +19,7 @@ from kernels.engines.attention.masks import MASK_FEATURES, key_range
 from kernels.engines.attention.ranges import KeyRange, visible
 from kernels.engines.attention.softmax import sink_gradient
 from kernels.engines.attention.tiles import active_tiles, listed
+from kernels.engines.matmul.dot import dot
 from kernels.framework.binding import Call
 from kernels.framework.config import BwdParams, FwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
@@ -132,12 +133,6 @@ def _pair_start(x: jax.Array, blocks: _Blocks, i: jax.Array, j: jax.Array) -> tu
     return start, (x.shape[0], x.shape[1], rows, columns)
 
 
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # float32 means float32: no tf32 or bfloat16 passes behind the caller's back.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """Returns [B|1, K|1, G|1, ...] of x [B|1, N|1, ...]."""
     groups = (1, 1) if x.shape[1] == 1 else (num_kv_heads, x.shape[1] // num_kv_heads)
@@ -153,7 +148,7 @@ class _Logits(NamedTuple):
 def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
     """Returns the logits of one block pair. q is [B, block_q, K, G, H]; limits is (T, S)."""
     num_kv_heads = q.shape[2]
-    x = _dot("btkgh,bskh->bkgts", q, column["key"]) * scale
+    x = dot("btkgh,bskh->bkgts", q, column["key"]) * scale
     slope = None
     if cap is not None:
         bent = jnp.tanh(x / cap)
@@ -228,7 +223,7 @@ def forward(
             total = total * rescale + jnp.sum(p, axis=-1)
             keep = _keep(dropout_seed, row, column, dropout_prob, K)
             p = p if keep is None else p * keep
-            pv = _dot("bkgts,bskv->bkgtv", p.astype(value.dtype), column["value"])
+            pv = dot("bkgts,bskv->bkgtv", p.astype(value.dtype), column["value"])
             return new, total, out * rescale[..., None] + pv
 
         largest, total, out = jax.lax.fori_loop(0, count, key_block, (largest, total, out))
@@ -297,20 +292,20 @@ def backward(
             column = _column_block(blocks, j)
             s = _logits(q, row, column, i, j, keys, blocks, (T, S), alibi_slopes, scale, logits_soft_cap)
             p = jnp.where(some, jnp.exp(s.value - anchor), 0)
-            dp = _dot("btkgv,bskv->bkgts", d_out, column["value"])
+            dp = dot("btkgv,bskv->bkgts", d_out, column["value"])
             keep = _keep(dropout_seed, row, column, dropout_prob, K)
             dropped = p if keep is None else p * keep
             ds = p * ((dp if keep is None else dp * keep) - delta)
             raw = ds if s.cap_slope is None else ds * s.cap_slope
             raw = (raw * scale).astype(query.dtype)
-            dk = _dot("bkgts,btkgh->bskh", raw, q)
-            dv = _dot("bkgts,btkgv->bskv", dropped.astype(value.dtype), d_out)
+            dk = dot("bkgts,btkgh->bskh", raw, q)
+            dv = dot("bkgts,btkgv->bskv", dropped.astype(value.dtype), d_out)
             new = {"key": _add(sums["key"], dk, j, blocks), "value": _add(sums["value"], dv, j, blocks)}
             if bias is not None:
                 new["bias"] = _add_pair(sums["bias"], ds.reshape(B, N, *ds.shape[3:]), i, j, blocks)
             if s.distance is not None:
                 new["alibi_slopes"] = sums["alibi_slopes"] - jnp.sum(ds * s.distance[:, None, None], axis=(3, 4))
-            return dq + _dot("bkgts,bskh->btkgh", raw, column["key"]), new
+            return dq + dot("bkgts,bskh->btkgh", raw, column["key"]), new
 
         dq, sums = jax.lax.fori_loop(0, count, key_block, (jnp.zeros(q.shape, jnp.float32), sums))
         return sums, dq.reshape(B, blocks.block_q, N, H).astype(query.dtype)

@@ -19,6 +19,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import KeyRange, ends_at, interval_of, visible
 from kernels.engines.matmul.dot import dot
 from kernels.framework.binding import Call
+from kernels.framework.measured import power_of_two
 from kernels.framework.select import NOMINAL_SIZE
 from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
 from kernels.ops.paged_attention.contract import (
@@ -31,11 +32,6 @@ from kernels.ops.paged_attention.contract import (
 )
 
 _LAST = jnp.iinfo(jnp.int32).max
-
-
-def _ceil_power(n: int) -> int:
-    """Returns the smallest power of two that is at least n, and 1."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _known(size: Any) -> int:
@@ -56,7 +52,7 @@ def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
     # step is as large as 32 MiB of logits allow.
     logits, tile, block, pairs = (2**17, 32, 128, 8) if platform == "cpu" else (2**23, 128, 512, 64)
     each, rows, keys = _shape(call)
-    block_q, block_k = min(tile, _ceil_power(each)), min(block, _ceil_power(keys))
+    block_q, block_k = min(tile, power_of_two(each)), min(block, power_of_two(keys))
     fits = max(1, logits // (block_q * block_k * call.dims["N"]))
     there = (rows // block_q + _known(call.kv_lens.shape[0])) * -(-keys // block_k)
     return PagedAttentionConfig(block_q, block_k, max(1, min(pairs, fits, there)))
@@ -64,8 +60,8 @@ def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
 
 def _candidates(call: Call) -> list[PagedAttentionConfig]:
     each, _, keys = _shape(call)
-    tiles = sorted({min(n, _ceil_power(each)) for n in (1, 16, 64, 128)})
-    blocks = sorted({min(n, _ceil_power(keys)) for n in (64, 128, 256, 512)})
+    tiles = sorted({min(n, power_of_two(each)) for n in (1, 16, 64, 128)})
+    blocks = sorted({min(n, power_of_two(keys)) for n in (64, 128, 256, 512)})
     return [PagedAttentionConfig(q, k, n) for q in tiles for k in blocks for n in (1, 8, 32, 128)]
 
 

@@ -7,6 +7,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.engines.matmul.dot import dot
 from kernels.ops.quantized_matmul.contract import op
 from kernels.ops.quantized_matmul.formats import RUN, dequantized
 
@@ -18,11 +19,6 @@ def tile_of(D: int, F: int, group_size: int) -> int:
     unit = math.lcm(group_size, RUN)
     most = max(1, min(D, TILE // F) // unit)
     return unit * next(n for n in range(most, 0, -1) if D // unit % n == 0)
-
-
-def _dot(subscripts, a, b):
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _over_tiles(body, start, D, w, scales, biases, dtype, **how):
@@ -43,7 +39,7 @@ def _over_tiles(body, start, D, w, scales, biases, dtype, **how):
 def forward(x, w, scales, biases, mode, bits, group_size):
     def step(first, weights, out):
         part = lax.dynamic_slice_in_dim(x, first, weights.shape[0], x.ndim - 1)
-        return out + _dot("...d,df->...f", part, weights)
+        return out + dot("...d,df->...f", part, weights)
 
     start = jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32)
     how = {"mode": mode, "bits": bits, "group_size": group_size}
@@ -54,7 +50,7 @@ def backward(saved, x, w, scales, biases, mode, bits, group_size):
     d_out = saved.d_out.astype(x.dtype)
 
     def step(first, weights, dx):
-        part = _dot("...f,df->...d", d_out, weights).astype(x.dtype)
+        part = dot("...f,df->...d", d_out, weights).astype(x.dtype)
         return lax.dynamic_update_slice_in_dim(dx, part, first, x.ndim - 1)
 
     how = {"mode": mode, "bits": bits, "group_size": group_size}
