@@ -28,6 +28,8 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
     # A third of what is left: for each program, however small, XLA would make one MLIR context or more to write its fusions.
     # The other writer of fusions needs none. Which operations are fused is decided before, in the same way.
     flags |= {"xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters=true"}
+    # Nor is a small program compiled sooner in 32 parts.
+    flags |= {"xla_cpu_parallel_codegen_split_count": 1}
     added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
     # Runs that are stopped and go on compile the same programs again, in this process and in those that it starts. Each

@@ -18,7 +18,7 @@ MIB = 2**20
 LIMIT = 2560 * MIB
 # Where programs are dropped: no test needs as much as is left to the limit. And not again before it has grown by so much: with
 # a GPU a process may hold as much by itself.
-DROPS, AGAIN = 1536 * MIB, 256 * MIB
+DROPS, AGAIN = 1280 * MIB, 192 * MIB
 _STATUS = Path("/proc/self/status")  # of Linux; elsewhere nothing is measured, and nothing is dropped
 
 
