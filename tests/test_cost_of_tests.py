@@ -97,12 +97,21 @@ def test_a_worker_drops_its_programs_when_it_holds_much_and_has_grown(monkeypatc
     monkeypatch.setattr(memory, "resident", lambda name="VmRSS": held[0] * memory.MIB)
     monkeypatch.setattr(memory, "drop_programs", lambda: dropped.append(held[0]))
     plugin = memory.Memory(SimpleNamespace(option=SimpleNamespace(markexpr="not slow")))
-    for held[0] in (1000, 1500, 1600, 1700, 1800, 1900, 2000):
+    first, step = memory.DROPS // memory.MIB, memory.AGAIN // memory.MIB
+    for held[0] in (
+        first - 1,
+        first,
+        first + 1,
+        first + step,
+        first + step + 1,
+        first + step + 2,
+        first + 2 * step + 2,
+    ):
         around = plugin.pytest_runtest_protocol(SimpleNamespace(stash=pytest.Stash()))
         next(around)
         with pytest.raises(StopIteration):
             around.send(True)
-    assert dropped == [1600, 1900]
+    assert dropped == [first + 1, first + step + 2]
 
 
 def test_a_test_belongs_to_the_operation_of_its_parameter_or_of_its_file():
