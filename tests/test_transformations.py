@@ -35,9 +35,9 @@ BUILT_ON_ANOTHER = {
 }
 
 
-# Transformations are the framework's, which knows no toolchain. The kernels of these two have every kind of argument, residual
-# and output that it passes on; the kernels of other operations are transformed in the slow tier.
-WITH_KERNELS = {"flash_attention", "rms_norm"}
+# Transformations are the framework's, which knows no toolchain: it passes arguments on to kernels as to XLA. These two have
+# residuals, several outputs and arguments that may be left out; kernels of other operations are transformed in the slow tier.
+WITH_KERNELS = {"rms_norm", "fused_add_rms_norm"}
 
 
 def marks_of(op, backend="xla"):

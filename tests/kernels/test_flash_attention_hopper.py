@@ -165,7 +165,10 @@ def held(kernels, names, every_option=False, launch=(SPECIALISED, 168)):
 SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
 
 
-@pytest.mark.parametrize(("width", "value_width", "names"), [(128, 128, HOPPERS), (192, 128, WIDE), (256, 256, WIDE)])
+@pytest.mark.parametrize(
+    ("width", "value_width", "names"),
+    [(128, 128, HOPPERS), (192, 128, WIDE), pytest.param(256, 256, WIDE, marks=pytest.mark.slow)],
+)
 def test_the_code_with_every_option(width, value_width, names):
     """A soft cap, sinks, a window and documents."""
     given = call(width, value_width, **EVERYTHING, **SEGMENTS, mask=MaskInfo(causal=True, window=(100, 0)))
