@@ -57,6 +57,9 @@ def test_counts_by_hand():
     forward, backward = OPERATIONS["rms_norm"].work(bound(OPERATIONS["rms_norm"], "small", "bfloat16"))
     assert (forward.flops, forward.bytes) == (4 * 640, 2 * 640 * 2 + 64 * 2 + 10 * 4)
     assert (backward.flops, backward.bytes) == (8 * 640, 3 * 640 * 2 + 2 * 64 * 2 + 10 * 4)
+    forward, backward = OPERATIONS["fused_add_layer_norm"].work(bound(OPERATIONS["fused_add_layer_norm"], "small"))
+    assert (forward.flops, forward.bytes) == (8 * 240, 4 * (4 * 240 + 2 * 24 + 2 * 10))
+    assert (backward.flops, backward.bytes) == (12 * 240, 4 * (4 * 240 + 2 * 2 * 24 + 2 * 10))
     forward, backward = OPERATIONS["rotary_embedding"].work(bound(OPERATIONS["rotary_embedding"], "partial"))
     elements = 2 * 7 * 3
     assert forward == backward and forward.flops == elements * 8 // 2 * 6

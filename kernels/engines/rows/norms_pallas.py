@@ -1,77 +1,97 @@
-"""Norms of whole rows on TPUs, of x or of x + residual: blocks of rows with all of D in VMEM, each array read or written once.
-
-The arithmetic is an operation's own: two kernels of a block, as `launch_on_rows` takes them.
-"""
+"""Norms of whole rows on TPUs: blocks of rows with all of D in VMEM, each array read or written once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from kernels.engines.rows import norms
 from kernels.engines.rows import rows as cut
-from kernels.engines.rows.norms import NormConfig
+from kernels.engines.rows.norms import Norm, NormConfig, cost
 from kernels.framework.binding import Call
-from kernels.framework.work import Work
 from kernels.toolchains.pallas import launch_on_rows
 
 
-def normalised(
-    kernel: Callable,
-    x: jax.Array,
-    residual: jax.Array | None,
-    features: dict[str, jax.Array | None],
-    statistics: tuple[str, ...],
-    cfg: Any,
-    work: Work,
-    **options: Any,
-) -> tuple[jax.Array, ...]:
+def norm_fwd_kernel(refs: Any, out_refs: Any, *, norm: Norm) -> None:
+    """Writes the outputs of a block of rows."""
+    x = refs["x"][...].astype(jnp.float32)
+    if "residual" in refs:
+        stream = (x + refs["residual"][...].astype(jnp.float32)).astype(out_refs["stream"].dtype)
+        out_refs["stream"][...] = stream
+        x = stream.astype(jnp.float32)  # rounded: what is normalised is what goes on
+    weight, bias = (refs[name][...] if name in refs else None for name in ("weight", "bias"))
+    out, *statistics = norms.normalise(x, weight, bias, norm)
+    for name, y in zip(norm.statistics, statistics, strict=True):
+        out_refs[name][...] = y
+    out_refs["out"][...] = out.astype(out_refs["out"].dtype)
+
+
+def norm_bwd_kernel(refs: Any, out_refs: Any, *, num_rows: int, norm: Norm) -> None:
+    """Writes the gradients of a block of rows, and its part of those of weight and bias."""
+    statistics = {name: refs[name][...] for s in norm.statistics for name in (s, f"d_{s}")}
+    x, normalised = norms.normal(refs["x"][...].astype(jnp.float32), statistics)
+    d_out = refs["d_out"][...].astype(jnp.float32)
+    # The last block may reach past the array, where there is anything at all, NaN too.
+    row = pl.program_id(0) * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    for name, each in (("weight", d_out * normalised), ("bias", d_out)):
+        if name in out_refs:
+            out_refs[name][...] = jnp.sum(jnp.where(row < num_rows, each, 0.0), axis=0, keepdims=True)[None]
+    weight = refs["weight"][...] if "weight" in refs else None
+    dx = norms.pull(x, normalised, d_out, statistics, weight, norm)
+    if "d_stream" in refs:
+        dx = dx + refs["d_stream"][...].astype(jnp.float32)
+    for name in ("dx", "narrow"):
+        if name in out_refs:
+            out_refs[name][...] = dx.astype(out_refs[name].dtype)
+
+
+def forward(x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any) -> tuple[jax.Array, ...]:
     """Returns (out, stream if there is a residual, the statistics of each row)."""
     D = x.shape[-1]
     M = x.size // D
     made = {"out": jax.ShapeDtypeStruct((M, D), x.dtype)}
+    rows = {"x": x.reshape(M, D)}
     if residual is not None:
         made["stream"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
-        residual = residual.reshape(M, D)
-    made |= dict.fromkeys(statistics, jax.ShapeDtypeStruct((M, 1), jnp.float32))
-    rows = {"x": x.reshape(M, D), "residual": residual}
-    found = launch_on_rows(kernel, cfg.block_rows, rows, features, made, work=work, **options)
-    return tuple(y.reshape(x.shape[:-1] if n in statistics else x.shape) for n, y in found.items())
+        rows["residual"] = residual.reshape(M, D)
+    made |= dict.fromkeys(norm.statistics, jax.ShapeDtypeStruct((M, 1), jnp.float32))
+    work, features = cost(x, residual, weight, bias, norm.centered)[0], {"weight": weight, "bias": bias}
+    found = launch_on_rows(norm_fwd_kernel, cfg.block_rows, rows, features, made, work=work, norm=norm)
+    return tuple(y.reshape(x.shape[:-1] if n in norm.statistics else x.shape) for n, y in found.items())
 
 
-def pulled(
-    kernel: Callable,
-    saved: Any,
-    normalised: jax.Array,
-    x: jax.Array,
-    features: dict[str, jax.Array | None],
-    statistics: tuple[str, ...],
-    cfg: Any,
-    work: Work,
-    **options: Any,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (dx in the dtype of what was normalised, {"x": dx in its own, and the gradients of the features})."""
+def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any) -> dict[str, jax.Array]:
+    """Returns the gradients by name."""
     D = x.shape[-1]
     M = x.size // D
+    normalised = x if residual is None else saved.stream
     made = {"dx": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
     if normalised.dtype != x.dtype:
         made["narrow"] = jax.ShapeDtypeStruct((M, D), x.dtype)
-    d_stream = saved.get("d_stream")
-    rows = {
-        "x": normalised.reshape(M, D),
-        "d_out": saved.d_out.reshape(M, D),
-        "d_stream": None if d_stream is None else d_stream.reshape(M, D),
-        **{name: saved[name].reshape(M, 1) for s in statistics for name in (s, f"d_{s}")},
-    }
-    summed = [name for name, given in features.items() if given is not None]
-    # A bias has a gradient and no part in those of the others.
-    read = {"weight": features["weight"]}
-    found = launch_on_rows(kernel, cfg.backward_block_rows, rows, read, made, summed, work=work, num_rows=M, **options)
+    rows = {"x": normalised.reshape(M, D), "d_out": saved.d_out.reshape(M, D)}
+    if residual is not None:
+        rows["d_stream"] = saved.d_stream.reshape(M, D)
+    rows |= {name: saved[name].reshape(M, 1) for s in norm.statistics for name in (s, f"d_{s}")}
+    summed = [name for name, given in (("weight", weight), ("bias", bias)) if given is not None]
+    work = cost(x, residual, weight, bias, norm.centered)[1]
+    found = launch_on_rows(
+        norm_bwd_kernel,
+        cfg.backward_block_rows,
+        rows,
+        {"weight": weight},  # a bias has a gradient and no part in those of the others
+        made,
+        summed,
+        work=work,
+        num_rows=M,
+        norm=norm,
+    )
     dx = found["dx"].reshape(x.shape)
-    narrow = found["narrow"].reshape(x.shape) if "narrow" in found else dx
-    return dx, {"x": narrow, **{name: found[name] for name in summed}}
+    gradients = {"x": found["narrow"].reshape(x.shape) if "narrow" in found else dx}
+    gradients |= {name: found[name] for name in summed}
+    return gradients if residual is None else {**gradients, "residual": dx}
 
 
 def _itemsizes(call: Call, backward: bool = False) -> tuple[int, ...]:

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from kernels.engines.rows import rows as cut
-from kernels.engines.rows.norms import NormConfig
+from kernels.engines.rows.norms import Norm, NormConfig, centers, cost
 from kernels.framework.binding import Call
-from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
 
 # Bytes of shared memory for tiles that are read ahead: beside it a block of an A100 has room for what its sums exchange.
@@ -224,43 +223,30 @@ def _rows_lie_in_threads(block_d: int, num_warps: int, itemsize: int) -> bool:
     return block_d >= num_warps * 32 * (16 // itemsize)
 
 
-def normalised(
-    x: jax.Array,
-    residual: jax.Array | None,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    cfg: Any,
-    work: Work,
-    *,
-    eps: float,
-    centered: bool,
-    zero_centered: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Returns (out, stream if there is a residual, mean if it is `centered`, rstd)."""
+def forward(x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any) -> tuple[jax.Array, ...]:
+    """Returns (out, stream if there is a residual, the statistics of each row)."""
     D = x.shape[-1]
     M = x.size // D
     chunks, block_d = cut.tiles(D)
-    of_rows = jax.ShapeDtypeStruct((M,), jnp.float32)
     out_shape = {"out_ptr": jax.ShapeDtypeStruct((M, D), x.dtype)}
     if residual is not None:
         out_shape["stream_ptr"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
-        residual = residual.reshape(M, D)
-    out_shape |= {"mean_ptr": of_rows, "rstd_ptr": of_rows} if centered else {"rstd_ptr": of_rows}
+    out_shape |= {f"{name}_ptr": jax.ShapeDtypeStruct((M,), jnp.float32) for name in norm.statistics}
     unused: dict[str, Any] = {n: None for n in ("stream_ptr", "mean_ptr") if n not in out_shape}
     made = triton_launch(
         norm_fwd_kernel,
         x.reshape(M, D),
-        residual,
+        None if residual is None else residual.reshape(M, D),
         weight,
         bias,
         out_shape=tuple(out_shape.values()),
         grid=(triton.cdiv(M, cfg.block_rows),),
         num_warps=cfg.num_warps,
-        work=work,
+        work=cost(x, residual, weight, bias, norm.centered)[0],
         M=M,
         D=D,
-        EPS=eps,
-        ZERO_CENTERED=zero_centered,
+        EPS=norm.eps,
+        ZERO_CENTERED=norm.zero_centered,
         BLOCK_M=cfg.block_rows,
         BLOCK_D=block_d,
         CHUNKS=chunks,
@@ -269,22 +255,13 @@ def normalised(
     return tuple(y.reshape(x.shape if y.ndim == 2 else x.shape[:-1]) for y in made)
 
 
-def pulled(
-    saved: Any,
-    normalised: jax.Array,
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    cfg: Any,
-    work: Work,
-    *,
-    zero_centered: bool = False,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (dx in the dtype of what was normalised, {"x": dx in its own, and the gradients of weight and bias})."""
+def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any) -> dict[str, jax.Array]:
+    """Returns the gradients by name."""
     D = x.shape[-1]
     M = x.size // D
     chunks, block_d = cut.tiles(D)
     programs = min(triton.cdiv(M, cfg.backward_block_rows), cfg.backward_programs)
+    normalised = x if residual is None else saved.stream
     out_shape = {"dx_ptr": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
     if normalised.dtype != x.dtype:
         out_shape["narrow_dx_ptr"] = jax.ShapeDtypeStruct((M, D), x.dtype)
@@ -308,10 +285,10 @@ def pulled(
         out_shape=tuple(out_shape.values()),
         grid=(programs,),
         num_warps=cfg.backward_num_warps,
-        work=work,
+        work=cost(x, residual, weight, bias, norm.centered)[1],
         M=M,
         D=D,
-        ZERO_CENTERED=zero_centered,
+        ZERO_CENTERED=norm.zero_centered,
         PROGRAMS=programs,
         BLOCK_M=cfg.backward_block_rows,
         BLOCK_D=block_d,
@@ -322,9 +299,10 @@ def pulled(
     )
     found = dict(zip(out_shape, result, strict=True))
     dx = found["dx_ptr"].reshape(x.shape)
-    narrow = found.get("narrow_dx_ptr", dx).reshape(x.shape)
+    gradients = {"x": found.get("narrow_dx_ptr", dx).reshape(x.shape)}
     # Summed in a fixed order, not by atomics: the same call gives the same bits.
-    return dx, {"x": narrow, **{n: jnp.sum(found[f"d{n}_ptr"], axis=0) for n in summed}}
+    gradients |= {n: jnp.sum(found[f"d{n}_ptr"], axis=0) for n in summed}
+    return gradients if residual is None else {**gradients, "residual": dx}
 
 
 def rejects(call: Call) -> str | None:
@@ -348,8 +326,9 @@ def _read_ahead(call: Call, rows: int) -> int:
     return 1 + min(2, READ_AHEAD // tile)
 
 
-def shapes(call: Call, *, crowded: bool) -> NormConfig:
-    """Returns the tiles of a call; `crowded` as `rows.shapes` has it."""
+def heuristic(call: Call, platform: str) -> NormConfig:
+    """Returns the tiles of a call."""
+    crowded = "residual" in call.arguments or centers(call)  # another array, or another sum
     itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
     found = cut.shapes(call.dims["D"], itemsize, crowded=crowded)
     return NormConfig(*found, _read_ahead(call, found[2]))
@@ -365,6 +344,7 @@ FACTS: Any = {
     "platforms": {"cuda"},
     "dtypes": {"float32", "bfloat16", "float16"},
     "rejects": rejects,
+    "heuristic": heuristic,
     "candidates": candidates,
     "version": 2,
 }

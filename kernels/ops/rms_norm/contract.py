@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels.engines.rows.norms import NormConfig
+from kernels.engines.rows.norms import Norm, NormConfig, outputs, projected, work, work_of_linear
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.measured import bucket, power_of_two
-from kernels.framework.work import Work, nbytes
+
+
+def norm_of(eps: float, zero_centered: bool) -> Norm:
+    return Norm(eps, centered=False, zero_centered=zero_centered)
+
+
+def _check(weight: object, zero_centered: bool) -> None:
+    if zero_centered and weight is None:
+        raise ValueError(
+            "rms_norm: argument 'zero_centered' changes 'weight', which is None; give it or leave it False"
+        )
 
 
 def rms_norm(
@@ -30,17 +38,8 @@ def rms_norm(
     Raises:
       ValueError: `zero_centered` without `weight`.
     """
-    if zero_centered and weight is None:
-        raise ValueError(
-            "rms_norm: argument 'zero_centered' changes 'weight', which is None; give it or leave it False"
-        )
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    wide = x.astype(compute)
-    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
-    out = wide * rstd[..., None]
-    if weight is not None:
-        out = out * (weight.astype(compute) + (1 if zero_centered else 0))
-    return out.astype(x.dtype), rstd
+    _check(weight, zero_centered)
+    return outputs(x, None, weight, None, norm_of(eps, zero_centered))
 
 
 def fused_add_rms_norm(
@@ -59,10 +58,8 @@ def fused_add_rms_norm(
     Raises:
       ValueError: `zero_centered` without `weight`.
     """
-    compute = jnp.promote_types(jnp.promote_types(x.dtype, residual.dtype), jnp.float32)
-    stream = (x.astype(compute) + residual.astype(compute)).astype(residual.dtype)
-    out, rstd = rms_norm(stream.astype(compute), weight, eps=eps, zero_centered=zero_centered)
-    return out.astype(x.dtype), stream, rstd
+    _check(weight, zero_centered)
+    return outputs(x, residual, weight, None, norm_of(eps, zero_centered))
 
 
 def rms_norm_linear(
@@ -78,33 +75,7 @@ def rms_norm_linear(
     Raises:
       ValueError: `zero_centered` without `weight`.
     """
-    normal, _ = rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.dot(normal, projection, preferred_element_type=accumulate).astype(x.dtype)
-
-
-def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions: each reads and writes its arrays once, 2 of [M, D] forward and 3 backward."""
-    size, rows = call.x.size, 4 * call.x.size // call.dims["D"]  # rstd is float32
-    forward = Work(4 * size, 2 * nbytes(call.x) + nbytes(call.weight) + rows)
-    return forward, Work(8 * size, 3 * nbytes(call.x) + 2 * nbytes(call.weight) + rows)
-
-
-def work_of_add(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions. Forward: x and residual read, out and stream written. Backward: the stream and two
-    cotangents read, and the gradient of x and residual written, once where they have one dtype."""
-    size, rows = call.x.size, 4 * call.x.size // call.dims["D"]
-    narrow, wide = nbytes(call.x), nbytes(call.residual)
-    forward = Work(5 * size, 2 * narrow + 2 * wide + nbytes(call.weight) + rows)
-    again = 0 if call.x.dtype == call.residual.dtype else narrow
-    return forward, Work(9 * size, narrow + 3 * wide + again + 2 * nbytes(call.weight) + rows)
-
-
-def work_of_linear(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls, one forward and two backward; the norm, which is computed again, is not counted."""
-    matmul, out = 2 * call.x.size * call.dims["F"], nbytes(call.x) // call.dims["D"] * call.dims["F"]
-    weights = nbytes(call.weight, call.projection)
-    return Work(matmul, nbytes(call.x) + out + weights), Work(2 * matmul, 2 * nbytes(call.x) + out + 2 * weights)
+    return projected(rms_norm(x, weight, eps=eps, zero_centered=zero_centered)[0], projection)
 
 
 def classes(call: Call) -> str:
@@ -156,7 +127,7 @@ add_op = Op(
         Case("model_4k", {"lead": (16384,), "D": 4096}, arrays=("weight",), tags=frozenset({"bench", "code"})),
         Case("model_8k", {"lead": (16384,), "D": 8192}, arrays=("weight",), tags=frozenset({"bench", "code"})),
     ),
-    work=work_of_add,
+    work=work,
 )
 
 linear_op = Op(
