@@ -4,15 +4,22 @@ from faults import Fault
 
 FAULTS = (
     Fault(
+        "kl_divergence in Triton: what there is of a token is read in the order of the names",
+        "kl_divergence/triton_gpu:_pull",
+        "[$row[$name] for $name in PER_TOKEN]",
+        "[$row[$name] for $name in sorted(PER_TOKEN)]",
+        "tests/test_ops.py -k kl_divergence-small-float32-triton",
+    ),
+    Fault(
         "kl_divergence: the reverse gap forgets its own probabilities",
-        "kl_divergence/xla:_pull",
-        "1 + ($student - $teacher) - $gap",
-        "$student - $teacher",
+        "kl_divergence/adapters:gradient",
+        "1 + ($x - $other) - $row['gap']",
+        "$x - $other",
         "tests/kernels/test_kl_divergence.py -k float64",
     ),
     Fault(
         "kl_divergence: the temperature is not in the gradient",
-        "kl_divergence/xla:_bent",
+        "vocabulary:bent",
         "($logits / $temperature, 1 / $temperature)",
         "($logits / $temperature, 1.0)",
         "tests/kernels/test_kl_divergence.py -k float64",
@@ -26,9 +33,9 @@ FAULTS = (
     ),
     Fault(
         "kl_divergence: ignored tokens count",
-        "functions:fused_kl_divergence",
-        "($marks != $ignore_index) & ($marks != ALSO_IGNORED)",
-        "($marks != $ignore_index + 7) & ($marks != ALSO_IGNORED)",
+        "is_counted",
+        "($targets != $ignore_index) & ($targets != ALSO_IGNORED)",
+        "($targets != $ignore_index + 7) & ($targets != ALSO_IGNORED)",
         "tests/kernels/test_kl_divergence.py -k ignored",
     ),
     Fault(
@@ -54,7 +61,7 @@ FAULTS = (
     ),
     Fault(
         "kl_divergence in Triton: the temperature is not in the gradient",
-        "triton_gpu:_bent",
+        "vocabulary_triton:bent",
         "(1.0 - $bent * $bent) / $TEMPERATURE",
         "1.0 - $bent * $bent",
         "tests/test_ops.py -k kl_divergence-all-float32-triton",
@@ -90,7 +97,7 @@ FAULTS = (
     Fault(
         "kl_divergence in Pallas: the student is always q",
         "pallas_tpu:kl_divergence_fwd_kernel",
-        "not $reverse",
+        "not $how.reverse",
         "True",
         "tests/kernels/test_kl_divergence.py -k kernel_in_small_blocks",
     ),

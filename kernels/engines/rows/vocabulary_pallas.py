@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.engines.rows.vocabulary import work_of_pass
 from kernels.framework.binding import Call
-from kernels.framework.work import Work
 from kernels.toolchains.pallas import pallas_launch
 
 # Entries of a tile: a megabyte of float32, which with the next one on its way and what is made of it is within 16 MiB of VMEM.
@@ -19,10 +19,21 @@ ELEMENTS = 256 * 1024
 LANES = 128
 
 
-def columns(call: Call) -> list[int]:
-    """Returns how many columns a tile may have, what is taken untuned first; whole tiles of 128 lanes."""
-    whole = -(-call.dims["V"] // LANES) * LANES
-    return list(dict.fromkeys(min(most, whole) for most in (2048, 1024, 4096)))
+def facts(config: type) -> Any:
+    """Returns what the form of logits that exist already registers."""
+
+    def candidates(call: Call) -> list[Any]:
+        # Columns of a tile, what is taken untuned first; whole tiles of 128 lanes.
+        whole = -(-call.dims["V"] // LANES) * LANES
+        return [config(block_vocab=n) for n in dict.fromkeys(min(most, whole) for most in (2048, 1024, 4096))]
+
+    return {
+        "platforms": {"tpu"},
+        "dtypes": {"float32", "bfloat16"},
+        "rejects": lambda call: "an array has no elements" if call.logits.size == 0 else None,
+        "heuristic": lambda call, platform: candidates(call)[0],
+        "candidates": candidates,
+    }
 
 
 def passed(
@@ -32,7 +43,6 @@ def passed(
     cols: int,
     *,
     made: int | jnp.dtype,
-    work: Work,
     kept: int = 0,
     **options: Any,
 ) -> list[jax.Array]:
@@ -66,7 +76,7 @@ def passed(
         out_specs=tuple(row if by_row else tile for _ in out),
         scratch_shapes=[pltpu.VMEM((height, 1), jnp.float32)] * kept,
         dimension_semantics=("parallel", "arbitrary" if by_row else "parallel"),
-        work=work,
+        work=work_of_pass(logits, rows, out),
         name=kernel.__name__,
     )
     return [x[:, 0] if by_row else x for x in found]
@@ -92,11 +102,6 @@ def tile_by_tile(tile: tuple[int, ...], V: int, add: Callable[[Callable], None])
 def finite(x: jax.Array) -> jax.Array:
     """Returns 0 where x is infinite or NaN: what is subtracted in an exponential, which then is 0, infinite or NaN itself."""
     return jnp.where(jnp.abs(x) < jnp.inf, x, 0.0)
-
-
-def shares(x: jax.Array, lse: jax.Array) -> jax.Array:
-    """Returns the softmax of a tile, 0 in a row of nothing: -inf, and lse with it."""
-    return jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
 def joined(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,6 +1,6 @@
 """Cross entropy from hidden states and the output projection, or from logits, with no whole logits in memory."""
 
-from kernels.ops.cross_entropy.blocks import BLOCK_ELEMENTS
+from kernels.ops.cross_entropy.adapters import BLOCK_ELEMENTS
 from kernels.ops.cross_entropy.contract import (
     CrossEntropyConfig,
     TokenLosses,

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels.engines.rows.losses import ALSO_IGNORED, check_cap, is_counted
+from kernels.engines.rows.vocabulary import VocabularyConfig
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
-from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 
 
-@dataclass(frozen=True)
-class CrossEntropyConfig(Tunables):
-    """Tunables; None leaves the choice to the configuration chain.
-
-    Attributes:
-      block_rows: rows (tokens) whose logits exist at one time.
-      block_vocab, num_warps: entries of the vocabulary that a program handles at once, and its warps (Triton).
-    """
-
-    block_rows: int | None = None
-    block_vocab: int | None = None
-    num_warps: int | None = None
+class CrossEntropyConfig(VocabularyConfig):
+    """Tunables of cross entropy, those of `VocabularyConfig`."""
 
 
 def cross_entropy(
@@ -64,10 +54,6 @@ def cross_entropy_of_logits(
     return jax.nn.logsumexp(logits, axis=-1), jnp.where(inside, at_target, 0), jnp.mean(logits, axis=-1)
 
 
-# What most data pipelines of the field mark tokens with that do not count.
-ALSO_IGNORED = -100
-
-
 class TokenLosses(NamedTuple):
     """Per-token terms, float32, zero where the target is ignored. Each has its gradient."""
 
@@ -82,11 +68,6 @@ class Terms(NamedTuple):
     cross_entropy: jax.Array
     z_loss: jax.Array
     counted: jax.Array
-
-
-def is_counted(targets: jax.Array, ignore_index: int) -> jax.Array:
-    """Returns which tokens count."""
-    return (targets != ignore_index) & (targets != ALSO_IGNORED)
 
 
 def terms_of_tokens(
@@ -143,10 +124,7 @@ def check_options(owner: str, label_smoothing: float, z_loss: float, logits_soft
         raise ValueError(f"{owner}: argument 'label_smoothing' must be in [0, 1), got {label_smoothing}")
     if not (z_loss >= 0 and math.isfinite(z_loss)):
         raise ValueError(f"{owner}: argument 'z_loss' must not be negative, got {z_loss}; 0 for none")
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(
-            f"{owner}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap"
-        )
+    check_cap(owner, "logits_soft_cap", logits_soft_cap)
 
 
 def cross_entropy_sums(

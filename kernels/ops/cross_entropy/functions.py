@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.rows.losses import check_reduction, is_counted, reduced, reduced_sum
 from kernels.engines.rows.vocabulary import no_features
 from kernels.framework.binding import is_array
 from kernels.framework.dims import leading
@@ -15,7 +16,6 @@ from kernels.framework.segments import indices
 from kernels.ops.cross_entropy.contract import (
     TokenLosses,
     check_options,
-    is_counted,
     logits_op,
     op,
     sums_op,
@@ -197,8 +197,7 @@ def fused_cross_entropy(
     >>> round(float(loss), 4)  # log 8
     2.0794
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"fused_cross_entropy: argument 'reduction' = {reduction!r}: use mean, sum or none")
+    check_reduction("fused_cross_entropy", reduction)
     options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     options["logits_soft_cap"] = logits_soft_cap
     weights = None if weights is None else _as_weights(weights)
@@ -215,15 +214,8 @@ def fused_cross_entropy(
     def finish(*outputs: jax.Array) -> jax.Array:
         terms = finish_terms(*outputs)
         if isinstance(terms, LossSums):
-            total, count = terms.total, terms.counted
-        else:
-            each, count = terms.loss, terms.counted
-            if weights is not None:
-                each, count = each * weights, count * weights
-            if reduction == "none":
-                return each
-            total, count = jnp.sum(each), jnp.sum(count)
-        return total if reduction == "sum" else total / jnp.where(count == 0, 1, count)
+            return reduced_sum(terms.total, terms.counted, reduction)
+        return reduced(terms.loss, terms.counted, weights, reduction)
 
     dims = prepared.dims if reduction == "none" else ()
     return Prepared(prepared.call, finish=finish, dims=dims, op=prepared.op or sums_op)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels.engines.rows.vocabulary_pallas import column, columns, finite, joined, passed, shares, tile_by_tile
+from kernels.engines.rows.vocabulary import bent
+from kernels.engines.rows.vocabulary_pallas import column, facts, finite, joined, passed, tile_by_tile
 from kernels.framework.segments import indices
-from kernels.ops.cross_entropy.contract import CrossEntropyConfig, logits_op, work_of_logits
+from kernels.ops.cross_entropy.adapters import PER_TOKEN, gradient, register_logits
+from kernels.ops.cross_entropy.contract import CrossEntropyConfig
 
 
 def cross_entropy_fwd_kernel(logits, targets, lse, target_logit, mean_logit, largest, total, *, V, cap):
@@ -21,9 +23,7 @@ def cross_entropy_fwd_kernel(logits, targets, lse, target_logit, mean_logit, lar
             sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def add(within):
-        x = logits[...].astype(jnp.float32)
-        if cap is not None:
-            x = cap * jnp.tanh(x / cap)
+        x, _ = bent(logits[...], cap)
         counted = within(x, 0.0)
         mean_logit[...] += jnp.sum(counted, axis=1, keepdims=True)
         at_target = jnp.where(column(x.shape) == targets[...], counted, 0.0)
@@ -40,58 +40,20 @@ def cross_entropy_fwd_kernel(logits, targets, lse, target_logit, mean_logit, lar
         mean_logit[...] = mean_logit[...] / V
 
 
-def cross_entropy_bwd_kernel(logits, targets, lse, d_lse, d_target_logit, d_mean_logit, d_logits, *, V, cap):
-    x, slope = logits[...].astype(jnp.float32), 1.0
-    if cap is not None:
-        bent = jnp.tanh(x / cap)
-        x, slope = cap * bent, 1 - bent * bent
-    d = shares(x, lse[...]) * d_lse[...] + d_mean_logit[...] / V
-    d += jnp.where(column(x.shape) == targets[...], d_target_logit[...], 0.0)
-    d_logits[...] = (d * slope).astype(d_logits.dtype)
+def cross_entropy_bwd_kernel(logits, *refs, V, cap):
+    *per_token, d_logits = refs
+    row = {name: ref[...] for name, ref in zip(PER_TOKEN, per_token, strict=True)}
+    d_logits[...] = gradient(logits[...], column(logits.shape), row, V, cap).astype(d_logits.dtype)
 
 
-def forward_logits(logits, targets, logits_soft_cap, cfg):
-    rows = logits.reshape(-1, logits.shape[-1])
-    cost = work_of_logits(logits_op.bind(logits, targets))[0]
-    outputs = passed(
-        cross_entropy_fwd_kernel,
-        [rows],
-        [indices(targets).reshape(-1)],
-        cfg.block_vocab,
-        made=3,
-        kept=2,
-        work=cost,
-        cap=logits_soft_cap,
-    )
-    return tuple(x.reshape(targets.shape) for x in outputs)
+def _outputs(logits, targets, cap, cfg):
+    rows = [indices(targets)]
+    return passed(cross_entropy_fwd_kernel, [logits], rows, cfg.block_vocab, made=3, kept=2, cap=cap)
 
 
-def backward_logits(saved, logits, targets, logits_soft_cap, cfg):
-    rows = logits.reshape(-1, logits.shape[-1])
-    per_row = [indices(targets), *(saved[n] for n in ("lse", "d_lse", "d_target_logit", "d_mean_logit"))]
-    cost = work_of_logits(logits_op.bind(logits, targets))[1]
-    (d,) = passed(
-        cross_entropy_bwd_kernel,
-        [rows],
-        [x.reshape(-1) for x in per_row],
-        cfg.block_vocab,
-        made=logits.dtype,
-        work=cost,
-        cap=logits_soft_cap,
-    )
-    return {"logits": d.reshape(logits.shape)}
+def _pull(logits, row, dtype, cap, cfg):
+    rows = [indices(row[name]) if name == "targets" else row[name] for name in PER_TOKEN]
+    return passed(cross_entropy_bwd_kernel, [logits], rows, cfg.block_vocab, made=dtype, cap=cap)[0]
 
 
-def candidates(call):
-    return [CrossEntropyConfig(block_vocab=n) for n in columns(call)]
-
-
-logits_op.register(
-    forward_logits,
-    backward_logits,
-    platforms={"tpu"},
-    dtypes={"float32", "bfloat16"},
-    rejects=lambda call: "an array has no elements" if call.logits.size == 0 else None,
-    heuristic=lambda call, platform: candidates(call)[0],
-    candidates=candidates,
-)
+register_logits("pallas_tpu", _outputs, _pull, **facts(CrossEntropyConfig))

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kernels.engines.rows.vocabulary import VocabularyConfig
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
-from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 
 
-@dataclass(frozen=True)
-class KLDivergenceConfig(Tunables):
-    """Tunables; None leaves the choice to the configuration chain.
-
-    Attributes:
-      block_rows: rows (tokens) whose logits, the student's and the teacher's, exist at one time.
-      block_vocab, num_warps: entries of the vocabulary that a program handles at once, and its warps (Triton).
-    """
-
-    block_rows: int | None = None
-    block_vocab: int | None = None
-    num_warps: int | None = None
+class KLDivergenceConfig(VocabularyConfig):
+    """Tunables of the KL divergence, those of `VocabularyConfig`."""
 
 
 def kl_divergence(

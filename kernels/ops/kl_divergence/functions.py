@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.rows.losses import check_cap, check_reduction, is_counted, reduced
 from kernels.engines.rows.vocabulary import no_features
 from kernels.framework.binding import is_array
 from kernels.framework.dims import leading
@@ -15,8 +16,6 @@ from kernels.framework.segments import indices
 from kernels.ops.kl_divergence.contract import logits_op, op
 
 NAME = "fused_kl_divergence"
-# What most data pipelines of the field mark tokens with that do not count.
-ALSO_IGNORED = -100
 
 
 @public(op, logits_op, module="FusedKLDivergence")
@@ -71,13 +70,11 @@ def fused_kl_divergence(
         raise ValueError(
             f"{NAME}: argument 'direction' = {direction!r}: use forward, KL(teacher || student), or reverse"
         )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{NAME}: argument 'reduction' = {reduction!r}: use mean, sum or none")
+    check_reduction(NAME, reduction)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"{NAME}: argument 'temperature' must be positive and finite, got {temperature}; 1 for none")
-    for name, cap in (("logits_soft_cap", logits_soft_cap), ("teacher_logits_soft_cap", teacher_logits_soft_cap)):
-        if cap is not None and not cap > 0:
-            raise ValueError(f"{NAME}: argument {name!r} must be positive, got {cap}; None for no cap")
+    check_cap(NAME, "logits_soft_cap", logits_soft_cap)
+    check_cap(NAME, "teacher_logits_soft_cap", teacher_logits_soft_cap)
     call, own = _bound(
         {"hidden": hidden, "lm_head": lm_head, "teacher_hidden": teacher_hidden, "teacher_lm_head": teacher_lm_head},
         {"logits": logits, "teacher_logits": teacher_logits},
@@ -99,19 +96,13 @@ def fused_kl_divergence(
             raise ValueError(
                 f"{NAME}: argument 'targets' must be integers, got {marks.dtype}; it says which tokens count"
             )
-        counts = ((marks != ignore_index) & (marks != ALSO_IGNORED)).astype(jnp.float32)
+        counts = is_counted(marks, ignore_index).astype(jnp.float32)
 
     def finish(student_lse: jax.Array, teacher_lse: jax.Array, gap: jax.Array) -> jax.Array:
         lse_p, lse_q = (student_lse, teacher_lse) if direction == "reverse" else (teacher_lse, student_lse)
         # Selected away, not multiplied by zero: a token that does not count may be infinitely far.
-        each = jnp.where(counts > 0, gap - lse_p + lse_q, 0.0)
-        share = counts
-        if given["weights"] is not None:
-            each, share = each * given["weights"], share * given["weights"]
-        if reduction == "none":
-            return each
-        total, count = jnp.sum(each), jnp.sum(share)
-        return total if reduction == "sum" else total / jnp.where(count == 0, 1, count)
+        losses = jnp.where(counts > 0, gap - lse_p + lse_q, 0.0)
+        return reduced(losses, counts, given["weights"], reduction)
 
     return Prepared(call, finish=finish, dims=leading(len(lead)) if reduction == "none" else (), op=own)
 

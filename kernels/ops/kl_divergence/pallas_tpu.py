@@ -8,26 +8,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels.engines.rows.vocabulary_pallas import columns, finite, joined, passed, shares, tile_by_tile
-from kernels.ops.kl_divergence.blocks import PER_ROW
-from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op, work_of_logits
-
-
-def _bent(ref, cap, temperature):
-    """Returns (logits under the softmax, their derivative)."""
-    x = ref[...].astype(jnp.float32)
-    if cap is None:
-        return x / temperature, 1 / temperature
-    bent = jnp.tanh(x / cap)
-    return bent * (cap / temperature), (1 - bent * bent) / temperature
+from kernels.engines.rows.vocabulary import bent
+from kernels.engines.rows.vocabulary_pallas import facts, finite, joined, passed, tile_by_tile
+from kernels.ops.kl_divergence.adapters import PER_TOKEN, gradient, register_logits
+from kernels.ops.kl_divergence.contract import KLDivergenceConfig
 
 
 def kl_divergence_fwd_kernel(
     student, teacher, student_lse, teacher_lse, gap, largest_p, largest_q, total_p, total_q, *, V, how
 ):
-    reverse, temperature, *caps = how
-    models, lse = ((student, caps[0]), (teacher, caps[1])), (student_lse, teacher_lse)
-    if not reverse:
+    models, lse = ((student, how.cap), (teacher, how.teacher_cap)), (student_lse, teacher_lse)
+    if not how.reverse:
         models, lse = models[::-1], lse[::-1]
 
     @pl.when(pl.program_id(1) == 0)
@@ -36,7 +27,7 @@ def kl_divergence_fwd_kernel(
             kept[...] = jnp.full(kept.shape, value, jnp.float32)
 
     def add(within):
-        p, q = (within(_bent(ref, cap, temperature)[0], -jnp.inf) for ref, cap in models)
+        p, q = (within(bent(ref[...], cap, how.temperature)[0], -jnp.inf) for ref, cap in models)
         new_p, share, shrunk_p = joined(p, largest_p[...])
         new_q, each_q, shrunk_q = joined(q, largest_q[...])
         # An entry that p gives nothing counts nothing, and a sum that is 0 stays 0 however far q is.
@@ -55,50 +46,19 @@ def kl_divergence_fwd_kernel(
         gap[...] = jnp.where(total_p[...] == 0, 0.0, gap[...] / total_p[...])
 
 
-def kl_divergence_bwd_kernel(
-    student, teacher, student_lse, teacher_lse, gap, d_student_lse, d_gap, d_logits, *, V, how
-):
-    reverse, temperature, cap, teacher_cap = how
-    x, slope = _bent(student, cap, temperature)
-    other, _ = _bent(teacher, teacher_cap, temperature)
-    own = shares(x, student_lse[...])
-    d = d_student_lse[...] * own
-    if reverse:  # p is the student: through the probabilities, and through the logits that they weigh
-        more = jnp.where(own > 0, own * (1 + (x - other) - gap[...]), 0.0)
-        # The gap of a token that is not counted may be infinite, and its cotangent is 0.
-        d += jnp.where(d_gap[...] == 0, 0.0, d_gap[...] * more)
-    else:
-        d -= d_gap[...] * shares(other, teacher_lse[...])
-    d_logits[...] = (d * slope).astype(d_logits.dtype)
+def kl_divergence_bwd_kernel(student, teacher, *refs, V, how):
+    *per_token, d_logits = refs
+    row = {name: ref[...] for name, ref in zip(PER_TOKEN, per_token, strict=True)}
+    d_logits[...] = gradient(student[...], teacher[...], row, how).astype(d_logits.dtype)
 
 
-def forward_logits(logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
-    both = [x.reshape(-1, x.shape[-1]) for x in (logits, teacher_logits)]
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-    cost = work_of_logits(logits_op.bind(logits, teacher_logits))[0]
-    outputs = passed(kl_divergence_fwd_kernel, both, [], cfg.block_vocab, made=3, kept=4, work=cost, how=how)
-    return tuple(x.reshape(logits.shape[:-1]) for x in outputs)
+def _outputs(student, teacher, how, cfg):
+    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg.block_vocab, made=3, kept=4, how=how)
 
 
-def backward_logits(saved, logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
-    both = [x.reshape(-1, x.shape[-1]) for x in (logits, teacher_logits)]
-    rows = [saved[name].reshape(-1) for name in PER_ROW]
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-    cost = work_of_logits(logits_op.bind(logits, teacher_logits))[1]
-    (d,) = passed(kl_divergence_bwd_kernel, both, rows, cfg.block_vocab, made=logits.dtype, work=cost, how=how)
-    return {"logits": d.reshape(logits.shape)}
+def _pull(student, teacher, row, dtype, how, cfg):
+    rows = [row[name] for name in PER_TOKEN]
+    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg.block_vocab, made=dtype, how=how)[0]
 
 
-def candidates(call):
-    return [KLDivergenceConfig(block_vocab=n) for n in columns(call)]
-
-
-logits_op.register(
-    forward_logits,
-    backward_logits,
-    platforms={"tpu"},
-    dtypes={"float32", "bfloat16"},
-    rejects=lambda call: "an array has no elements" if call.logits.size == 0 else None,
-    heuristic=lambda call, platform: candidates(call)[0],
-    candidates=candidates,
-)
+register_logits("pallas_tpu", _outputs, _pull, **facts(KLDivergenceConfig))

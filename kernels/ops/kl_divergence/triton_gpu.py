@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from kernels.engines.rows import vocabulary
-from kernels.engines.rows.softmax_triton import LANE, LN_2, exp, exp_of, finite, joined, log2_of_lanes, tanh
-from kernels.framework.work import Work
-from kernels.ops.kl_divergence import blocks
-from kernels.ops.kl_divergence.contract import KLDivergenceConfig, logits_op
-from kernels.toolchains.triton import triton_launch
-
-
-@triton.jit
-def _bent(x, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
-    """Returns (logits under the softmax, their derivative)."""
-    slope = 1.0 / TEMPERATURE
-    if CAP > 0:
-        bent = tanh(x / CAP)
-        z, slope = bent * (CAP / TEMPERATURE), (1.0 - bent * bent) / TEMPERATURE
-    else:
-        z = x / TEMPERATURE
-    return z, slope
+from kernels.engines.rows.vocabulary_triton import (
+    LN_2,
+    bent,
+    exp,
+    exp_of,
+    facts,
+    finite,
+    joined,
+    log2_of_lanes,
+    passed,
+)
+from kernels.ops.kl_divergence.adapters import BLOCK_ELEMENTS, MOST_ROWS, PER_TOKEN, register, register_logits
+from kernels.ops.kl_divergence.contract import KLDivergenceConfig
 
 
 @triton.jit
@@ -36,7 +27,7 @@ def _logits(ptr, cols, V: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.const
         raw = tl.load(ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
     else:
         raw = tl.load(ptr + cols).to(tl.float32)
-    z, _ = _bent(raw, CAP, TEMPERATURE)
+    z, _ = bent(raw, CAP, TEMPERATURE)
     if MASKED:
         z = tl.where(cols < V, z, float("-inf"))
     return z
@@ -125,9 +116,9 @@ def kl_divergence_bwd_kernel(
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     at = row * V + cols
     raw = tl.load(student_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
-    student, slope = _bent(raw, CAP, TEMPERATURE)
+    student, slope = bent(raw, CAP, TEMPERATURE)
     raw = tl.load(teacher_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
-    teacher, _ = _bent(raw, TEACHER_CAP, TEMPERATURE)
+    teacher, _ = bent(raw, TEACHER_CAP, TEMPERATURE)
     d_gap, gap = tl.load(d_gap_ptr + row), tl.load(gap_ptr + row)
     own = exp(student - finite(tl.load(student_lse_ptr + row)))
     d = tl.load(d_student_lse_ptr + row) * own
@@ -141,93 +132,24 @@ def kl_divergence_bwd_kernel(
 
 
 def _options(how):
-    reverse, temperature, cap, teacher_cap = how
-    return {"REVERSE": reverse, "TEMPERATURE": temperature, "CAP": cap or 0.0, "TEACHER_CAP": teacher_cap or 0.0}
+    return {
+        "REVERSE": how.reverse,
+        "TEMPERATURE": how.temperature,
+        "CAP": how.cap or 0.0,
+        "TEACHER_CAP": how.teacher_cap or 0.0,
+    }
 
 
 def _outputs(student, teacher, how, cfg):
-    """Returns the outputs of the contract, of raw logits [rows, V]."""
-    rows, V = student.shape
-    return triton_launch(
-        kl_divergence_fwd_kernel,
-        student,
-        teacher,
-        out_shape=(jax.ShapeDtypeStruct((rows,), jnp.float32),) * 3,
-        grid=(rows,),
-        num_warps=cfg.num_warps,
-        work=Work(8 * student.size, student.size * (student.dtype.itemsize + teacher.dtype.itemsize) + 12 * rows),
-        V=V,
-        BLOCK_V=cfg.block_vocab,
-        LANE=LANE,
-        **_options(how),
-    )
+    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg, made=3, **_options(how))
 
 
 def _pull(student, teacher, row, dtype, how, cfg):
-    """Returns the gradient of the student's raw logits [rows, V]."""
-    rows, V = student.shape
-    sizes = student.dtype.itemsize + teacher.dtype.itemsize + jnp.dtype(dtype).itemsize
-    (d_logits,) = triton_launch(
-        kl_divergence_bwd_kernel,
-        student,
-        teacher,
-        *(row[name] for name in blocks.PER_ROW),
-        out_shape=(jax.ShapeDtypeStruct(student.shape, dtype),),
-        grid=(rows, triton.cdiv(V, cfg.block_vocab)),
-        num_warps=cfg.num_warps,
-        work=Work(8 * student.size, student.size * sizes + 20 * rows),
-        V=V,
-        BLOCK_V=cfg.block_vocab,
-        **_options(how),
-    )
-    return d_logits
+    rows = [row[name] for name in PER_TOKEN]
+    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg, made=dtype, **_options(how))[0]
 
 
-def forward_logits(logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
-    lead, V = logits.shape[:-1], logits.shape[-1]
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-    return tuple(x.reshape(lead) for x in _outputs(logits.reshape(-1, V), teacher_logits.reshape(-1, V), how, cfg))
-
-
-def backward_logits(saved, logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
-    V, row = logits.shape[-1], {name: saved[name].reshape(-1) for name in blocks.PER_ROW}
-    how = reverse, temperature, logits_soft_cap, teacher_logits_soft_cap
-    d = _pull(logits.reshape(-1, V), teacher_logits.reshape(-1, V), row, logits.dtype, how, cfg)
-    return {"logits": d.reshape(logits.shape)}
-
-
-def _config(call, rows, most):
-    block_vocab = max(16, min(most, triton.next_power_of_2(call.dims["V"])))
-    # 16 float32 of each model in a thread: of 16 bits that are two loads of each.
-    return KLDivergenceConfig(rows, block_vocab, max(1, min(16, block_vocab // 512)))
-
-
-def heuristic(call, platform):
-    return _config(
-        call, vocabulary.block_rows(call, blocks.BLOCK_ELEMENTS) if "hidden" in call.arguments else None, 2048
-    )
-
-
-def candidates(call):
-    rows = vocabulary.candidates(call, blocks.MOST_ROWS) if "hidden" in call.arguments else [None]
-    return list(dict.fromkeys(_config(call, r, most) for r in rows for most in (2048, 1024, 4096)))
-
-
-def rejects(call):
-    arrays = (call.arguments.get(n) for n in ("hidden", "teacher_hidden", "lm_head", "logits"))
-    if any(x.size == 0 for x in arrays if x is not None):
-        return "an array has no elements"
-    if any(cap is not None and cap <= 0 for cap in (call.logits_soft_cap, call.teacher_logits_soft_cap)):
-        return "a soft cap is not positive"
-    return None
-
-
-FACTS: Any = {
-    "platforms": {"cuda"},
-    "dtypes": {"float32", "bfloat16", "float16"},
-    "rejects": rejects,
-    "heuristic": heuristic,
-    "candidates": candidates,
-}
-blocks.register("triton_gpu", _outputs, _pull, **FACTS)
-logits_op.register(forward_logits, backward_logits, **FACTS)
+# 16 float32 of each model in a thread: of 16 bits that are two loads of each.
+FACTS = facts(KLDivergenceConfig, BLOCK_ELEMENTS, MOST_ROWS, per_warp=512)
+register("triton_gpu", _outputs, _pull, **FACTS)
+register_logits("triton_gpu", _outputs, _pull, **FACTS)

@@ -1,55 +1,72 @@
-"""The walk over blocks of tokens: the matmuls, which are XLA's on every device, around what a backend does with the logits.
+"""Cross entropy on every toolchain: what a backend makes of logits, by the parameters that the contracts name.
 
-A backend brings two functions of the logits of a block, [rows, V] in float32:
+A backend brings two functions of logits [rows, V], where `row` has [rows] each:
   outputs: (logits, targets, soft cap, cfg) -> (lse, target_logit, mean_logit), [rows] each.
-  pull: (logits, targets, (lse, d_lse, d_target_logit, d_mean_logit), dtype, soft cap, cfg) -> their gradient, in that dtype.
+  pull: (logits, row, dtype, soft cap, cfg) -> their gradient, in that dtype; `row` has `PER_TOKEN`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.matmul.dot import dot
-from kernels.engines.rows.vocabulary import in_blocks, out_of_blocks
-from kernels.ops.cross_entropy.contract import ALSO_IGNORED, Terms, op, summed, sums_op, terms_of_tokens
+from kernels.engines.rows.losses import ALSO_IGNORED
+from kernels.engines.rows.vocabulary import bent, flat, gradients_by_block, outputs_by_block, shares
+from kernels.ops.cross_entropy.contract import Terms, logits_op, op, summed, sums_op, terms_of_tokens
 
 # Logits of one block: 2^26 float32 are 256 MiB.
 BLOCK_ELEMENTS, MOST_ROWS = 2**26, 8192
+PER_TOKEN = ("targets", "lse", "d_lse", "d_target_logit", "d_mean_logit")
+
+
+def gradient(logits: jax.Array, columns: jax.Array, row: Mapping[str, Any], V: int, cap: float | None) -> jax.Array:
+    """Returns the gradient of a tile of logits, float32; `columns`: the entry of the vocabulary that each has; `row`: [rows, 1]
+    of `PER_TOKEN`."""
+    x, slope = bent(logits, cap)
+    d = shares(x, row["lse"]) * row["d_lse"] + row["d_mean_logit"] / V
+    # One entry a row; a comparison fuses into the expression, where a scatter would be a pass of its own.
+    return (d + jnp.where(columns == row["targets"], row["d_target_logit"], 0.0)) * slope
+
+
+def register_logits(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> None:
+    """Registers a backend of the operation on logits that exist already."""
+
+    def forward(logits, targets, logits_soft_cap, cfg):
+        outputs = outputs_of(flat(logits), targets.reshape(-1), logits_soft_cap, cfg)
+        return tuple(x.reshape(targets.shape) for x in outputs)
+
+    def backward(saved, logits, targets, logits_soft_cap, cfg):
+        row = {name: x.reshape(-1) for name, x in _per_token(saved, targets).items()}
+        return {"logits": pull(flat(logits), row, logits.dtype, logits_soft_cap, cfg).reshape(logits.shape)}
+
+    logits_op.register(forward, backward, name=name, **facts)
+
+
+def _per_token(saved: Mapping[str, jax.Array], targets: jax.Array) -> dict[str, jax.Array]:
+    return {name: targets if name == "targets" else saved[name] for name in PER_TOKEN}
 
 
 def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> None:
     """Registers a backend of both operations on hidden states: terms of each token, and their sums."""
 
     def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
-        lead = targets.shape
-        flat, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        def outputs(logits: list, row: Any) -> Any:
+            return outputs_of(logits[0], row["targets"], logits_soft_cap, cfg)
 
-        def block(_: None, x: Any) -> Any:
-            h, t = x
-            return None, outputs_of(dot("td,dv->tv", h, lm_head), t, logits_soft_cap, cfg)
-
-        rows = cfg.block_rows
-        _, outputs = jax.lax.scan(block, None, (in_blocks(flat, rows), in_blocks(targets, rows, -1)))
-        return tuple(out_of_blocks(x, flat.shape[0]).reshape(lead) for x in outputs)
+        row, padding = {"targets": targets}, {"targets": -1}
+        return outputs_by_block([(hidden, lm_head)], row, cfg.block_rows, outputs, padding)
 
     def backward(saved, hidden, lm_head, targets, logits_soft_cap, cfg):
-        shape, rows = hidden.shape, cfg.block_rows
-        flat, targets = hidden.reshape(-1, shape[-1]), targets.reshape(-1)
-
-        def block(d_head: jax.Array, x: Any) -> Any:
-            h, t, *per_token = x
-            d = pull(dot("td,dv->tv", h, lm_head), t, per_token, h.dtype, logits_soft_cap, cfg)
-            return d_head + dot("td,tv->dv", h, d), dot("tv,dv->td", d, lm_head).astype(h.dtype)
+        def pulled(logits: list, row: Any) -> Any:
+            return pull(logits[0], row, hidden.dtype, logits_soft_cap, cfg), ()
 
         # A padded row has cotangents of zero, and lse = 0 keeps its exponential finite.
-        per_token = (saved[n].reshape(-1) for n in ("lse", "d_lse", "d_target_logit", "d_mean_logit"))
-        xs = (in_blocks(flat, rows), in_blocks(targets, rows, -1), *(in_blocks(x, rows) for x in per_token))
-        d_head, d_hidden = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), xs)
-        return {"hidden": out_of_blocks(d_hidden, flat.shape[0]).reshape(shape), "lm_head": d_head}
+        row, padding = _per_token(saved, targets), {"targets": -1}
+        d_hidden, d_head, _ = gradients_by_block([(hidden, lm_head)], row, cfg.block_rows, pulled, padding)
+        return {"hidden": d_hidden, "lm_head": d_head}
 
     def forward_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
         how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
@@ -58,28 +75,23 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
 
     def walked(hidden, lm_head, targets, weights, how, logits_soft_cap, cfg, of_token: Callable) -> Any:
         """Returns (terms of each token, gradients of the sum of `of_token(terms)` times weights: of hidden and of lm_head)."""
-        lead, rows = targets.shape, cfg.block_rows
-        flat, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        each = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.reshape(-1).astype(jnp.float32)
+        each = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
 
-        def block(d_head: jax.Array, x: Any) -> Any:
-            h, t, w = x
-            logits = dot("td,dv->tv", h, lm_head)
-            outputs = outputs_of(logits, t, logits_soft_cap, cfg)
+        def pulled(logits: list, row: Any) -> Any:
+            outputs = outputs_of(logits[0], row["targets"], logits_soft_cap, cfg)
 
             def losses(*outputs: jax.Array) -> Any:
-                terms = terms_of_tokens(*outputs, targets=t, vocabulary=lm_head.shape[1], **how)
+                terms = terms_of_tokens(*outputs, targets=row["targets"], vocabulary=lm_head.shape[1], **how)
                 return of_token(terms), terms
 
             _, pull_losses, terms = jax.vjp(losses, *outputs, has_aux=True)
-            d = pull(logits, t, (outputs[0], *pull_losses(w)), h.dtype, logits_soft_cap, cfg)
-            return d_head + dot("td,tv->dv", h, d), (terms, dot("tv,dv->td", d, lm_head).astype(h.dtype))
+            per_token = dict(zip(PER_TOKEN, (row["targets"], outputs[0], *pull_losses(row["weights"])), strict=True))
+            return pull(logits[0], per_token, hidden.dtype, logits_soft_cap, cfg), terms
 
         # A row of padding is ignored, whatever else is.
-        xs = (in_blocks(flat, rows), in_blocks(targets, rows, ALSO_IGNORED), in_blocks(each, rows))
-        d_head, (terms, d_hidden) = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), xs)
-        terms = Terms(*(out_of_blocks(x, flat.shape[0]).reshape(lead) for x in terms))
-        return terms, out_of_blocks(d_hidden, flat.shape[0]).reshape(hidden.shape), d_head
+        row, padding = {"targets": targets, "weights": each}, {"targets": ALSO_IGNORED}
+        d_hidden, d_head, terms = gradients_by_block([(hidden, lm_head)], row, cfg.block_rows, pulled, padding)
+        return terms, d_hidden, d_head
 
     def keeping_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
         how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}

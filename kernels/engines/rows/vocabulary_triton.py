@@ -1,0 +1,138 @@
+"""Passes over logits [M, V] on GPUs: a program has a row, too long for its registers, or a tile of it.
+
+For the softmax of a row each lane has a largest entry and a sum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from kernels.engines.rows import vocabulary
+from kernels.framework.binding import Call, is_array
+from kernels.toolchains.triton import triton_launch
+
+# A thread takes the largest of so many neighbours before it rescales its sums: 16 bytes of float32.
+LANE = 4
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """Returns the hyperbolic tangent, by an exponential that may overflow and no quotient that can."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def bent(x, CAP: tl.constexpr, TEMPERATURE=1.0):
+    """Returns (what is under the softmax of logits, its derivative); CAP is 0 for none."""
+    slope = 1.0 / TEMPERATURE
+    if CAP > 0:
+        bounded = tanh(x / CAP)
+        z, slope = bounded * (CAP / TEMPERATURE), (1.0 - bounded * bounded) / TEMPERATURE
+    else:
+        z = x / TEMPERATURE
+    return z, slope
+
+
+@triton.jit
+def finite(x):
+    """Returns x, 0 where it is the logarithm of nothing."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def exp(x):
+    """Returns e^x; what would be denormal is 0. Triton's own takes three instructions more, to keep what is denormal."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def exp_of(x, base):
+    """Returns e^x / 2^base, by a multiply-add and an exponential."""
+    return tl.exp2(x * LOG2_E - base)
+
+
+@triton.jit
+def joined(x, largest):
+    """Returns the largest entries of lanes that have a tile [lanes, LANE] more, in units of log 2, and what their sums so far
+    are rescaled by."""
+    new = tl.maximum(largest, tl.max(x, axis=1) * LOG2_E)
+    return new, tl.exp2(largest - finite(new))
+
+
+@triton.jit
+def log2_of_lanes(largest, total):
+    """Returns the base-2 logarithm of what the lanes have together; times `LN_2` it is a log-sum-exp."""
+    top = tl.max(largest, axis=0)
+    return top + tl.log2(tl.sum(total * tl.exp2(largest - finite(top)), axis=0))
+
+
+def passed(
+    kernel: Any, logits: Sequence[jax.Array], rows: Sequence[jax.Array], cfg: Any, *, made: Any, **options: Any
+) -> Any:
+    """Returns the outputs of `kernel`, a tuple.
+
+    Args:
+      logits: [M, V] each.
+      rows: [M] each.
+      made: how many float32 [M] are made, by a program for each row; or the dtype of the one [M, V] that is, by a program for
+        each tile.
+    """
+    M, V = logits[0].shape
+    by_row = isinstance(made, int)
+    out = (jax.ShapeDtypeStruct((M,), jnp.float32),) * made if by_row else (jax.ShapeDtypeStruct((M, V), made),)
+    return triton_launch(
+        kernel,
+        *logits,
+        *rows,
+        out_shape=out,
+        grid=(M,) if by_row else (M, triton.cdiv(V, cfg.block_vocab)),
+        num_warps=cfg.num_warps,
+        work=vocabulary.work_of_pass(logits, rows, out),
+        V=V,
+        BLOCK_V=cfg.block_vocab,
+        **(options | {"LANE": LANE} if by_row else options),
+    )
+
+
+def facts(config: type, elements: int, most_rows: int, per_warp: int) -> Any:
+    """Returns what the kernels register.
+
+    Args:
+      elements, most_rows: as `vocabulary.facts` has them.
+      per_warp: entries of a tile that a warp has.
+    """
+
+    def config_of(call: Call, rows: int | None, most: int) -> Any:
+        block_vocab = max(16, min(most, triton.next_power_of_2(call.dims["V"])))
+        return config(rows, block_vocab, max(1, min(16, block_vocab // per_warp)))
+
+    def heuristic(call: Call, platform: str) -> Any:
+        rows = vocabulary.block_rows(call, elements) if "hidden" in call.arguments else None
+        return config_of(call, rows, 2048)
+
+    def candidates(call: Call) -> list[Any]:
+        rows = vocabulary.candidates(call, most_rows) if "hidden" in call.arguments else [None]
+        return list(dict.fromkeys(config_of(call, r, most) for r in rows for most in (2048, 1024, 4096)))
+
+    return {
+        "platforms": {"cuda"},
+        "dtypes": {"float32", "bfloat16", "float16"},
+        "rejects": rejects,
+        "heuristic": heuristic,
+        "candidates": candidates,
+    }
+
+
+def rejects(call: Call) -> str | None:
+    """Returns why the kernels cannot run a call."""
+    if any(x.size == 0 for x in call.arguments.values() if is_array(x)):
+        return "an array has no elements"
+    caps = {name: call.arguments.get(name) for name in ("logits_soft_cap", "teacher_logits_soft_cap")}
+    return next((f"{name} is not positive" for name, cap in caps.items() if cap is not None and cap <= 0), None)
