@@ -221,6 +221,8 @@ def _candidates(call: Any) -> list[BlockSparseConfig]:
 
 
 def _rejects(call: Any) -> str | None:
+    if min(call.block_size) < 1:
+        return f"block_size = {call.block_size} must be positive"
     cfg, mask = _heuristic(call, "tpu"), MaskInfo() if call.mask is None else call.mask.resolved()
     for params in (cfg.fwd_params, cfg.bwd_params):
         tile = _tile(params)
