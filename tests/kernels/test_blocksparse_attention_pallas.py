@@ -59,7 +59,7 @@ CALLS = {
         },
     ),
     # Tiles begin inside a block, and the bits of a tile go on in the next integer.
-    "blocks across tiles": ((260, 560), (16, 16), (48, 12), (B, N), {"mask": MaskInfo(window=(300, 30))}),
+    "blocks across tiles": ((260, 560), (16, 16), (48, 11), (B, N), {"mask": MaskInfo(window=(300, 30))}),
     "blocks of half a tile on one side": ((150, 300), (16, 16), (64, 256), (B, 1), {}),
     "large tiles": ((520, 390), (16, 16), (64, 128), (1, N), {"mask": MaskInfo(causal=True), "cfg": tile(384, 256)}),
     "nothing set": ((150, 150), (16, 16), (64, 64), (1, 1), {"density": 0.0}),
