@@ -30,6 +30,10 @@ MORE: dict[str, tuple[float, str]] = {
     "attention_variants": (90, "five operations, all of them differentiated"),
     "multi_latent_attention": (60, "three operations, two of them differentiated"),
     "cross_entropy": (60, "three operations, one of which has two forwards"),
+    "blocksparse_attention": (
+        60,
+        "kernels of three toolchains, those in Gluon and Pallas interpreted, and compiled for GPUs and TPUs",
+    ),
     "layer_norm": (60, "two operations on three backends, and a third with a projection"),
     "state_space": (110, "three operations, each with documents, packed sequences and states, and on meshes"),
     "recurrent": (100, "two operations, one of them with three cells and two directions"),

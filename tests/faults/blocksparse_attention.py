@@ -9,6 +9,7 @@ LISTS = "kernels/ops/blocksparse_attention/triton_lists.py"
 OF_LISTS = "tests/kernels/test_blocksparse_attention_tiles.py -k "
 PARTS = "kernels/engines/attention/triton_parts.py"
 PASSES = "kernels/engines/attention/gluon_pass_"
+ON_TPUS = "tests/kernels/test_blocksparse_attention_pallas.py -k "
 ON_HOPPER = "tests/kernels/test_blocksparse_attention_hopper.py -k "
 
 FAULTS = (
@@ -70,9 +71,9 @@ FAULTS = (
     ),
     Fault(
         "a tile of which some pair attends is taken as full",
-        "kernels/ops/blocksparse_attention/tiles.py",
-        "jnp.where(every[:, None], FULL, MASKED)",
-        "jnp.where(some[:, None], FULL, MASKED)",
+        "blocksparse_attention/tiles:kinds",
+        "$whole & $every[:, None]",
+        "$whole & some[:, None]",
         OF_LISTS + "test_kinds",
     ),
     Fault(
@@ -123,5 +124,61 @@ FAULTS = (
         "row_of(rows, 2 * stage + 1, SHAPE, PAIRS)",
         "row_of(rows, 2 * stage, SHAPE, PAIRS)",
         ON_HOPPER + "causal-narrow",
+    ),
+    Fault(
+        "Pallas: every head goes over the list of the first",
+        "pallas_visits:decoded",
+        "$row * $visits.heads + $head",
+        "$row * $visits.heads",
+        ON_TPUS + "do_not_fit",
+    ),
+    Fault(
+        "Pallas: the queries of a group are all those of its first head",
+        "pallas_visits:decoded",
+        "$n + lax.div($inner, $visits.per_head)",
+        "$n",
+        ON_TPUS + "lists_are",
+    ),
+    Fault(
+        "Pallas: a tile that meets none is not written",
+        "listed_visits",
+        "$some | (~$some.any(-1, keepdims=True) & ($other == 0))",
+        "$some",
+        ON_TPUS + "lists_are",
+    ),
+    Fault(
+        "Pallas: every launch has the lists of the first",
+        "pallas_passes:launch.part",
+        "$packed[$n]",
+        "$packed[0]",
+        ON_TPUS + "do_not_fit",
+    ),
+    Fault(
+        "Pallas: block rows of a tile have the bits of its first",
+        "_set.of_row",
+        "lax.shift_right_logical($bits[$word + $m * $blocks.words], $shift)",
+        "lax.shift_right_logical($bits[$word], $shift)",
+        ON_TPUS + "do_not_fit",
+    ),
+    Fault(
+        "Pallas: bits that go on in the next integer are lost",
+        "pallas_kernels:_set",
+        "$split = $plan.block_k % $blocks.size[1] > 0 or 32 % $blocks.inside[1] > 0",
+        "$split = False",
+        ON_TPUS + "across -m 'slow or not slow'",
+    ),
+    Fault(
+        "Pallas: a tile is full if the mask hides none of it, whatever its blocks are",
+        "blocksparse_attention/tiles:kinds",
+        "$whole & $every[:, None]",
+        "$every[:, None]",
+        OF_LISTS + "test_kinds",
+    ),
+    Fault(
+        "Pallas: a tile is hidden unless its first block is set",
+        "_of_tiles",
+        "[jnp.take($blocks, $at, axis=$dim) for $at in $inside.T]",
+        "[jnp.take($blocks, $at, axis=$dim) for $at in $inside.T[:1]]",
+        OF_LISTS + "test_kinds",
     ),
 )

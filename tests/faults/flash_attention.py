@@ -10,7 +10,8 @@ def _triton(case):
     return f"tests/test_ops.py -m 'slow or not slow' -k flash_attention-{case}-float32-triton"
 
 
-PALLAS = "kernels/ops/flash_attention/pallas_tpu.py"
+PALLAS_CALLS = "kernels/engines/attention/pallas_calls.py"
+PALLAS_KERNELS = "kernels/engines/attention/pallas_kernels.py"
 PALLAS_BLOCKS = "tests/kernels/test_flash_attention_pallas.py"
 
 
@@ -357,64 +358,66 @@ FAULTS = (
     ),
     Fault(
         "Pallas: output not rescaled",
-        "flash_attention_fwd_kernel.tile",
+        "pallas_kernels:fwd_kernel.tile",
         "$turned[...] * $rescale + _dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
         "$turned[...] + _dot($value, $p.astype($value.dtype), 1 - $plan.value_width, 0)",
         f"{PALLAS_BLOCKS} -k documents",
     ),
     Fault(
         "Pallas: denominator not rescaled",
-        "flash_attention_fwd_kernel.tile",
+        "pallas_kernels:fwd_kernel.tile",
         "$total[...] * $rescale + jnp.sum($p, axis=0, keepdims=True)",
         "$total[...] + jnp.sum($p, axis=0, keepdims=True)",
         f"{PALLAS_BLOCKS} -k documents",
     ),
     Fault(
         "Pallas: sinks counted twice",
-        "flash_attention_fwd_kernel._",
+        "pallas_kernels:fwd_kernel._",
         "1.0 if $plan.sinks else 0.0",
         "2.0 if $plan.sinks else 0.0",
         f"{PALLAS_BLOCKS} -k window",
     ),
     Fault(
         "Pallas: gradients of keys are those of the last head of a group",
-        "flash_attention_bwd_dkv_kernel._",
+        "pallas_kernels:bwd_dkv_kernel._",
         "$at.has(BEGINS) & ($group == 0)",
         "$at.has(BEGINS)",
         on_pallas("long"),
     ),
     Fault(
         "Pallas: a query head reads the keys of another group",
-        "pallas_tpu:_of_keys",
+        "pallas_calls:of_keys",
         "($b, lax.div($n, $G), 0, $j)",
         "($b, lax.rem($n, $G), 0, $j)",
         on_pallas("long"),
     ),
     Fault(
         "Pallas: delta, and with it the cotangent of lse, dropped",
-        "pallas_tpu:_gradients",
+        "pallas_kernels:_gradients",
         "$dp - $refs['delta'][...]",
         "$dp",
         on_pallas("long"),
     ),
-    Fault("Pallas: tail of keys unmasked", PALLAS, " or self.S % self.block_k > 0", "", on_pallas("bias_per_head")),
+    Fault(
+        "Pallas: tail of keys unmasked", PALLAS_CALLS, " or self.S % self.block_k > 0", "", on_pallas("bias_per_head")
+    ),
     Fault(
         "Pallas: window one key narrower",
-        PALLAS,
+        PALLAS_KERNELS,
         "seen.append(j >= ends_at(low, i))",
         "seen.append(j > ends_at(low, i))",
         f"{PALLAS_BLOCKS} -k window",
     ),
     Fault(
         "Pallas: prefix hidden",
-        PALLAS,
+        PALLAS_KERNELS,
         "jnp.minimum(ends_at(high, i), limit)",
         "jnp.minimum(i, limit)",
         on_pallas("prefix"),
     ),
     Fault(
         "Pallas: rows without a key get gradients",
-        "flash_attention/pallas_tpu:backward",
+        "pallas_passes:of_saved",
         "jnp.where($some, $saved.lse, jnp.inf)",
         "$saved.lse",
         f"{PALLAS_BLOCKS} -k documents",
@@ -428,35 +431,35 @@ FAULTS = (
     ),
     Fault(
         "Pallas: all rows drop the same weights",
-        "flash_attention/pallas_tpu:_tile",
+        "pallas_kernels:_tile",
         "$refs['seeds'][$head]",
         "$refs['seeds'][at.n]",
         on_pallas("together"),
     ),
     Fault(
         "Pallas: dropout missing in the backward",
-        "pallas_tpu:_gradients",
+        "pallas_kernels:_gradients",
         "$dp = $dp if $keep is None else $dp * $keep",
         "$dp = $dp",
         on_pallas("together"),
     ),
     Fault(
         "Pallas: slope of the soft cap dropped",
-        "pallas_tpu:_gradients",
+        "pallas_kernels:_gradients",
         "($p if $keep is None else $p * $keep, $ds, $ds if $bend is None else $ds * $bend, $distance)",
         "($p if $keep is None else $p * $keep, $ds, $ds, $distance)",
         on_pallas("together"),
     ),
     Fault(
         "Pallas: heads of 64 are padded to 128",
-        "pallas_tpu:_width",
+        "pallas_calls:_width",
         "1 if $H % LANES == 0 else 0",
         "1",
         f"{PALLAS_BLOCKS} -k room_of_64",
     ),
     Fault(
         "Pallas: wide heads of keys read as those of queries",
-        "pallas_tpu:_of_keys",
+        "pallas_calls:of_keys",
         "($b, lax.div($n, $G), $j, 0)",
         "($b, $n, $j, 0)",
         f"{PALLAS_BLOCKS} -k 'several_blocks and window'",
@@ -470,7 +473,7 @@ FAULTS = (
     ),
     Fault(
         "Pallas: products of float32 in bfloat16",
-        "flash_attention/pallas_tpu:_dot",
+        "pallas_kernels:_dot",
         "lax.Precision.HIGHEST",
         "None",
         f"{PALLAS_BLOCKS} -k float32",

@@ -200,7 +200,7 @@ FAULTS = (
     ),
     Fault(
         "Pallas: a gap is one key shorter",
-        "kernels/ops/flash_attention/pallas_tpu.py",
+        "kernels/engines/attention/pallas_kernels.py",
         "(j > ends_at(gap_high, i))",
         "(j >= ends_at(gap_high, i))",
         "tests/test_ops.py -k flash_attention-sink_window-float32-pallas",

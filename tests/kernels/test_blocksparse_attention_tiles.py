@@ -43,14 +43,15 @@ def test_lists(make, shape, group):
     np.testing.assert_array_equal(order, np.argsort(-counts, axis=-1, kind="stable"))
 
 
-def test_kinds_are_what_blocks_and_the_mask_say():
-    """A tile is visited if some pair of it is, and full only if every pair attends."""
-    T, S, size, tile = 50, 70, (16, 32), (8, 16)
-    ids = [jnp.asarray(np.sort(RNG.integers(0, 3, (2, n)), axis=1), jnp.int32) for n in (T, S)]
+@pytest.mark.parametrize("tile", [(8, 16), (32, 16), (24, 24)], ids=str)
+def test_kinds_are_what_blocks_and_the_mask_say(tile):
+    """A tile is visited if some pair of it is, and full only if every pair attends: in a block, or with tokens of several."""
+    T, S, size = 90, 110, (16, 32)
+    ids = [jnp.asarray(np.arange(n)[None] > at, jnp.int32) for n, at in ((T, [[30], [70]]), (S, [[40], [70]]))]
     mask = MaskInfo(causal=True, q_segment_ids=ids[0], kv_segment_ids=ids[1])
-    block_mask = RNG.random((1, 3, 4, 3)) < 0.6
+    block_mask = np.random.default_rng(0).random((1, 3, 6, 4)) < 0.8
     found = np.asarray(tiles.kinds(block_mask, mask, (T, S), size, tile))
-    assert found.shape == (2, 3, 7, 5)
+    assert found.shape == (2, 3, -(-T // tile[0]), -(-S // tile[1]))
     pairs = np.repeat(np.repeat(block_mask, size[0], 2), size[1], 3)[:, :, :T, :S] & np.asarray(mask.visible(T, S))
     for b, n, i, j in np.ndindex(found.shape):
         pair = pairs[b, n, i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]

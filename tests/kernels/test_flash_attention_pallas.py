@@ -216,13 +216,13 @@ def test_visits_are_the_pairs_of_each_row(name):
 
 
 def test_rules_bound_the_pairs_of_a_traced_mask():
-    plan = pallas_tpu._call(
+    call = pallas_tpu._call(
         *(made(1, 1024, 1, 16),) * 3,
         MASKS["segments"].replace(window=(100, 0)),
         (None,) * 6 + (0.0,),
         SMALLEST.fwd_params,
     )
-    visits = plan.by_queries()
+    visits = pallas_tpu._Spans(call).visits(False)
     alone = spans(MaskInfo(causal=True, window=(100, 0)), 1024, 1024, 128, 128)[0]
     assert visits.length == (alone[..., LAST] - alone[..., FIRST]).sum() == 15
 

@@ -1,5 +1,6 @@
-"""The pairs of blocks that Pallas' grid of flash attention goes over: a list for each row of the batch, made of the spans of
-its mask. Each pair is one integer, which kernels and index maps take apart again."""
+"""The pairs of tiles that Pallas' grid of attention goes over: a list for each row of the batch, made of the spans of its mask,
+or for each row and head, made of the pairs of tiles to visit. Each pair is one integer, which kernels and index maps take
+apart again."""
 
 from __future__ import annotations
 
@@ -9,14 +10,31 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kernels.engines.attention.tiles import FIRST, FULL_FIRST, FULL_LAST, LAST
 
-__all__ = ["ACTIVE", "BEGINS", "ENDS", "FULL", "Step", "Visits", "decoded", "united", "visits_of"]
+__all__ = [
+    "ACTIVE",
+    "BEGINS",
+    "ENDS",
+    "FULL",
+    "MOST_INNER",
+    "MOST_OUTER",
+    "Step",
+    "Visits",
+    "decoded",
+    "listed_visits",
+    "united",
+    "visits_of",
+]
 
 # A visit is one integer: block that stays, block that changes, flags.
 ACTIVE, FULL, BEGINS, ENDS = 1, 2, 4, 8
 _FLAG_BITS, _BLOCK_BITS = 4, 13
+_NONE = np.iinfo(np.int32).max  # no visit: it comes after all others
+# How many blocks that stay, and that change, such an integer can tell apart.
+MOST_OUTER, MOST_INNER = 1 << (31 - _FLAG_BITS - _BLOCK_BITS), 1 << _BLOCK_BITS
 
 
 class Visits(NamedTuple):
@@ -25,11 +43,18 @@ class Visits(NamedTuple):
     What a row has less than the longest is filled with its last visit, which then fetches and does nothing.
     """
 
-    packed: Any  # int32 [rows * length]
+    packed: Any  # int32 [rows * heads * length]
     rows: int  # 1, or the batch
     length: int  # entries of a row
     steps: Any  # how many of them the longest row has; may be traced
     by_keys: bool  # whether it is the block of keys that stays
+    heads: int = 1  # those with lists of their own; by keys they are the key heads
+    # By keys, where query heads have lists of their own: blocks of queries of a head. The block that changes is then
+    # counted over all query heads of the key head. Otherwise 0.
+    per_head: int = 0
+    # Launches that share the blocks that stay; `packed` then begins with the lists of the first one, and `steps` has one
+    # entry for each.
+    parts: int = 1
 
 
 def visits_of(span: Any, inner: int, most: int, by_keys: bool) -> Visits:
@@ -61,6 +86,42 @@ def visits_of(span: Any, inner: int, most: int, by_keys: bool) -> Visits:
     return Visits(packed.reshape(-1), span.shape[0], length, length if xp is np else total.max(), by_keys)
 
 
+def listed_visits(
+    some: jax.Array, every: jax.Array, most: int, by_keys: bool, per_head: int = 0, parts: int = 1
+) -> Visits:
+    """Returns the visits of the pairs of blocks that are set in `some`, bool [rows, heads, n, inner]; of those in `every`, all
+    pairs attend. Rows and heads that share a list have it once.
+
+    The integer of a pair grows with the place of the pair, so a list is what one sort of these integers leaves in front.
+
+    Args:
+      most: the most visits that a list can have.
+      parts: how many launches share the n blocks that stay.
+    """
+    rows, heads, n, inner = some.shape
+    if n > MOST_OUTER or inner > MOST_INNER:
+        raise ValueError(f"{n} blocks that meet {inner} others are more than {MOST_OUTER} and {MOST_INNER}")
+    outer, other = (np.arange(size, dtype=np.int32) for size in (n, inner))
+    # A block that meets none is visited too: its output is to be written.
+    visited = some | (~some.any(-1, keepdims=True) & (other == 0))
+    first = jnp.where(visited, other, inner).min(-1, keepdims=True)
+    last = jnp.where(visited, other, -1).max(-1, keepdims=True)
+    flags = ACTIVE * some + FULL * (some & every) + BEGINS * (other == first) + ENDS * (other == last)
+    words = (((outer[:, None] << _BLOCK_BITS) + other) << _FLAG_BITS) + flags.astype(jnp.int32)
+    each = -(-n // parts)
+    words = jnp.pad(
+        jnp.where(visited, words, _NONE), ((0, 0), (0, 0), (0, parts * each - n), (0, 0)), constant_values=_NONE
+    )
+    words = words.reshape(rows * heads, parts, each * inner).swapaxes(0, 1)
+    total = (words != _NONE).sum(-1, keepdims=True, dtype=jnp.int32)
+    length = min(most, each * inner)
+    packed = lax.sort(words, is_stable=False)[..., :length]
+    rest = jnp.where(words != _NONE, words, -1).max(-1, keepdims=True) >> _FLAG_BITS << _FLAG_BITS
+    packed = jnp.where(np.arange(length, dtype=np.int32) < total, packed, rest)
+    steps = total.max((1, 2))
+    return Visits(packed.reshape(-1), rows, length, steps[0] if parts == 1 else steps, by_keys, heads, per_head, parts)
+
+
 def united(span: Any) -> Any:
     """Returns the span [1, n, 4] of all rows together: from the first block of any to the last, full where all are."""
     xp: Any = np if isinstance(span, np.ndarray) else jnp
@@ -84,10 +145,19 @@ class Step(NamedTuple):
         return (self.flags & flag) > 0
 
 
-def decoded(visits: Visits, packed: Any, b: Any, n: Any, step: Any) -> Step:
-    """Returns where a head of a row is at a step of its list."""
-    word = packed[(b * visits.length if visits.rows > 1 else 0) + step]
+def decoded(visits: Visits, packed: Any, b: Any, n: Any, step: Any, head: Any = 0) -> Step:
+    """Returns where a head of a row is at a step of its list.
+
+    Args:
+      n: the query head; of a list that goes over several query heads, the first of them.
+      head: the head that the list is of, where heads have lists of their own.
+    """
+    row = b if visits.rows > 1 else 0
+    row = row * visits.heads + head if visits.heads > 1 else row
+    word = packed[(row * visits.length if visits.rows * visits.heads > 1 else 0) + step]
     outer = word >> (_BLOCK_BITS + _FLAG_BITS)
     inner = (word >> _FLAG_BITS) & ((1 << _BLOCK_BITS) - 1)
+    if visits.per_head:
+        n, inner = n + lax.div(inner, visits.per_head), lax.rem(inner, visits.per_head)
     i, j = (inner, outer) if visits.by_keys else (outer, inner)
     return Step(b, n, i, j, word & ((1 << _FLAG_BITS) - 1))

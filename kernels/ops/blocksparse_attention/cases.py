@@ -105,6 +105,7 @@ CASES = (
     _case(
         "tiles_together",
         {**SMALL, "sinks": 2},
+        "kernels",
         blocks=TILES,
         heads=True,
         density=0.8,

@@ -1,9 +1,10 @@
 """Which tiles of keys a kernel's tile of queries visits, and the other way around, as lists: from blocks and a mask.
 
-A tile is what a kernel has at once; it divides a block, so that all of its pairs are in one block. Of a pair of tiles it is
-known, from the blocks and from the bounds of the mask, whether it is hidden, whether every pair of it attends (full), or
-whether the mask has to be looked at (masked). A list has the tiles that are not hidden, the full ones first, so that a kernel
-needs two numbers to know what to look at; what does not look at the mask stays in one run.
+A tile is what a kernel has at once. On GPUs it divides a block, so that all of its pairs are in one block; on TPUs it may have
+tokens of several. Of a pair of tiles it is known, from the blocks and from the bounds of the mask, whether it is hidden,
+whether every pair of it attends (full), or whether masks have to be looked at (masked). A list has the tiles that are not
+hidden, the full ones first, so that a kernel needs two numbers to know what to look at; what does not look at the mask stays
+in one run.
 
 Everything is O(pairs of tiles) and made where the arrays are, because a block mask may be traced: on a GPU by two small Triton
 kernels (`triton_lists.py`), elsewhere by sums and a scatter. Nothing is sorted but tiles by the length of their list, which is
@@ -12,10 +13,13 @@ the order in which they are handed out: the longest first, so that none is begun
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels.engines.attention.masks import MaskInfo, key_range
 from kernels.engines.attention.tiles import meetings
@@ -40,6 +44,27 @@ class TileMap(NamedTuple):
     order: jax.Array
 
 
+def held(size: int, tile: int) -> int:
+    """Returns the most blocks of that size that a side of a tile has tokens of.
+
+    >>> held(256, 128), held(64, 128), held(96, 128)
+    (1, 2, 3)
+    """
+    return -(-(size - math.gcd(size, tile) + tile) // size)
+
+
+def _of_tiles(blocks: jax.Array, dim: int, size: int, tile: int, length: int, every: bool) -> jax.Array:
+    """Returns of each tile along a dim of blocks whether any block that it has tokens of is set, or `every` one."""
+    count = -(-length // tile)
+    if size % tile == 0:
+        return jax.lax.slice_in_dim(jnp.repeat(blocks, size // tile, dim), 0, count, axis=dim)
+    start = tile * np.arange(count)
+    last = (np.minimum(start + tile, length) - 1) // size
+    inside = np.minimum(start[:, None] // size + np.arange(held(size, tile)), last[:, None])
+    parts = [jnp.take(blocks, at, axis=dim) for at in inside.T]
+    return functools.reduce(jnp.logical_and if every else jnp.logical_or, parts)
+
+
 def kinds(
     block_mask: jax.Array,
     mask: MaskInfo | None,
@@ -52,16 +77,15 @@ def kinds(
     Args:
       block_mask: bool [#B, #N, query blocks, key blocks].
       lengths: of the queries and of the keys.
-      block_size: of a block, and multiples of `tile`.
+      block_size: of a block. A tile may lie in one, or have tokens of several.
     """
-    if any(size % side for size, side in zip(block_size, tile, strict=True)):
-        raise ValueError(f"tiles of {tile} queries and keys do not divide blocks of {block_size}")
-    visited = jnp.asarray(block_mask)
-    for dim in (0, 1):
-        visited = jnp.repeat(visited, block_size[dim] // tile[dim], 2 + dim)
+    visited = whole = jnp.asarray(block_mask)
+    for side in (0, 1):
+        how = block_size[side], tile[side], lengths[side]
+        visited, whole = (_of_tiles(x, 2 + side, *how, every) for x, every in ((visited, False), (whole, True)))
     some, every = meetings(key_range(mask, *lengths), *tile)
-    visited = visited[:, :, : some.shape[1], : some.shape[2]] & some[:, None]
-    return jnp.where(visited, jnp.where(every[:, None], FULL, MASKED), HIDDEN).astype(jnp.int8)
+    visited &= some[:, None]
+    return jnp.where(visited, jnp.where(whole & every[:, None], FULL, MASKED), HIDDEN).astype(jnp.int8)
 
 
 def tile_map(kinds: jax.Array, group: int = 1) -> TileMap:
