@@ -34,11 +34,11 @@ class Options:
 class Doctor:
     """One examination. `failures` are those of all hosts, the same on each."""
 
-    def __init__(self, recipe: Any, hosts: Any, say: Callable[[str], object]) -> None:
+    def __init__(self, recipe: Any, hosts: Any, log: Callable[[str], object]) -> None:
         from ejdist.paths import is_url, place
 
         self._recipe, self._hosts, self.failures = recipe, hosts, []
-        self._say = say if hosts.index == 0 else lambda line: None
+        self._log = log if hosts.index == 0 else lambda line: None
         self._folder = Path(recipe.run.dir).expanduser()
         self._checkpoints: Any = self._folder / "checkpoints"
         if (given := recipe.checkpoint.dir) is not None:
@@ -48,7 +48,7 @@ class Doctor:
         """Says what is wrong, or that nothing is."""
         self.failures += failures
         for line in failures or [otherwise]:
-            self._say(f"{'FAILED' if failures else 'ok    '}  {line}")
+            self._log(f"{'FAILED' if failures else 'ok    '}  {line}")
 
     def before_devices(self) -> None:
         """What needs no device: JAX makes them only when all processes are there, and may hang where they differ."""
@@ -58,18 +58,18 @@ class Doctor:
         from ejdist.sections import flat
 
         hosts = self._hosts
-        names = hosts.judged("the examination", health.machine(), lambda said: list(said.values()))
+        names = hosts.reduce("the examination", health.machine(), lambda said: list(said.values()))
         machines = len({name for _, name in names})
         count = f"{hosts.count} process{'es' * (hosts.count > 1)} on {machines} machine{'s' * (machines > 1)}"
         self._found([], f"{count}: {_listed(names)}")
         recipe = {key: value for key, value in flat(self._recipe).items() if not key.startswith("cluster.")}
         self._found(
-            hosts.judged("recipe and software", recipe | software(), differences),
+            hosts.reduce("recipe and software", recipe | software(), differences),
             f"the same recipe, packages and code ({code_digest()}) on all",
         )
         ahead = self._ahead()
-        worst = hosts.judged("the time", ahead, lambda said: max(abs(seconds) for _, seconds in said.values()))
-        self._found(hosts.judged("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
+        worst = hosts.reduce("the time", ahead, lambda said: max(abs(seconds) for _, seconds in said.values()))
+        self._found(hosts.reduce("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
         self._free = self._storage("run.dir", self._folder)
         if self._checkpoints != self._folder / "checkpoints":
             self._free = self._storage("checkpoint.dir", self._checkpoints)
@@ -78,8 +78,8 @@ class Doctor:
         """Returns by how many seconds this host's clock is ahead of host 0's, or a little more: what it took to hear of it."""
         found = []
         for _ in range(3):
-            self._hosts.judged("the time", None, lambda said: None)  # all are here
-            theirs = self._hosts.say("its time", time.time())
+            self._hosts.reduce("the time", None, lambda said: None)  # all are here
+            theirs = self._hosts.broadcast("its time", time.time())
             found.append(time.time() - theirs)
         return 0.0 if self._hosts.index == 0 else min(found)
 
@@ -91,15 +91,15 @@ class Doctor:
         token = uuid.uuid4().hex
         # Host 0 makes the folder before the others look, and removes it after they have left it.
         shared = health.SharedFolder(folder, 0, token) if hosts.index == 0 else None
-        token = hosts.say("a token", token)
+        token = hosts.broadcast("a token", token)
         shared = shared or health.SharedFolder(folder, hosts.index, token)
         try:
             facts = {"writes": shared.failure, "sees": shared.failure is None and shared.sees_first()}
-            failures = hosts.judged(f"the look into {key}", facts, health.folder_failures(key, folder))
+            failures = hosts.reduce(f"the look into {key}", facts, health.folder_failures(key, folder))
             free = shared.free_bytes()
             if hosts.index > 0:
                 shared.close()
-            free = hosts.judged("the disk", free, lambda said: min(mine for _, mine in said.values()))
+            free = hosts.reduce("the disk", free, lambda said: min(mine for _, mine in said.values()))
         finally:
             shared.close()
         room = "" if math.isinf(free) else f", {free / 1e9:,.1f} GB free"
@@ -121,7 +121,7 @@ class Doctor:
             "accelerators": sorted(f for pattern in ACCELERATORS for f in glob.glob(pattern)),
         }  # fmt: skip
         self._found(
-            hosts.judged("the devices", facts, health.device_failures),
+            hosts.reduce("the devices", facts, health.device_failures),
             f"{jax.device_count()} x {facts['kind']}, {facts['count']} of each process",
         )
         try:
@@ -159,11 +159,11 @@ class Doctor:
             over = {"devices": "inside of a host", "hosts": "between hosts", "slices": "between slices"}[
                 facts["crosses"]
             ]
-            self._say(f"ok      {axis} ({facts['size']}, {over}): GB/s a device, of {largest / 2**20:g} MiB: {each}")
+            self._log(f"ok      {axis} ({facts['size']}, {over}): GB/s a device, of {largest / 2**20:g} MiB: {each}")
         if self._hosts.index == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(found, indent=1) + "\n")
-            self._say(f"ok      bandwidth is kept in {file}")
+            self._log(f"ok      bandwidth is kept in {file}")
 
 
 def _listed(names: Sequence[Sequence[str]], most: int = 8) -> str:

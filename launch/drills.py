@@ -200,7 +200,7 @@ def _disk_full(s: Scene) -> Disturbance:
 
 def _missing_data(s: Scene) -> Disturbance:
     host = s.other()
-    says = ("ended, and so do all", "data.source")
+    says = ("failed, which ends all hosts", "data.source")
     return _refused(f"host {host} does not have the file of the corpus", says, **_copies(s, host, ""))
 
 

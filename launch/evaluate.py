@@ -194,7 +194,7 @@ def _held_out(weights: Any, data: Any) -> str:
     return "not the run's corpus; whether some documents are in both is not checked"
 
 
-def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str], Any] = print) -> dict[str, Any]:
+def evaluate(asked: Asked, where: str, given: Sequence[str], log: Callable[[str], Any] = print) -> dict[str, Any]:
     """Returns what was found, as JSON has it; `launch/README.md` says what is in it. To be called by all hosts.
 
     Raises:
@@ -232,7 +232,7 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
         text = _text(data)
         shapes = {"key_tokens": asked.key_tokens, "value_tokens": asked.value_tokens, "seed": recipe.run.seed}
         prompts = [Prompts(task, n, text, **shapes) for task in asked.tasks if task != "loss" for n in lengths]
-        say(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
+        log(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
         params, buffers = weights.load(programs[lengths[0]])
         found: dict[str, Any] = {
             "weights": weights.what,
@@ -252,15 +252,15 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
                     "tokens": int(octaves["row"].counts.sum()),
                     **{place: of.rows() for place, of in octaves.items()},
                 }
-                _tell_loss(say, n, found["loss"][str(n)], time.perf_counter() - began)
+                _tell_loss(log, n, found["loss"][str(n)], time.perf_counter() - began)
                 if (rows := sized.rows_before_again) < asked.batches * sized.global_batch:
-                    say(
+                    log(
                         f"  that is all of the data, {rows:,} rows, each counted once: batches={asked.batches} asked for more"
                     )
             for asking in (p for p in prompts if p.length == n):
                 cells = measure_recall(evaluator, asking, asked.depths, asked.examples)
                 found["recall"] += [cell.row() for cell in cells]
-                _tell_cells(say, cells)
+                _tell_cells(log, cells)
         return found
 
 
@@ -274,20 +274,20 @@ def _text(data: Any) -> Any:
     return batch["tokens"][batch["segment_ids"] >= 0]
 
 
-def _tell_loss(say: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
+def _tell_loss(log: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
     if found["loss"] is None:
-        return say(f"loss at {length:,} tokens: the batches have no token that is followed by another")
-    say(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
+        return log(f"loss at {length:,} tokens: the batches have no token that is followed by another")
+    log(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
     for place in ("document", "row"):
         parts = [f"{r['from']}: {r['loss']:.3f}" for r in found[place] if r["tokens"]]
-        say(f"  by place in the {place}, octaves from {', '.join(parts)}")
+        log(f"  by place in the {place}, octaves from {', '.join(parts)}")
 
 
-def _tell_cells(say: Callable[[str], Any], cells: Sequence[Any]) -> None:
+def _tell_cells(log: Callable[[str], Any], cells: Sequence[Any]) -> None:
     first = cells[0]
     for cell in cells:
         low, high = cell.interval
-        say(
+        log(
             f"{first.task} at {first.length:,} tokens, depth {cell.depth:g}: {cell.correct} of {cell.count} right "
             f"({cell.accuracy:.0%}, 95% in {low:.0%} to {high:.0%}), {cell.tokens_correct:.0%} of tokens, "
             f"log-probability {cell.log_probability:.2f}"

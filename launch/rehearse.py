@@ -196,7 +196,7 @@ def left(folder: Path) -> tuple[dict[int, float | None], dict[str, int] | None]:
     return rows, last
 
 
-def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
+def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
     """Makes one drill and tells of it; returns whether the run took it as it should."""
     from ejdist.training.metrics import write_whole
 
@@ -231,11 +231,11 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
         told.append("losses and final state are those of the run without" if same else "LOSSES OR STATE DIFFER")
         faults += [] if same else [_unlike(calm, rows, digest)]
     ok = not faults
-    say(f"{name}: {d.told}\n    {'; '.join(told)}")
-    say(f"    {_goodput(folder)}")
+    log(f"{name}: {d.told}\n    {'; '.join(told)}")
+    log(f"    {_goodput(folder)}")
     for fault in faults:
-        say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
-    say(f"    {'ok' if ok else 'FAILED'}")
+        log(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+    log(f"    {'ok' if ok else 'FAILED'}")
     verdict = {
         "fault": folder.name,
         "what": d.told,
@@ -254,7 +254,7 @@ def _goodput(folder: Path) -> str:
     return str(goodput.account(rows)) if rows else "no step was made"
 
 
-def _series(o: Options, calm: Ended, say: Any) -> bool:
+def _series(o: Options, calm: Ended, log: Any) -> bool:
     def start(folder: Path, r: Round | None) -> tuple[list[int | None], str]:
         return run(o, folder, r.disturbance, (), r.signalled, r.since)[:2] if r else run(o, folder, None)[:2]
 
@@ -263,7 +263,7 @@ def _series(o: Options, calm: Ended, say: Any) -> bool:
         return None if rows == calm.losses and digest == calm.digest else _unlike(calm, rows, digest)
 
     chance, shape = random.Random(f"{o.seed}/series"), (o.hosts, o.steps, o.every)
-    return rehearse_series(o.folder / "series", o.series, o.faults, shape, calm.seconds, chance, start, same, say)
+    return rehearse_series(o.folder / "series", o.series, o.faults, shape, calm.seconds, chance, start, same, log)
 
 
 def _unlike(calm: Ended, rows: dict[int, float | None], digest: dict[str, int] | None) -> str:
@@ -274,13 +274,13 @@ def _unlike(calm: Ended, rows: dict[int, float | None], digest: dict[str, int] |
     return "the losses are the same, and an array of the last checkpoint is not"
 
 
-def main(argv: Sequence[str] | None = None, say: Any = None) -> int:
+def main(argv: Sequence[str] | None = None, log: Any = None) -> int:
     """Returns the exit code of the command: 0 where the run took every fault as it should."""
-    say = say or (lambda line: print(line, flush=True))
+    log = log or (lambda line: print(line, flush=True))
     stopped = ("stopped by a signal, and its processes with it", INTERRUPTED)
     with _interrupted_by_signals():
         return run_command(
-            argv, lambda arguments: rehearse(options_of(arguments), say), lambda _: USAGE, stopped=stopped
+            argv, lambda arguments: rehearse(options_of(arguments), log), lambda _: USAGE, stopped=stopped
         )
 
 
@@ -298,25 +298,25 @@ def _interrupted_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def rehearse(o: Options, say: Any) -> int:
+def rehearse(o: Options, log: Any) -> int:
     """Makes the drills that are asked for, and tells of them; returns the exit code."""
     o.folder.mkdir(parents=True, exist_ok=True)
     where = (
         f"{o.hosts} hosts of {o.devices_per_host} devices, {o.steps} steps, a checkpoint every {o.every}, in {o.folder}"
     )
-    say(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
+    log(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
     codes, said, seconds = run(o, o.folder / "calm", None)
     if codes != [DONE] * o.hosts:
-        say(f"without a fault it ended with {codes}:\n{said[-2000:]}")
+        log(f"without a fault it ended with {codes}:\n{said[-2000:]}")
         return next((c for c in codes if c), WRONG)
     calm = Ended([codes], seconds, *left(o.folder / "calm"))
-    say(f"    without a fault: {seconds:.1f} s")
-    say(f"    {_goodput(o.folder / 'calm')}")
+    log(f"    without a fault: {seconds:.1f} s")
+    log(f"    {_goodput(o.folder / 'calm')}")
     if o.series:
-        return DONE if _series(o, calm, say) else FAILED_DRILL
+        return DONE if _series(o, calm, log) else FAILED_DRILL
     drills = [(name, n) for name in o.faults for n in range(o.times)]
-    passed = [drill(o, name, n, calm, say) for name, n in drills]
-    say(f"{sum(passed)} of {len(passed)} drills ended as they should")
+    passed = [drill(o, name, n, calm, log) for name, n in drills]
+    log(f"{sum(passed)} of {len(passed)} drills ended as they should")
     return DONE if all(passed) else FAILED_DRILL
 
 

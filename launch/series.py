@@ -135,7 +135,7 @@ def rehearse_series(
     chance: random.Random,
     start: Callable[[Path, Round | None], tuple[list[int | None], str]],
     same: Callable[[Path], str | None],
-    say: Callable[[str], Any],
+    log: Callable[[str], Any],
 ) -> bool:
     """Returns whether a run that is disturbed so many times ended as the one that nothing happened to.
 
@@ -160,25 +160,25 @@ def rehearse_series(
         lost.append(after.lost())
         passed += not faults
         during += "stopped by SIGTERM after step" in said or r.fault != "sigterm"
-        say(
+        log(
             f"{n + 1:3} {r.told}: exit codes {codes}, step {after.made} was made and {after.saved} is saved"
             f"{'' if after.writing is None else f' ({after.writing} was being written)'}, {lost[-1]} lost"
         )
         for fault in faults:
-            say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+            log(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
         before = after
     codes, said = start(folder, None)
     faults = [] if codes == [DONE] * hosts else [f"left alone it ended with {codes}"]
     faults += went_on(said, before)
     unlike = same(folder)
     faults += [text for text in (unlike, done) if text is not None]
-    say(
+    log(
         f"{passed} of {rounds} ended as they should, {during} of them while steps were made; {sum(lost)} steps lost in all, at "
         f"most {max(lost)} at once with a checkpoint every {every}"
     )
-    say("losses and final state are those of the run without" if unlike is None else "LOSSES OR STATE DIFFER")
+    log("losses and final state are those of the run without" if unlike is None else "LOSSES OR STATE DIFFER")
     for fault in faults:
-        say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+        log(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
     return passed == rounds and not faults
 
 

@@ -149,7 +149,7 @@ def _main(arguments: list[str]) -> int:
     start_jax(recipe)
     for hint in _hints(arguments, recipe):
         print(hint, flush=True)
-    outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
+    outcome = train(recipe, log=lambda line: print(line, flush=True), began=began)
     # A signal may come before run.stop_after too, and then the run is to go on.
     stopped_early = outcome.step < min(recipe.run.steps, recipe.run.stop_after or recipe.run.steps)
     if outcome.summary is not None:

@@ -45,7 +45,7 @@ PLAN = [*TINY, "run.steps=6", "optimizer.warmup_steps=1", f"curriculum=[{FIRST},
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*PLAN, *corpus, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*PLAN, *corpus, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 
@@ -297,5 +297,5 @@ def test_hosts_go_through_the_stages_together(corpus, tmp_path):
     length = ["run.steps=14", "checkpoint.every=4", "run.host_timeout=120"]
     small = [a for a in TINY if not a.startswith(("run.", "checkpoint.", "mesh."))]
     arguments = [*small, *corpus, *length, plan, "mesh.dp=2", "mesh.sp=2", "fault=kill,sigterm", f"run.dir={tmp_path}"]
-    assert rehearse.main(arguments, say=lines.append) == DONE, "\n".join(lines)
+    assert rehearse.main(arguments, log=lines.append) == DONE, "\n".join(lines)
     assert [row["stage"] for row in read_rows(tmp_path / "calm" / "run" / "metrics.jsonl")] == [1] * 7 + [2] * 7

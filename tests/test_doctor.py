@@ -114,15 +114,15 @@ def test_room_for_the_checkpoints(free, there, fits):
     """Three stay, and a fourth is written before the first of them goes."""
     failures = health.disk_failures(free * 10**9, 10 * 10**9, 3, there)
     assert (failures == []) is fits
-    assert fits or f"the folder of the checkpoints has {free} GB free, and" in failures[0]
+    assert fits or f"the checkpoint folder has {free} GB free, but" in failures[0]
 
 
 @pytest.mark.parametrize(
     ("address", "listens", "message"),
     [
         ("localhost", True, None),
-        ("localhost", False, "is this machine itself, where nobody listens"),
-        ("no-such-host.invalid", False, "has a name that this host does not know"),
+        ("localhost", False, "is this machine itself, where nothing listens"),
+        ("no-such-host.invalid", False, "has a name that this host cannot resolve"),
     ],
 )
 def test_why_the_coordinator_cannot_be_reached(address, listens, message):
@@ -135,7 +135,7 @@ def test_why_the_coordinator_cannot_be_reached(address, listens, message):
 
 
 def test_refused_and_silent_are_not_the_same(monkeypatch):
-    for error, message in ((ConnectionRefusedError(), "on which nobody listens"), (TimeoutError(), "a firewall")):
+    for error, message in ((ConnectionRefusedError(), "refuses connections"), (TimeoutError(), "the firewall")):
 
         def connect(*_, error=error, **__):
             raise error
@@ -224,7 +224,7 @@ def test_called_wrongly(capsys):
 
 def test_a_single_host_waits_for_nobody_before_it_has_devices():
     hosts = Hosts(1, before_devices=True)
-    assert (hosts.index, hosts.count) == (0, 1) and hosts.judged("x", 3, lambda said: said[0][1] + 1) == 4
+    assert (hosts.index, hosts.count) == (0, 1) and hosts.reduce("x", 3, lambda said: said[0][1] + 1) == 4
 
 
 @pytest.mark.slow

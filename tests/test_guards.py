@@ -37,7 +37,7 @@ ONE = [*TINY, "mesh.sp=1", "model.num_layers=1", "run.steps=14", "checkpoint.eve
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*ONE, *corpus, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*ONE, *corpus, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 
@@ -183,7 +183,7 @@ def watched(values, tmp_path, saves=(), first=0, kept=None, **section):
     watch, limits = Watch(GuardsSection(**section), tmp_path, None, kept), {}
     for step, value in enumerate(values, first + 1):
         limits[step] = watch.limits(step).tolist()
-        watch.add(step, numbers(*value), all_of_them=step in saves)
+        watch.add(step, numbers(*value), wait=step in saves)
     return watch, limits
 
 
@@ -222,13 +222,13 @@ def test_what_is_done_about_a_bad_step(tmp_path, bad, action):
     watch, _ = watched(values, tmp_path, **section)
     wanted = {"stop": Diverged, "rewind": Rewind}.get(action)
     if wanted is None:
-        watch.add(29, numbers(3.0), all_of_them=False)
+        watch.add(29, numbers(3.0), wait=False)
         assert watch.keep()["skips"] == 1
-        watch.add(30, numbers(3.0), all_of_them=False)
+        watch.add(30, numbers(3.0), wait=False)
         assert watch.keep()["skips"] == 0, "in a row"
         return
     with pytest.raises(wanted, match=r"step 21 has loss .* and gradient norm") as found:
-        watch.add(29, numbers(3.0), all_of_them=False)
+        watch.add(29, numbers(3.0), wait=False)
     assert action != "rewind" or found.value.step == 21
     assert action != "stop" or "nothing was saved since" in str(found.value)
 
@@ -238,7 +238,7 @@ def test_too_many_skips_in_a_row_stop_the_run_also_over_a_restart(tmp_path):
     watch, _ = watched(values, tmp_path, saves=(3,), nonfinite="skip", most_skips=4)
     again, _ = watched(values[:1], tmp_path, (4,), 3, watch.keep(), nonfinite="skip", most_skips=4)
     with pytest.raises(Diverged, match=r"updates of 5 steps in a row were left out \(guards.most_skips\)") as found:
-        again.add(5, numbers(math.nan), all_of_them=True)
+        again.add(5, numbers(math.nan), wait=True)
     assert exit_code_of(found.value) == DIVERGED
 
 
@@ -541,7 +541,7 @@ def posts(*hosts):
         (
             [(20, pace.WAITS, 1), (12, pace.HOST, 1)],
             [(20, pace.WAITS, 2), (12, pace.HOST, 2)],
-            r"held up by host 1 \(node1\), behind: at step 12 where others are at 20, making a step ready",
+            r"held up by host 1 \(node1\), behind: at step 12 while others are at 20, making a step ready",
         ),
         (
             [(20, pace.WAITS, 1), (20, pace.WAITS, 1)],
@@ -551,12 +551,12 @@ def posts(*hosts):
         (
             [(20, pace.WAITS, 1), (20, pace.DATA, 1), (20, pace.WAITS, 1)],
             [(20, pace.WAITS, 2), (20, pace.DATA, 2), (20, pace.WAITS, 2)],
-            r"held up by host 1 \(node1\), waiting for data, and others are not",
+            r"held up by host 1 \(node1\), waiting for data, while others are not",
         ),
         (
             [(20, pace.WAITS, 1)] * 2,
             [(20, pace.WAITS, 2)] * 2,
-            "all hosts have handed over step 20 and are waiting for its devices: a device or the network hangs",
+            "all hosts have dispatched step 20 and are waiting for its devices: a device or the network hangs",
         ),
     ],
 )
@@ -564,7 +564,7 @@ def test_who_holds_up_the_others(first, later, words):
     import re
 
     assert re.search(words, watchdog.behind(posts(*first), posts(*later)))
-    assert watchdog.behind({}, {}) == "no host says where it is"
+    assert watchdog.behind({}, {}) == "no host has posted its position"
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ RUN = [*TINY, "model.layer_pattern=[full,none+probe]", "model.num_layers=3", "ru
 
 
 def run(directory, corpus, *overrides):
-    train(compose([*RUN, *corpus, f"run.dir={directory}", *overrides]), say=lambda line: None)
+    train(compose([*RUN, *corpus, f"run.dir={directory}", *overrides]), log=lambda line: None)
     return read_rows(directory / "metrics.jsonl")
 
 

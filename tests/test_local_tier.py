@@ -265,7 +265,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old_and_hosts_meet_at_few_
     now, said = [0.0], []
 
     class Said(Hosts):
-        def say(self, name, value=None):
+        def log(self, name, value=None):
             said.append(value)
             return value
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old_and_hosts_meet_at_few_
 
 def test_what_another_host_says_decides():
     class Other(Hosts):
-        def say(self, name, value=None):
+        def log(self, name, value=None):
             return [True, 5]
 
     clock = Clock(1000.0, Other(60))

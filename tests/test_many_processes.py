@@ -29,7 +29,7 @@ LENGTH = ["run.steps=14", "checkpoint.every=4", "run.host_timeout=120"]
 def rehearsed(folder, *arguments):
     """Returns the exit code of a rehearsal, and what it said."""
     lines = []
-    return rehearse.main([*SMALL, f"run.dir={folder}", *arguments], say=lines.append), "\n".join(lines)
+    return rehearse.main([*SMALL, f"run.dir={folder}", *arguments], log=lines.append), "\n".join(lines)
 
 
 def test_a_killed_host_goes_on_bit_for_bit_and_hosts_refuse_to_differ(corpus, tmp_path):

@@ -34,7 +34,7 @@ def corpus(tmp_path_factory):
 def run(directory, corpus, *more, devices=DEVICES):
     said = []
     outcome = train(
-        compose([*MOE, corpus, f"run.dir={directory}", *more]), devices=jax.devices()[:devices], say=said.append
+        compose([*MOE, corpus, f"run.dir={directory}", *more]), devices=jax.devices()[:devices], log=said.append
     )
     return outcome, said
 
@@ -193,7 +193,7 @@ def test_the_recipes_train(recipe, corpus, tmp_path):
         "checkpoint.every=0",
         "experts.load_every=1",
     ]
-    outcome = train(compose(more), devices=jax.devices()[:4], say=lambda line: None)
+    outcome = train(compose(more), devices=jax.devices()[:4], log=lambda line: None)
     assert outcome.summary["loss_last"] < outcome.summary["loss_first"] - 1.5
     # One step may leave an expert out while scores still move; ten may not.
     counts = np.array([row["experts/counts"] for row in read_rows(folder / "metrics.jsonl")[-10:]])

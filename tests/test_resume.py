@@ -17,7 +17,7 @@ from recipes.schema import compose
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*TINY, *corpus, "mesh.sp=1", f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*TINY, *corpus, "mesh.sp=1", f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 

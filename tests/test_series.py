@@ -11,7 +11,7 @@ from launch.series import IN_SERIES, Left, faults_of, left_by, rehearse_series, 
 
 HOSTS, STEPS, EVERY = 2, 40, 4
 SAVED = "stopped by SIGTERM after step 9; the same command goes on"
-AT_ONCE = "stopped at once by SIGTERM, as no step was being made"
+AT_ONCE = "stopped at once by SIGTERM, as no step was running"
 
 
 def a_round(fault, saved=4, seed=0, steps=STEPS):

@@ -30,7 +30,7 @@ from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*TINY, *corpus, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*TINY, *corpus, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, said
 
 

@@ -34,7 +34,7 @@ MODEL = ["model.vocab_size=320", "mesh.sp=1", "sequence.order=contiguous"]
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*TINY, *corpus, *MODEL, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*TINY, *corpus, *MODEL, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 

@@ -192,7 +192,7 @@ class Checkpoints:
         Args:
           like: tree of `jax.ShapeDtypeStruct` with shardings; the mesh may differ from the one that saved. A number in it
             stands for its type.
-          first: `Hosts.first` of a run on several hosts: what one of them cannot read, none restores.
+          first: `Hosts.first_error` of a run on several hosts: what one of them cannot read, none restores.
 
         Raises:
           DamagedCheckpoint: it cannot be read, or has other bits than were saved. CheckpointError: it is of another model.

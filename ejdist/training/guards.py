@@ -127,7 +127,7 @@ class Watch:
             return np.full(2, np.inf, np.float32)
         return np.array([_limit([row[i] for row in known], s.spike_factor) for i in (1, 2)], np.float32)
 
-    def add(self, step: int, metrics: dict[str, jax.Array], *, all_of_them: bool) -> None:
+    def add(self, step: int, metrics: dict[str, jax.Array], *, wait: bool) -> None:
         """Looks at the step that is `LAG` back. `all_of_them` looks at this step too, and waits for it: a save of its state
         does so anyway.
 
@@ -138,7 +138,7 @@ class Watch:
         for value in (loss, norm):
             value.copy_to_host_async()  # so that it is here when it is looked at
         self._steps.append((step, loss, norm))
-        while len(self._steps) > (0 if all_of_them else LAG):
+        while len(self._steps) > (0 if wait else LAG):
             at, loss, norm = self._steps.popleft()
             self._judge(at, float(loss), float(norm))
 

@@ -74,7 +74,7 @@ class LocalCheckpoints:
 
     def common(self, like: Any) -> tuple[list[int], list[int]]:
         """Returns the steps that all hosts have, the last one first, and the hosts that have none."""
-        said = self._hosts.all_say("the list of checkpoints in checkpoint.local", self.steps(like))
+        said = self._hosts.all_gather("the list of checkpoints in checkpoint.local", self.steps(like))
         return sorted(set.intersection(*map(set, said)), reverse=True), [i for i, steps in enumerate(said) if not steps]
 
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class Lock:
         self.key, self.directory, self._holds, self._limit = key, directory, holds, limit
         self._folder: int | None = None  # a file descriptor
 
-    def take(self, say: Any, *, make: bool = False) -> bool:
+    def take(self, log: Any, *, make: bool = False) -> bool:
         """Takes the folder, if it is there and not taken yet. Returns whether it was taken now.
 
         Args:
@@ -66,7 +66,7 @@ class Lock:
         if before := _HELD.get((facts.st_dev, facts.st_ino)):
             before.let_go()
         try:
-            self._wait(folder, say)
+            self._wait(folder, log)
         except BlockingIOError as error:
             os.close(folder)
             raise ValueError(
@@ -80,7 +80,7 @@ class Lock:
         _HELD[facts.st_dev, facts.st_ino] = self
         return True
 
-    def _wait(self, folder: int, say: Any) -> None:
+    def _wait(self, folder: int, log: Any) -> None:
         end, said = time.monotonic() + min(_PATIENCE, self._limit / 2), False
         while True:
             try:
@@ -89,7 +89,7 @@ class Lock:
                 if time.monotonic() >= end:
                     raise
                 if not said:
-                    say(f"waiting for another process that trains in {self.directory}")
+                    log(f"waiting for another process that trains in {self.directory}")
                 said = True
                 time.sleep(_EVERY)
 

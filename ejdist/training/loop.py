@@ -46,7 +46,7 @@ def train(
     sections: TrainSections,
     *,
     devices: list[Any] | None = None,
-    say: Any = print,
+    log: Any = print,
     began: float | None = None,
 ) -> Outcome:
     """Returns how the run ended, after training it from where `run.dir` left it.
@@ -67,11 +67,11 @@ def train(
     """
     s = sections
     main = jax.process_index() == 0
-    say = say if main else (lambda line: None)
+    log = log if main else (lambda line: None)
     ledger = Ledger(main, began)
     hosts = Hosts(s.run.host_timeout)
     with hosts.together():
-        opened = open_run(s, hosts, devices, say)
+        opened = open_run(s, hosts, devices, log)
         given = getattr(s.model, "init_from", None)
         source = open_source(given, s.model) if given is not None and not opened.found else None
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
@@ -79,41 +79,41 @@ def train(
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger)
         check_shared(hosts, opened.directory)
         if opened.found and given is not None:
-            say(f"model.init_from = {given!r} is not read: the run goes on from its own checkpoint")
-        begun = begin(opened, opened.found, source, say)
+            log(f"model.init_from = {given!r} is not read: the run goes on from its own checkpoint")
+        begun = begin(opened, opened.found, source, log)
         if begun.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
             where = opened.checkpoints.directory
-            say(f"there is no checkpoint in {where}: beginning at step 1, in place of the {rows} rows of metrics.jsonl")
+            log(f"there is no checkpoint in {where}: beginning at step 1, in place of the {rows} rows of metrics.jsonl")
         if later := [(first, count) for first, count in begun.passed.rewinds if first > begun.step]:
             first, count = later[0][0], sum(count for _, count in later)
             kept = "as rewinds have said; remove it to take them after all"
-            say(f"{opened.directory / PASSED}: steps from {first} on go past {count} batches, {kept}")
-        opened.saves.begin(begun.step, say)
+            log(f"{opened.directory / PASSED}: steps from {first} on go past {count} batches, {kept}")
+        opened.saves.begin(begun.step, log)
     run, start = begun.run, begun.step
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
     program, mesh, data = run.program, run.program.mesh, run.sections.data
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    say(
+    log(
         f"{program.num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {used or 'of one'}, "
         f"{data.global_batch} x {data.sequence_length:,} tokens a step, {s.sequence.scheme} in {program.order.name} order"
     )
-    tell_stage(run, say)
+    tell_stage(run, log)
     if s.guards.replicas_every and not compiled.replicas.every:
-        say(f"guards.replicas_every = {s.guards.replicas_every} compares nothing: no two devices hold the same")
+        log(f"guards.replicas_every = {s.guards.replicas_every} compares nothing: no two devices hold the same")
     if start >= end:
         more = how_to_go_on(s.run, s.optimizer, start)
-        say(f"nothing to do: {run.directory} has {start} of {end} steps; {more}, or {ELSEWHERE}")
+        log(f"nothing to do: {run.directory} has {start} of {end} steps; {more}, or {ELSEWHERE}")
         # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
         summary = _finish(run) if main and not _has_summary(run.directory, start) else None
         return Outcome(start, start >= s.run.steps, summary)
-    pace = Pace(start, hosts, ledger, s.guards.stragglers_every, say)
+    pace = Pace(start, hosts, ledger, s.guards.stragglers_every, log)
     try:
         others = hosts.failed if hosts.count > 1 else None
         with hosts.together(), stop_on_signals() as stop, stepping(others, hosts.limit):
             ledger.open(run.directory)
             ledger.phase("restart", resumed=start)
             with ending_hangs(pace, hosts, s.guards.hang_seconds, SAVES):
-                steps = Steps(s, source, stop, pace, ledger, say)
+                steps = Steps(s, source, stop, pace, ledger, log)
                 run, last = steps.make(begun, compiled, end)
     except BaseException as error:
         if lost(error) is None:  # else a save that is being written would wait for that host
@@ -124,9 +124,9 @@ def train(
         pace.close()
     run.saves.close()
     if stop.signals and last < end:
-        say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
+        log(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
     if main:
-        say(str(account(read(run.directory / NAME))))
+        log(str(account(read(run.directory / NAME))))
     summary = _finish(run) if main else None
     return Outcome(last, last >= s.run.steps, summary)
 

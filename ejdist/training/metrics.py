@@ -120,8 +120,8 @@ class Events:
         directory.mkdir(parents=True, exist_ok=True)
         # By the second alone two have one name, and the later one, as after a rewind, would empty the file of the one before.
         self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
-        log = events.SessionLog(status=events.SessionLog.START)
-        self._writer.write_event(self._event(step=purge_step, session_log=log))
+        started = events.SessionLog(status=events.SessionLog.START)
+        self._writer.write_event(self._event(step=purge_step, session_log=started))
 
     def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
         """Adds numbers, and for each row of each table a histogram of its values."""

@@ -86,7 +86,7 @@ class Run:
 
 
 def open_run(
-    sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None, say: Any = lambda line: None
+    sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None, log: Any = lambda line: None
 ) -> Run:
     """Returns the run of a recipe. To be called inside `hosts.together()`, by all hosts.
 
@@ -117,8 +117,8 @@ def open_run(
             folders.append(("checkpoint.dir", kept.parent))
     locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders]
     for lock in locks:
-        lock.take(say)  # before any host looks what is there: a process that is about to end writes its last checkpoint
-    hosts.say("that its folders are taken")
+        lock.take(log)  # before any host looks what is there: a process that is about to end writes its last checkpoint
+    hosts.broadcast("that its folders are taken")
     stages = stages_of(s)
     # Those of all stages, so that what is wrong with a later one is said now; nothing is compiled or allocated.
     programs = [stage_program(stage, devices) for stage in stages]
@@ -127,7 +127,7 @@ def open_run(
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
-    found = saves.find(program.state, say)
+    found = saves.find(program.state, log)
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
     return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, locks)
@@ -175,7 +175,7 @@ def check_hosts(mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int, TrainState, dict[str, Any]]:
+def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int, TrainState, dict[str, Any]]:
     """Returns (the run in the stage that goes on, step, state, what was saved beside it) of the last checkpoint that is whole.
     One that is not is set aside, once an earlier one is read.
 
@@ -190,7 +190,7 @@ def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int,
     for step, where in found:
         try:
             run = run.after(step)
-            state, kept = where.restore(step, run.program.state, run.hosts.first)
+            state, kept = where.restore(step, run.program.state, run.hosts.first_error)
             made = kept["data"].get("step", step)
             if made != step:  # a copy: its moments and rates would be of one step, and its batches of another
                 raise DamagedCheckpoint(f"checkpoint {where.directory / str(step)} is of step {made}, by what it holds")
@@ -207,16 +207,16 @@ def resume(run: Run, found: list[tuple[int, Tier]], say: Any) -> tuple[Run, int,
     check_same_run(kept["recipe"], s, step, run.directory)
     run.data.check_cursor(kept["data"], sequence_length=s.data.sequence_length, global_batch=s.data.global_batch)
     for lost, place, error in damaged:
-        say(f"{error}: going on from the one before it; {saves.set_aside(lost, place)}")
+        log(f"{error}: going on from the one before it; {saves.set_aside(lost, place)}")
     local = f", as this host has it in {where.directory}" if where is saves.local else ""
-    say(f"going on from step {step} of {run.directory}{local}")
+    log(f"going on from step {step} of {run.directory}{local}")
     before = kept["recipe"]["run.steps"]
     if before != s.run.steps:
-        say(f"run.steps was {before} and is {s.run.steps}: optimizer.schedule ends there from here on")
+        log(f"run.steps was {before} and is {s.run.steps}: optimizer.schedule ends there from here on")
     return run, step, state, kept
 
 
-def start_from(program: Program, source: Source, say: Any) -> TrainState:
+def start_from(program: Program, source: Source, log: Any) -> TrainState:
     """Returns the state before the first step, with the parameters of a source."""
     wanted = {
         f"params.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.params)
@@ -227,9 +227,9 @@ def start_from(program: Program, source: Source, say: Any) -> TrainState:
     began = time.perf_counter()
     found = source.load({name: like for name, like in wanted.items() if name in source.leaves})
     for line in source.notes:
-        say(line)
+        log(line)
     count = sum(x.size for x in found.values())
-    say(f"{count:,} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
+    log(f"{count:,} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
     tree = nested(found)
     return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 

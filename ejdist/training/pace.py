@@ -31,9 +31,9 @@ class Pace:
       made: steps since the loop began.
     """
 
-    def __init__(self, step: int, hosts: Hosts, ledger: Ledger, every: int, say: Any) -> None:
+    def __init__(self, step: int, hosts: Hosts, ledger: Ledger, every: int, log: Any) -> None:
         self.step, self.doing, self.ended, self.made = step, HOST, time.monotonic(), 0
-        self._hosts, self._ledger, self._every, self._say = hosts, ledger, every, say
+        self._hosts, self._ledger, self._every, self._log = hosts, ledger, every, log
         self._seconds: dict[str, float] = collections.defaultdict(float)
         self._waited = 0.0  # for data, since the last row of the ledger
         self._reported = (step, time.monotonic())
@@ -112,7 +112,7 @@ class Pace:
             hosts={str(host): times for host, times in found.items()}, step=step, steps=self._every, slow=sorted(slow)
         )
         for line in slow.values():
-            self._say(f"up to step {step}: {line}")
+            self._log(f"up to step {step}: {line}")
 
 
 def stragglers(found: dict[int, dict[str, float]]) -> dict[int, str]:

@@ -1,9 +1,9 @@
 """Compares what several devices hold alike: parameters, moments and whatever else of the state is replicated.
 
-After the same step with the same numbers its replicas have the same bits, and a device that computes wrong, or loses a bit of
-its memory, does not. Each device hashes what it holds, in one program without a collective; the hosts compare the hashes
-through the store of JAX's coordinator. Nothing waits: a host says its hashes some steps later, when they are there, host 0
-judges some steps after that, and all hear of it at the same step.
+After the same step with the same numbers its replicas have the same bits, and a device that computes wrong, or loses a
+bit of its memory, does not. Each device hashes what it holds, in one program without a collective; the hosts compare
+the hashes through the store of JAX's coordinator. Nothing waits: a host says its hashes some steps later, when they are
+there, host 0 judges some steps after that, and all hear of it at the same step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.cluster.hosts import Hosts, Question
+from ejdist.cluster.hosts import Hosts, Round
 from ejdist.layout import spec
 from ejdist.mapped import map_shards
 from ejdist.training.guards import LAG
@@ -25,7 +25,8 @@ from ejdist.training.leaves import name_of
 
 
 class ReplicasDiffer(RuntimeError):
-    """A device holds other bits than those that hold the same array; the message names the array, the device and its host."""
+    """A device holds other bits than those that hold the same array; the message names the array, the device and its
+    host."""
 
 
 @dataclass
@@ -35,8 +36,8 @@ class _Check:
     step: int
     hashes: jax.Array  # uint32[devices, arrays]
     age: int = 0  # steps since; after a rewind they are other ones
-    question: Question | None = None
-    judged: bool = False
+    round: Round | None = None
+    compared: bool = False
 
 
 class Replicas:
@@ -60,7 +61,8 @@ class Replicas:
             self._hash = _hasher(mesh, {name: x.sharding.spec for name, x in held.items()}).lower(held).compile()
 
     def look(self, step: int, state: Any, *, saves: bool) -> None:
-        """To be called after every step, by all hosts, with its state. Before a save it waits for all that is on its way.
+        """To be called after every step, by all hosts, with its state. Before a save it waits for all that is on its
+        way.
 
         Raises:
           ReplicasDiffer: on all hosts at the same step. HostLost: a host does not say what it has.
@@ -76,21 +78,22 @@ class Replicas:
         for check in list(self._checks):
             age = 3 * LAG if saves else check.age
             check.age += 1
-            if age >= LAG and check.question is None:
-                check.question = self._hosts.ask(f"the comparison of replicas after step {check.step}", _said(check))
-            if age >= 2 * LAG and check.question is not None and not check.judged:
-                check.question.judge(self._judge(check.step))
-                check.question.forget()
-                check.judged = True
-            if age >= 3 * LAG and check.question is not None:
+            if age >= LAG and check.round is None:
+                name = f"the comparison of replicas after step {check.step}"
+                check.round = self._hosts.begin_round(name, _hashes_of(check))
+            if age >= 2 * LAG and check.round is not None and not check.compared:
+                check.round.reduce(self._comparison(check.step))
+                check.round.delete_values()
+                check.compared = True
+            if age >= 3 * LAG and check.round is not None:
                 self._checks.popleft()
-                if text := check.question.answer():
+                if text := check.round.result():
                     raise ReplicasDiffer(text)
                 self._agreed = check.step
 
-    def _judge(self, step: int) -> Any:
+    def _comparison(self, step: int) -> Any:
         agreed = f"after step {self._agreed}" if self._agreed else "at the start"
-        return lambda said: different(said, self.groups, step, agreed)
+        return lambda hashes: different(hashes, self.groups, step, agreed)
 
 
 def different(said: dict[int, Any], groups: dict[str, list[list[int]]], step: int, agreed: str) -> str | None:
@@ -124,8 +127,8 @@ def different(said: dict[int, Any], groups: dict[str, list[list[int]]], step: in
     others = "" if len(odd) == 1 else f"; {len(odd) - 1} more sets of devices differ too"
     return (
         f"after step {step} {names[0]}{more} has {sides}{others}. They agreed {agreed}, and nothing was saved "
-        "since they differ: such a device computes wrong or loses bits. Take its host out of service, and start again: the run "
-        "goes on from the last checkpoint"
+        "since they differ: such a device computes wrong or loses bits. Take its host out of service, and start again: "
+        "the run goes on from the last checkpoint"
     )
 
 
@@ -134,7 +137,7 @@ def _named(device: int, owner: dict[int, tuple[int, str]]) -> str:
     return f"device {device} of host {host} ({name})"
 
 
-def _said(check: _Check) -> dict[str, str]:
+def _hashes_of(check: _Check) -> dict[str, str]:
     """Returns device -> its hashes as text, for the devices of this host."""
     shards = check.hashes.addressable_shards
     return {str(s.device.id): "".join(f"{int(x):08x}" for x in np.asarray(s.data).ravel()) for s in shards}

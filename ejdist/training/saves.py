@@ -39,7 +39,7 @@ class Clock:
         left = self._seconds - gone
         # Half way to where it would be due if steps go on to last as long as they did: they may come to last longer.
         ahead = max(1, int(left / max(gone / max(1, step - self._at), 1e-6) / 2))
-        due, ahead = self._hosts.say("whether a checkpoint is due by time", [left <= 0, ahead])
+        due, ahead = self._hosts.broadcast("whether a checkpoint is due by time", [left <= 0, ahead])
         self._meet = step + ahead
         return due
 
@@ -58,11 +58,11 @@ class Saves:
         self.local: LocalCheckpoints | None = None
         self._run_id: str | None = None
         if section.local is not None:
-            self._run_id = hosts.say("the id of the run", _id_in(run_dir) if hosts.index == 0 else None)
+            self._run_id = hosts.broadcast("the id of the run", _id_in(run_dir) if hosts.index == 0 else None)
             if self._run_id is not None:
                 self.local = LocalCheckpoints(section.local, self._run_id, hosts)
 
-    def find(self, like: Any, say: Callable[[str], Any] = lambda line: None) -> list[tuple[int, Tier]]:
+    def find(self, like: Any, log: Callable[[str], Any] = lambda line: None) -> list[tuple[int, Tier]]:
         """Returns (step, where) of all complete checkpoints, the last one first; at the same step the local one.
 
         Args:
@@ -78,10 +78,10 @@ class Saves:
                 why = (
                     f"host {named} has none that fits this mesh" if without else "there is no step that all hosts have"
                 )
-                say(f"no checkpoint is read from checkpoint.local = {self.section.local!r}: {why}")
+                log(f"no checkpoint is read from checkpoint.local = {self.section.local!r}: {why}")
         return sorted(found, key=lambda one: (one[0], one[1] is self.local), reverse=True)
 
-    def begin(self, start: int, say: Callable[[str], Any]) -> None:
+    def begin(self, start: int, log: Callable[[str], Any]) -> None:
         """Makes ready to save, in a run that goes on from a step. What was cut off is removed.
 
         Raises:
@@ -92,13 +92,13 @@ class Saves:
             check_shared(hosts, self.durable.directory, "checkpoint.dir", alone=True)
         names = self.durable.interrupted()
         for name in names:
-            say(f"removing {name}: a save that was cut off")
-        hosts.say("that nothing is left of saves that were cut off", names and self._remove_interrupted())
+            log(f"removing {name}: a save that was cut off")
+        hosts.broadcast("that nothing is left of saves that were cut off", names and self._remove_interrupted())
         if self.section.local is None:
             return
         if self.local is None:
             made = _new_id(self._run_dir) if hosts.index == 0 else None
-            self.local = LocalCheckpoints(self.section.local, hosts.say("the new id of the run", made), hosts)
+            self.local = LocalCheckpoints(self.section.local, hosts.broadcast("the new id of the run", made), hosts)
         self.local.check_writable()
         self.local.forget_after(start)
 
@@ -131,7 +131,7 @@ class Saves:
             where.set_aside(step)
             return "it is removed on every host"
         moved = str(where.set_aside(step)) if self._hosts.index == 0 else ""
-        moved = self._hosts.say("the place of a damaged checkpoint", moved)
+        moved = self._hosts.broadcast("the place of a damaged checkpoint", moved)
         where.reload()
         return f"what is left of it is in {moved}"
 

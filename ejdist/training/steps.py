@@ -61,22 +61,22 @@ class Begun:
     passed: Passed
 
 
-def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, say: Any) -> Begun:
+def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, log: Any) -> Begun:
     """Returns the state of the last of these checkpoints that is whole, or the first one. To be called by all hosts.
 
     Raises:
       ValueError: another process trains in a folder of the run, or has since this one looked; and as `resume`.
     """
     if found:
-        run, step, state, beside = resume(run, found, say)
+        run, step, state, beside = resume(run, found, log)
         kept = beside.get("guards", {})
     else:
         step, kept = 0, {}
-        state = run.program.init() if source is None else start_from(run.program, source, say)
+        state = run.program.init() if source is None else start_from(run.program, source, log)
     hosts = run.hosts
     for lock in run.locks:
         try:
-            taken = lock.take(say, make=True)
+            taken = lock.take(log, make=True)
         except OSError as error:
             raise cannot_write(lock.directory, error, lock.key) from error
         # There was no such folder when this run was opened.
@@ -86,7 +86,7 @@ def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, say: A
                 f"this one again, which goes on from there, or choose another {lock.key}"
             )
     rewinds = Passed.read(run.directory, kept.get("passed", ()), step).rewinds if hosts.index == 0 else None
-    return Begun(run, step, state, kept, Passed(hosts.say("the batches that rewinds went past", rewinds)))
+    return Begun(run, step, state, kept, Passed(hosts.broadcast("the batches that rewinds went past", rewinds)))
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Steps:
     stop: Stop
     pace: Pace
     ledger: Ledger
-    say: Any
+    log: Any
 
     def make(self, begun: Begun, compiled: Compiled, end: int) -> tuple[Run, int]:
         """Returns (the run in the stage that made it, the last step). `begun.state` is used up."""
@@ -128,7 +128,7 @@ class Steps:
         if run.stage.number == before.stage:
             return before
         made = compile_stage(run, f"step {begun.step + 1}", {"checkpoint": begun.step}, self.ledger)
-        tell_stage(run, self.say)
+        tell_stage(run, self.log)
         return made
 
     def _to(self, until: int, begun: Begun, compiled: Compiled) -> int:
@@ -158,7 +158,7 @@ class Steps:
         """Returns what the run goes on from after a bad step: the last checkpoint, and the batches after those since."""
         run, passed = begun.run, begun.passed
         run.saves.wait()
-        found = run.saves.find(run.program.state, self.say)
+        found = run.saves.find(run.program.state, self.log)
         restored = found[0][0] if found else 0
         times = passed.times(restored)
         if times >= run.sections.guards.most_rewinds:
@@ -167,21 +167,21 @@ class Steps:
         self.pace.goes_back(restored)
         new = passed.past(bad, restored)
         gone = f"batches {passed.number(restored + 1)} to {passed.number(bad)}"
-        self.say(f"{words}: going back to step {restored} and past {gone}")
+        self.log(f"{words}: going back to step {restored} and past {gone}")
         if run.hosts.index == 0:
             new.write(run.directory)
-        again = begin(run, found, self.source, self.say)
+        again = begin(run, found, self.source, self.log)
         if again.step < restored:  # that checkpoint is damaged: what was made up to it is given up too
             self.pace.goes_back(again.step)
         return again
 
 
-def tell_stage(run: Run, say: Any) -> None:
+def tell_stage(run: Run, log: Any) -> None:
     """Says which stage it is, where there are several, and what its program has chosen."""
     if run.stage.count > 1:
-        say(run.stage.told())
+        log(run.stage.told())
     for line in dict.fromkeys(run.program.notes):
-        say(line)
+        log(line)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def make_steps(
                 writer.put(step, metrics, host | run.labels())
             stopped_here = stop.after(step)
             where = saves.due(step, last=step == end or stopped_here)
-            watch.add(step, metrics, all_of_them=where is not None)
+            watch.add(step, metrics, wait=where is not None)
             guards.replicas.look(step, state, saves=where is not None)
             if where is not None:
                 watch.before_save(step, state.params)

@@ -81,7 +81,7 @@ FAULTS = (
     Fault(
         "each host looks at its own clock",
         "Clock.due",
-        "$due, $ahead = self._hosts.say('whether a checkpoint is due by time', [$left <= 0, $ahead])",
+        "$due, $ahead = self._hosts.broadcast('whether a checkpoint is due by time', [$left <= 0, $ahead])",
         "$due = $left <= 0",
         f"{TIER} -k another_host",
     ),

@@ -85,7 +85,7 @@ FAULTS = (
     Fault(
         "a host that fails keeps it to itself",
         "Hosts.together",
-        "tell_others($reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
+        "notify_failure($reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
         "dict(reason=$reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
         f"{TESTS} -k ends_the_waits",
     ),
@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "a folder of one's own counts as the one of the run",
         "check_shared",
-        "'the folder of host 0' if $seen else f'{$directory}, in which a file that host 0 has made cannot be seen'",
-        "'the folder of host 0' if True else f'{$directory}, in which a file that host 0 has made cannot be seen'",
+        "'the folder of host 0' if $seen else f'{$directory}, where a file written by host 0 does not appear'",
+        "'the folder of host 0' if True else f'{$directory}, where a file written by host 0 does not appear'",
         f"{TESTS} -k must_be_one",
     ),
     Fault(
