@@ -19,7 +19,7 @@ def _disturb(spec: dict[str, Any]) -> None:
     from ejdist.training import steps
     from ejdist.training.checkpoint import Checkpoints
 
-    make, save, place = steps.make_steps, Checkpoints.save, steps.place_batch
+    make, save, place = steps.run_steps, Checkpoints.save, steps.place_batch
 
     def with_steps(run: Any, train_step: Any, state: Any, writer: Any, start: int, *rest: Any):
         made = start

@@ -146,7 +146,7 @@ class Doctor:
     def bandwidth(self, mesh: Any, file: Path) -> None:
         """Measures, and keeps it. Raises OSError."""
         from ejdist.cluster.bandwidth import measure
-        from ejdist.training.metrics import write_whole
+        from ejdist.training.metrics import write_atomic
 
         found = measure(mesh) | {
             "made_by": "python -m launch.doctor",
@@ -162,7 +162,7 @@ class Doctor:
             self._log(f"ok      {axis} ({facts['size']}, {over}): GB/s a device, of {largest / 2**20:g} MiB: {each}")
         if self._hosts.index == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(found, indent=1) + "\n")
+            write_atomic(file, json.dumps(found, indent=1) + "\n")
             self._log(f"ok      bandwidth is kept in {file}")
 
 

@@ -119,7 +119,7 @@ def _spike(s: Scene) -> Disturbance:
         (DONE,),
         arguments=["guards.spike=rewind", "guards.nonfinite=rewind", "guards.spike_window=4"],
         inside={host: {"do": "scale", "step": step} for host in range(s.hosts)},
-        says=(f"step {step} has loss", "going back to step"),
+        says=(f"step {step} has loss", "rewinding to step"),
         goes_on=False,  # it has made all steps, some of them with other batches
     )
 

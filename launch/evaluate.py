@@ -308,12 +308,12 @@ def _main(arguments: list[str]) -> int:
     import jax
 
     from ejdist.pictures import draw_evaluation
-    from ejdist.training.metrics import write_whole
+    from ejdist.training.metrics import write_atomic
 
     first = jax.process_index() == 0
     found = evaluate(asked, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
     if asked.to is not None and first:
-        write_whole(asked.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        write_atomic(asked.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
         draw_evaluation(found, asked.to.with_suffix(".png"), found["weights"])
         print(f"written to {asked.to} and {asked.to.with_suffix('.png').name} beside it")
     return DONE

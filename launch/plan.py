@@ -138,7 +138,7 @@ def plan(asked: Asked) -> dict[str, Any]:
         stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in asked.recipe))
         found: list[dict[str, Any]] = []
         for stage, keys in stages:
-            _say(stage.told())
+            _say(stage.describe())
             try:
                 made = plan_of(asked, stage.sections, keys, target, measured, compiler)
             except ValueError as error:

@@ -198,7 +198,7 @@ def left(folder: Path) -> tuple[dict[int, float | None], dict[str, int] | None]:
 
 def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
     """Makes one drill and tells of it; returns whether the run took it as it should."""
-    from ejdist.training.metrics import write_whole
+    from ejdist.training.metrics import write_atomic
 
     folder = o.folder / (name if o.times == 1 else f"{name}-{number}")
     folder.mkdir(parents=True)
@@ -245,7 +245,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
     }
     path = o.folder / "rehearsal.json"
     before = json.loads(path.read_text()) if path.exists() else []
-    write_whole(path, json.dumps([*before, verdict], indent=1) + "\n")
+    write_atomic(path, json.dumps([*before, verdict], indent=1) + "\n")
     return ok
 
 

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     from ejdist.sections import flat
-    from ejdist.training.metrics import write_whole
+    from ejdist.training.metrics import write_atomic
     from launch.reporting.folder import open_folder
     from launch.reporting.sections import report
     from recipes.schema import Recipe
@@ -86,7 +86,7 @@ def _main(arguments: list[str]) -> int:
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     to = file_of("to", keys.get("to", str(default)))
     text = report(runs, flat(Recipe()))
-    write_whole(to, text)
+    write_atomic(to, text)
     for run in runs:
         print(f"{run.name}: {run.status()}; {len(run.missing)} things missing or damaged")
     print(f"{to}: {len(text.encode()):,} bytes")

@@ -23,7 +23,7 @@ IN_SERIES = ("kill", "kill_in_save", "sigterm")
 
 _STEP = 0.1  # seconds that each step takes at least
 # One SIGTERM of four comes at any moment of a start. The others while steps are made, at most so long after host 0 says so.
-_EARLY, _WHILE, _STEPS = 0.25, 10.0, " tokens a step, "
+_EARLY, _WHILE, _STEPS = 0.25, 10.0, " tokens per step, "
 
 
 @dataclass(frozen=True)

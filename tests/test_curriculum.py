@@ -22,7 +22,7 @@ from ejdist.operations import bind_ops
 from ejdist.training import steps
 from ejdist.training.curriculum import check_history, history, stage_of, stages_of
 from ejdist.training.data import build as build_data
-from ejdist.training.guards import Passed
+from ejdist.training.guards import SkippedBatches
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.opening import open_run, resume
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, w
     ):
         opened = open_run(compose([*PLAN, *corpus, f"run.dir={whole}", *keys]), hosts)
         with pytest.raises(ValueError, match=re.escape(words)):
-            resume(opened, opened.found, str)
+            resume(opened, opened.checkpoints_found, str)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_a_rewind_goes_back_to_the_stage_before(corpus, tmp_path, monkeypatch, d
     rewinds = ["guards.nonfinite=rewind", "checkpoint.every=2", "checkpoint.keep=5"]
     calm, there = tmp_path / "calm", tmp_path / "rewound"
     calm.mkdir()
-    Passed([[4, 1]]).write(calm)
+    SkippedBatches([[4, 1]]).write(calm)
     run(calm, corpus, *rewinds)
-    make, bad = steps.make_steps, [4]
+    make, bad = steps.run_steps, [4]
 
     def with_a_bad_step(run, train_step, state, writer, start, *rest):
         made = itertools.count(start + 1)
@@ -255,9 +255,9 @@ def test_a_rewind_goes_back_to_the_stage_before(corpus, tmp_path, monkeypatch, d
 
         return make(run, step, state, writer, start, *rest)
 
-    monkeypatch.setattr(steps, "make_steps", with_a_bad_step)
+    monkeypatch.setattr(steps, "run_steps", with_a_bad_step)
     outcome, said = run(there, corpus, *rewinds)
-    assert outcome.finished and "going back to step 3 and past batches 3 to 3" in said, said
+    assert outcome.finished and "rewinding to step 3 and skipping batches 3 to 3" in said, said
     assert ("going on from step 2" in said) == bool(damaged) and said.count("stage 1 of 2") == 1 + bool(damaged), said
     assert losses(there) == losses(calm)
 

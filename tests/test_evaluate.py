@@ -223,7 +223,7 @@ def trained(corpus, tmp_path_factory):
 
     def make(folder):
         run = open_run(compose([*TINY, *corpus, "model.init_std=0.2", f"run.dir={folder}"]), Hosts(60))
-        run.checkpoints.save(2, run.program.init(), run.kept(2))
+        run.checkpoints.save(2, run.program.init(), run.checkpoint_metadata(2))
         run.checkpoints.close()
         arguments = [f"run.dir={folder}", *corpus, *SMALL, *TASKS, "mesh.sp=4", f"to={folder}/evaluation.json"]
         assert main(arguments) == DONE

@@ -167,10 +167,10 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
 
         return make(run, step, state, writer, start, *rest)
 
-    make = steps.make_steps
+    make = steps.run_steps
     assert main([*TINY, *corpus, f"run.dir={tmp_path / 'calm'}"]) == DONE
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "make_steps", dies)
+        patch.setattr(steps, "run_steps", dies)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="dies"):
                 command(tmp_path, corpus)

@@ -9,7 +9,7 @@ from small_run import TINY, losses
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_schedule
-from ejdist.training.resume import changed_rate, check_same_run, fingerprint, how_to_go_on
+from ejdist.training.resume import changed_rate, check_same_run, fingerprint, how_to_continue
 from launch.errors import DONE, WRONG
 from launch.train import main
 from recipes.schema import compose
@@ -129,4 +129,4 @@ def test_what_the_key_does_not_allow(overrides, made, words, tmp_path):
 )
 def test_what_is_said_of_a_run_with_nothing_to_do(overrides, made, words):
     recipe = compose([*TINY, *overrides])
-    assert how_to_go_on(recipe.run, recipe.optimizer, made) == words
+    assert how_to_continue(recipe.run, recipe.optimizer, made) == words

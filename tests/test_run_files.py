@@ -18,7 +18,7 @@ from small_run import TINY, losses
 
 from ejdist.training import integrity, lock, loop
 from ejdist.training.checkpoint import CheckpointError
-from ejdist.training.metrics import read_rows, summarise, write_whole
+from ejdist.training.metrics import read_rows, summarise, write_atomic
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from ejdist.weights.writer import save
 from kernels import Unsupported
@@ -280,7 +280,7 @@ def test_a_full_disk_is_told_with_the_file_that_was_written(tmp_path, monkeypatc
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
     with pytest.raises(OSError, match=f"No space left.*{tmp_path}/page.html"):
-        write_whole(tmp_path / "page.html", "")
+        write_atomic(tmp_path / "page.html", "")
     with pytest.raises(OSError, match=f"No space left.*{tmp_path}/out"):
         save(tmp_path / "out", compose([]).model, dict[str, np.ndarray]().get)
     assert not list(tmp_path.iterdir())
@@ -353,7 +353,7 @@ def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp
 def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, tmp_path, capsys):
     run, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "2"
     last.mkdir(parents=True)
-    write_whole(run / "recipe.json", '{"checkpoint.dir": null}')
+    write_atomic(run / "recipe.json", '{"checkpoint.dir": null}')
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n')
     given = [*TINY, *corpus, f"run.dir={run}", f"checkpoint.dir={tmp_path / 'other'}", "run.stop_after=1"]
     assert main(given) == WRONG
@@ -362,7 +362,7 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, t
     assert losses(run) == [5.0, 4.0] and not (tmp_path / "other").exists()
     last.rmdir()
     assert main(given) == DONE and len(losses(run)) == 1
-    assert "beginning at step 1, in place of the 2 rows of metrics.jsonl" in capsys.readouterr().out
+    assert "starting at step 1 and discarding the 2 rows of metrics.jsonl" in capsys.readouterr().out
 
 
 def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):

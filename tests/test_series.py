@@ -10,7 +10,7 @@ from launch.errors import DONE, HOST_LOST, PREEMPTED
 from launch.series import IN_SERIES, Left, faults_of, left_by, rehearse_series, round_of
 
 HOSTS, STEPS, EVERY = 2, 40, 4
-SAVED = "stopped by SIGTERM after step 9; the same command goes on"
+SAVED = "stopped by SIGTERM after step 9; the same command resumes"
 AT_ONCE = "stopped at once by SIGTERM, as no step was running"
 
 

@@ -77,7 +77,7 @@ def test_a_run_starts_from_another_and_from_its_files_alike(trained, corpus, tmp
     before = losses(tmp_path / "one")
     constant = [tokenizer, "run.steps=3", "run.extend=true", *keys[2:]]
     _, said = run(tmp_path / "one", corpus, *constant, "model.init_from=moved/since")
-    assert "model.init_from = 'moved/since' is not read: the run goes on from its own checkpoint" in said
+    assert "model.init_from = 'moved/since' is not read: the run resumes from its own checkpoint" in said
     assert "going on from step 2" in said and losses(tmp_path / "one")[:2] == before
 
 

@@ -28,10 +28,10 @@ from ejdist.training.stored import (
     check_same_model,
     described,
     keys_of,
+    nonempty_fields,
     raise_if_lost,
     split,
     whole,
-    without_empty,
 )
 
 _STATE, _RUN = "state", "run"
@@ -165,7 +165,7 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        arrays, keys = without_empty(to_arrays(state)), keys_of(state)
+        arrays, keys = nonempty_fields(to_arrays(state)), keys_of(state)
         manager = self._manager()
         with self._writing(step):
             if manager.latest_step() != step:
@@ -213,7 +213,7 @@ class Checkpoints:
         run, written, kinds = of_all(lambda: self._described(step))
         check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds)
         wanted = like_arrays(like)
-        args = ocp.args.StandardRestore(without_empty(wanted))
+        args = ocp.args.StandardRestore(nonempty_fields(wanted))
         arrays = of_all(lambda: self._read(step, _STATE, ocp.StandardCheckpointHandler(), args))
         with self._reading(step):  # of arrays that all hosts have read: the same on all of them
             check_digests(arrays, written)

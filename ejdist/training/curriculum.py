@@ -79,7 +79,7 @@ class Stage:
     until: int
     sections: Any
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Returns a line about it."""
         mesh = {axis: size for axis, size in self.sections.mesh.sizes.items() if size != 1}
         data, model = self.sections.data, self.sections.model

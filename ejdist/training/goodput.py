@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ejdist.training.metrics import cannot_write, is_number, json_of
+from ejdist.training.metrics import is_number, json_of, write_error
 
 NAME = "goodput.jsonl"
 # Between two signs of life: at first often, so that a short run is told apart, and at last seldom: 3000 rows a day.
@@ -176,7 +176,7 @@ class Ledger:
             if torn:
                 self._file.write("\n")
         except OSError as error:
-            raise cannot_write(directory, error) from error
+            raise write_error(directory, error) from error
         early, self._early = self._early, []
         for row in early:
             self._put(row)
@@ -186,7 +186,7 @@ class Ledger:
         self._last = time.monotonic()
         self._put({"at": round(self._zero + self._last, 3), "phase": name, **what})
 
-    def sign(self, step: int, waited: float) -> bool:
+    def heartbeat(self, step: int, waited: float) -> bool:
         """Says that this step was handed over, if the last row is some time ago, and returns whether it did.
 
         Args:
@@ -211,7 +211,7 @@ class Ledger:
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise cannot_write(self._directory, error) from error
+            raise write_error(self._directory, error) from error
 
     def close(self, **what: Any) -> None:
         """Says that the process has nothing more to do. A disk that is full by now has been told of, or will be."""

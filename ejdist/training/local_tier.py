@@ -34,9 +34,9 @@ from ejdist.training.stored import (
     check_same_model,
     described,
     keys_of,
+    nonempty_fields,
     split,
     whole,
-    without_empty,
 )
 
 # Of two, one is whole while the other is written, and one is on all hosts while some have the next already.
@@ -60,7 +60,7 @@ class LocalCheckpoints:
         Args:
           like: tree of `jax.ShapeDtypeStruct` with shardings.
         """
-        wanted = {name: set(_spans(leaf)) for name, leaf in leaves_of(without_empty(like_arrays(like)))}
+        wanted = {name: set(_spans(leaf)) for name, leaf in leaves_of(nonempty_fields(like_arrays(like)))}
         there = self.directory.iterdir() if self.directory.is_dir() else ()
         found = []
         for step in sorted((int(p.name) for p in there if p.name.isdigit()), reverse=True):
@@ -84,7 +84,7 @@ class LocalCheckpoints:
           CheckpointError: the one before it could not be written. ValueError: a leaf of the state cannot be saved.
         """
         self.wait()
-        arrays = without_empty(to_arrays(state))
+        arrays = nonempty_fields(to_arrays(state))
         body = {"run": described(arrays, keys_of(state), run)}
         pieces = list(_pieces(arrays))
         self._thread = threading.Thread(target=self._write, args=(step, body, pieces), name="local checkpoint")
@@ -116,7 +116,7 @@ class LocalCheckpoints:
             body = self._index(step)
             run, digests, kinds, keys = split(body["run"])
             check_same_model(f"the local checkpoint of step {step}", like, kinds | keys)
-            arrays = self._read(step, body["pieces"], without_empty(wanted))
+            arrays = self._read(step, body["pieces"], nonempty_fields(wanted))
         except CheckpointError:
             raise
         except Exception as error:

@@ -20,13 +20,13 @@ _HELD: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDic
 
 
 @contextlib.contextmanager
-def let_go_at_the_end() -> Iterator[None]:
+def release_locks_at_exit() -> Iterator[None]:
     """Lets go of all folders that this process has when the run ends: what was of it may be in memory for longer."""
     try:
         yield
     finally:
         for lock in list(_HELD.values()):
-            lock.let_go()
+            lock.release()
 
 
 class Lock:
@@ -64,7 +64,7 @@ class Lock:
             return False
         facts = os.fstat(folder)
         if before := _HELD.get((facts.st_dev, facts.st_ino)):
-            before.let_go()
+            before.release()
         try:
             self._wait(folder, log)
         except BlockingIOError as error:
@@ -93,11 +93,11 @@ class Lock:
                 said = True
                 time.sleep(_EVERY)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of the folder, if it was taken."""
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
 
     def __del__(self) -> None:
-        self.let_go()
+        self.release()

@@ -47,7 +47,7 @@ def _is_row(row: dict[str, Any]) -> bool:
     return is_number(row.get("step"), int) and summed and (row.get("loss") is None or is_number(row["loss"]))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
@@ -60,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def cannot_write(directory: Path, error: OSError, key: str = "run.dir") -> OSError:
+def write_error(directory: Path, error: OSError, key: str = "run.dir") -> OSError:
     """Returns the error with the words that a user needs: where, why, and what to do."""
     where = f" ({error.filename})" if error.filename else ""
     return OSError(
@@ -179,14 +179,14 @@ class MetricsWriter:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             rows = [row for row in read_rows(self.path) if row["step"] <= start]
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
             if recipe is not None:
-                write_whole(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
+                write_atomic(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
             self._file = self.path.open("a", buffering=1)
             # At step 0 too: a start before may have made steps and ended, or gone back, before its first checkpoint.
             self._events = Events(directory / "tensorboard", start + 1)
         except OSError as error:
-            raise cannot_write(directory, error) from error
+            raise write_error(directory, error) from error
         self._progress, self._total, self._tables_every = Progress(total), total, tables_every
         # Bounded, so that the host runs ahead of the devices by a few steps and not by all of them.
         self._queue: queue.Queue = queue.Queue(maxsize=8)
@@ -207,7 +207,7 @@ class MetricsWriter:
                 try:
                     self._write(*item)
                 except OSError as error:
-                    self._failure = cannot_write(self.directory, error)
+                    self._failure = write_error(self.directory, error)
                 except BaseException as error:
                     self._failure = error
             self._queue.task_done()
@@ -236,7 +236,7 @@ class MetricsWriter:
             try:
                 file.close()
             except OSError as error:
-                self._failure = self._failure or cannot_write(self.directory, error)
+                self._failure = self._failure or write_error(self.directory, error)
         if self._failure is not None:
             raise self._failure
 

@@ -63,7 +63,7 @@ class Run:
     def checkpoints(self) -> Checkpoints:
         return self.saves.durable
 
-    def after(self, step: int) -> Run:
+    def in_stage_after(self, step: int) -> Run:
         """Returns the run in the stage that goes on after so many steps: itself, where that is its own."""
         stage = stage_of(self.stages, step + 1)
         if stage.number == self.stage.number:
@@ -79,7 +79,7 @@ class Run:
             return {}
         return {"stage": self.stage.number, "sequence_length": self.sections.data.sequence_length}
 
-    def kept(self, step: int) -> dict[str, Any]:
+    def checkpoint_metadata(self, step: int) -> dict[str, Any]:
         """Returns what a checkpoint keeps beside the state."""
         found = {"recipe": fingerprint(self.sections), "data": self.data.cursor(step)}
         return found | ({"stages": history(self.stages, step)} if len(self.stages) > 1 else {})
@@ -189,7 +189,7 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
     damaged: list[tuple[int, Tier, DamagedCheckpoint]] = []
     for step, where in found:
         try:
-            run = run.after(step)
+            run = run.in_stage_after(step)
             state, kept = where.restore(step, run.program.state, run.hosts.first_error)
             made = kept["data"].get("step", step)
             if made != step:  # a copy: its moments and rates would be of one step, and its batches of another

@@ -197,7 +197,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     return order
 
 
-def stored_places(sections: TrainSections, declared: Any, mesh: Any, kind: str = "parameter") -> Any:
+def param_shardings(sections: TrainSections, declared: Any, mesh: Any, kind: str = "parameter") -> Any:
     """Returns the tree with the sharding of each parameter as it is stored; the mesh may be abstract.
 
     Raises:
@@ -242,9 +242,11 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
         return init_state(given["params"], optimizer, own)
 
-    placed = stored_places(s, model.declared, mesh)
+    placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
-    shardings = _state_shardings(shapes, placed, mesh)._replace(buffers=stored_places(s, model.buffers, mesh, "buffer"))
+    shardings = _state_shardings(shapes, placed, mesh)._replace(
+        buffers=param_shardings(s, model.buffers, mesh, "buffer")
+    )
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")

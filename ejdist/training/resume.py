@@ -87,7 +87,7 @@ def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, w
     )
 
 
-def how_to_go_on(run: RunSection, optimizer: OptimizerSection, made: int) -> str:
+def how_to_continue(run: RunSection, optimizer: OptimizerSection, made: int) -> str:
     """Returns what to change for more steps, of a run that has made as many as it was to."""
     keys = []
     if made >= run.steps:

@@ -52,7 +52,7 @@ def whole(arrays: Any, wanted: Any, like: Any) -> Any:
     return from_arrays(wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays, like)
 
 
-def without_empty(state: Any) -> Any:
+def nonempty_fields(state: Any) -> Any:
     """Returns a named tuple as a dict of its fields that hold something. What a model has no use for, such as buffers, is
     then not in its checkpoints, and those written before there was such a field are read as before."""
     if not hasattr(state, "_asdict"):

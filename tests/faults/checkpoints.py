@@ -60,7 +60,7 @@ FAULTS = (
     Fault(
         "a signal after a rewind is for a step that has been made",
         "Stop.after",
-        "multihost_utils.reached_preemption_sync_point(self._asked)",
+        "multihost_utils.reached_preemption_sync_point(self._counter)",
         "multihost_utils.reached_preemption_sync_point(step)",
         "tests/test_checkpoint.py -k though_steps_go_back",
     ),

@@ -28,7 +28,7 @@ FAULTS = (
     ),
     Fault(
         "a run that was begun in the meantime is gone over",
-        "begin",
+        "start_state",
         "$taken and any(($p.name == 'metrics.jsonl' or $p.name.isdigit() for $p in $lock.directory.iterdir()))",
         "False",
         "tests/test_run_files.py -k of_the_first",
@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "a folder stays taken by a run that has ended",
         "Lock",
-        "def __del__(self) -> None:\n    self.let_go()",
+        "def __del__(self) -> None:\n    self.release()",
         "",
         "tests/test_run_files.py -k another_process",
     ),
