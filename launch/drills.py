@@ -174,7 +174,7 @@ def _damaged(s: Scene, told: str, harm: Callable[[Path, random.Random], None]) -
         largest = max(files, key=lambda p: p.stat().st_size)
         harm(largest, s.chance)
 
-    says = ("cannot be read", "going on from the one before it")
+    says = ("cannot be read", "resuming from the one before it")
     return Disturbance(f"{told}, after step {stop}", (DONE,), stop_after=stop, after=after, says_after=says)
 
 

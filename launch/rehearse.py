@@ -221,7 +221,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
         faults += [] if codes == [DONE] * o.hosts else [f"started again it ended with {codes}"]
         faults += [f"started again no host said {word!r}" for word in d.says_after if word not in said_after]
         rows, digest = left(folder)
-        from_step = next((int(line.split()[4]) for line in said_after.splitlines() if "going on from step" in line), 0)
+        from_step = next((int(line.split()[3]) for line in said_after.splitlines() if "resuming from step" in line), 0)
         if d.codes == (DONE,) and d.stop_after is None:
             told.append("nothing to start again")
         else:

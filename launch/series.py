@@ -184,7 +184,7 @@ def rehearse_series(
 
 def went_on(said: str, before: Left) -> list[str]:
     """Returns what is wrong with where a start went on from, unless it ended before it did."""
-    found = re.search(r"going on from step (\d+)", said)
+    found = re.search(r"resuming from step (\d+)", said)
     if found is not None and int(found[1]) != before.saved:
         return [f"it went on from step {found[1]}, and the last complete checkpoint was of {before.saved}"]
     return []

@@ -85,7 +85,7 @@ def test_a_run_whose_first_stage_has_just_ended_goes_on_bit_for_bit_in_the_secon
     parts = shutil.copytree(whole, tmp_path / "parts")
     shutil.rmtree(parts / "checkpoints" / "6")
     outcome, said = run(parts, corpus)
-    assert outcome.finished and "going on from step 3" in said and "stage 2 of 2" in said and "stage 1 of 2" not in said
+    assert outcome.finished and "resuming from step 3" in said and "stage 2 of 2" in said and "stage 1 of 2" not in said
     assert losses(parts) == losses(whole), "every loss must be the same number"
     (_, one), (_, other) = state_of(parts), state_of(whole)
     assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -258,7 +258,7 @@ def test_a_rewind_goes_back_to_the_stage_before(corpus, tmp_path, monkeypatch, d
     monkeypatch.setattr(steps, "run_steps", with_a_bad_step)
     outcome, said = run(there, corpus, *rewinds)
     assert outcome.finished and "rewinding to step 3 and skipping batches 3 to 3" in said, said
-    assert ("going on from step 2" in said) == bool(damaged) and said.count("stage 1 of 2") == 1 + bool(damaged), said
+    assert ("resuming from step 2" in said) == bool(damaged) and said.count("stage 1 of 2") == 1 + bool(damaged), said
     assert losses(there) == losses(calm)
 
 

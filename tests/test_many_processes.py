@@ -260,7 +260,7 @@ def test_a_rehearsal_tells_a_run_apart(tmp_path, monkeypatch, loss, digest, code
         rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0 if calm else loss}]
         (folder / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows[: 1 if d else 2])))
         (kept / "metadata").write_text(json.dumps({"digest": {"x": 7 if calm else digest}}))
-        return codes if d else [DONE] * 2, "" if d or calm else "going on from step 1 of here", 3.0 if d else 2.0
+        return codes if d else [DONE] * 2, "" if d or calm else "resuming from step 1 of here", 3.0 if d else 2.0
 
     monkeypatch.setattr(rehearse, "run", run)
     code, said = rehearsed(tmp_path / "r", *LENGTH, "fault=kill")

@@ -95,7 +95,7 @@ def test_it_goes_on_where_experts_lie_otherwise(first, corpus, tmp_path, devices
     (copy / "checkpoints").mkdir(parents=True)
     (copy / "checkpoints" / "4").symlink_to(directory / "checkpoints" / "4")
     _, said = run(copy, corpus, *more, *where, devices=devices)
-    assert any("going on from step 4" in line for line in said)
+    assert any("resuming from step 4" in line for line in said)
     assert not any("(chosen)" in line for line in said)  # named, or of one rank
     np.testing.assert_allclose(losses(copy), losses(directory)[4:], rtol=2e-5)
 

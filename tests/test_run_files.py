@@ -367,7 +367,7 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, t
 
 def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path}/."]) == WRONG
-    assert "is run.dir: a folder of checkpoints holds nothing else" in capsys.readouterr().err
+    assert "is run.dir, but a checkpoint folder must hold nothing else" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -401,7 +401,7 @@ def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus,
     assert main([*given, "run.stop_after=3"]) == DONE
     said = capsys.readouterr().out
     assert "waiting for another process that trains in" in said
-    assert "going on from step 2" in said and "removing" not in said and len(losses(tmp_path / "run")) == 3
+    assert "resuming from step 2" in said and "removing" not in said and len(losses(tmp_path / "run")) == 3
 
 
 def test_a_folder_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):

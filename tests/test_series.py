@@ -84,7 +84,7 @@ def test_a_series_tells_a_run_apart(tmp_path, goes_on_from, unlike, codes, words
 
     def start(folder, r):
         if r is None:
-            return codes, f"going on from step {goes_on_from} of here"
+            return codes, f"resuming from step {goes_on_from} of here"
         (folder / "run" / "checkpoints" / "8").mkdir(parents=True, exist_ok=True)
         (folder / "run" / "metrics.jsonl").write_text(json.dumps({"step": 9}))
         return [-9, 69], ""
@@ -105,7 +105,7 @@ def test_a_run_that_is_done_before_its_rounds_are_is_told(tmp_path):
     def start(folder, r):
         starts.append(r)
         (folder / "run" / "checkpoints" / str(STEPS)).mkdir(parents=True, exist_ok=True)
-        return [DONE] * HOSTS, "" if r else f"going on from step {STEPS} of here"
+        return [DONE] * HOSTS, "" if r else f"resuming from step {STEPS} of here"
 
     shape, chance = (HOSTS, STEPS, EVERY), random.Random(0)
     assert not rehearse_series(

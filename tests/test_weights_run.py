@@ -78,7 +78,7 @@ def test_a_run_starts_from_another_and_from_its_files_alike(trained, corpus, tmp
     constant = [tokenizer, "run.steps=3", "run.extend=true", *keys[2:]]
     _, said = run(tmp_path / "one", corpus, *constant, "model.init_from=moved/since")
     assert "model.init_from = 'moved/since' is not read: the run resumes from its own checkpoint" in said
-    assert "going on from step 2" in said and losses(tmp_path / "one")[:2] == before
+    assert "resuming from step 2" in said and losses(tmp_path / "one")[:2] == before
 
 
 def test_where_parameters_came_from_does_not_stop_a_run(tmp_path):
