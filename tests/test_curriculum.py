@@ -134,7 +134,7 @@ def test_the_plan_ahead_may_change_and_what_was_made_may_not(tmp_path):
     check_history(single, stages_of(later), 4, tmp_path)
     check_same_run(single["recipe"], stage_of(stages_of(later), 4).sections, 4, tmp_path)
     with pytest.raises(
-        ValueError, match=r"step 5 with data.sequence_length = 64, and with this curriculum that would be 128"
+        ValueError, match=r"step 5 with data.sequence_length = 64, but this curriculum has 128"
     ):
         check_history(single, stages_of(later), 5, tmp_path)
 
@@ -149,9 +149,9 @@ def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, w
     for keys, words in (
         (
             ["model.rope_base=20000.0"],
-            "step 6 with model.rope_base = 10000.0, and with this curriculum that would be 20000.0",
+            "step 6 with model.rope_base = 10000.0, but this curriculum has 20000.0",
         ),
-        (["curriculum=[]"], "step 3 with data.sequence_length = 32, and with this curriculum that would be 64"),
+        (["curriculum=[]"], "step 3 with data.sequence_length = 32, but this curriculum has 64"),
         (["optimizer.b1=0.5"], "optimizer.b1: was 0.9, is 0.5"),
         (["run.seed=1"], "run.seed: was 0, is 1"),
     ):
@@ -227,7 +227,7 @@ def test_the_recipe_is_a_plan_and_one_program_says_that_it_is_none_of_its_stages
     assert _virtual_cpus(compose([*PLAN, f"curriculum=[{SHORT}, {{mesh: {{sp: 6}}}}]"]), only=True) == 6
     sections = compose([*PLAN, "mesh.sp=1"])
     mesh = make_mesh(devices=jax.devices()[:1])
-    assert any("stages this is none" in note for note in make_program(sections, mesh).notes)
+    assert any("not one of the curriculum's" in note for note in make_program(sections, mesh).notes)
     assert not any("stages" in note for note in make_program(stages_of(sections)[1].sections, mesh).notes)
 
 

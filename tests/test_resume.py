@@ -51,7 +51,13 @@ def test_a_cosine_goes_on_past_its_end_only_when_told_to(corpus, tmp_path, capsy
     arguments = [*TINY, *corpus, "mesh.sp=1", f"run.dir={parts}", "run.steps=6"]
     assert main(arguments) == WRONG
     message = capsys.readouterr().err
-    words = ["run.steps: was 4, is 6", "other learning rates", "warmup_cosine", "step 4 had", "run.extend=true"]
+    words = [
+        "run.steps: was 4, is 6",
+        "their learning rates would differ",
+        "warmup_cosine",
+        "step 4 had",
+        "run.extend=true",
+    ]
     assert all(w in message for w in words), message
     assert (parts / "metrics.jsonl").read_text() == before
     shutil.copytree(parts, tmp_path / "at_once")

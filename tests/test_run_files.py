@@ -194,7 +194,7 @@ def test_metrics_that_cannot_be_written_end_the_run_and_do_not_block_it(full, co
         patch.setattr(full, fails)
         assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == WRONG
     message = capsys.readouterr().err
-    assert f"run.dir = '{tmp_path}' cannot be written: No space left" in message and "make room" in message
+    assert f"run.dir = '{tmp_path}' cannot be written: No space left" in message and "free space" in message
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == DONE
     assert len(losses(tmp_path)) == 60
 

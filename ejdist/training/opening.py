@@ -88,15 +88,15 @@ class Run:
 def open_run(
     sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None, log: Any = lambda line: None
 ) -> Run:
-    """Returns the run of a recipe. To be called inside `hosts.together()`, by all hosts.
+    """Sets up the run of a recipe. Call it inside `hosts.together()`, on all hosts.
 
     Args:
       devices: default: all.
-      say: takes a line for the user.
+      log: takes a line for the user.
 
     Raises:
-      ValueError: the recipe is wrong, or its files are, or another process trains in run.dir. CheckpointError: what is in
-        run.dir is none of ours. HostsDiffer: the hosts were started with different things. HostLost: one does not come.
+      ValueError: the recipe or its files are wrong, or another process trains in run.dir. CheckpointError: run.dir holds
+        files of another project. HostsDiffer: the hosts were started with different inputs. HostLost: a host is missing.
     """
     s = sections
     validate(s)
