@@ -133,9 +133,7 @@ def test_the_plan_ahead_may_change_and_what_was_made_may_not(tmp_path):
     later = compose([*TINY, "run.steps=6", "curriculum=[{until: 4}, {sequence_length: 128, rope_base: 5e5}]"])
     check_history(single, stages_of(later), 4, tmp_path)
     check_same_run(single["recipe"], stage_of(stages_of(later), 4).sections, 4, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"step 5 with data.sequence_length = 64, but this curriculum has 128"
-    ):
+    with pytest.raises(ValueError, match=r"step 5 with data.sequence_length = 64, but this curriculum has 128"):
         check_history(single, stages_of(later), 5, tmp_path)
 
 

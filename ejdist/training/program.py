@@ -286,7 +286,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     )
 
 
-def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, told: Any) -> Ops:
+def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choice: Any) -> Ops:
     """Returns the operations of a recipe on a mesh: its order, ring, kernels and experts."""
     s = sections
     return bind_ops(
@@ -296,7 +296,7 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, told: A
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),
-        told=told,
+        on_choice=on_choice,
     )
 
 
