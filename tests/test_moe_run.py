@@ -51,7 +51,7 @@ def test_what_a_run_says_and_writes(first):
     directory, outcome, said = first
     assert outcome.finished
     [reason] = [line for line in said if "(chosen)" in line]
-    assert "over 8 ranks of cpu" in reason and "ms a layer and step" in reason
+    assert "over 8 ranks of cpu" in reason and "ms per layer and step" in reason
     rows = read_rows(directory / "metrics.jsonl")
     tokens = 8 * 64
     for row in rows:

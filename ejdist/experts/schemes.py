@@ -145,16 +145,16 @@ class RaggedAllToAll(PermutationScheme):
         between = plan.sizes.reshape(n, n, job.own).sum(-1)  # from, to
         # All rows for a rank form a queue, those of rank 0 first; this chunk is [q R, (q + 1) R) of each queue.
         line = before(between, 0)
-        low, utilization = (jnp.clip(edge - line, 0, between) for edge in (q * R, (q + 1) * R))
+        low, high = (jnp.clip(edge - line, 0, between) for edge in (q * R, (q + 1) * R))
         home = before(between, 1) + low  # where they begin in the sender's order
         away = line + low - q * R  # where they begin in the receiver's buffer
         to = jnp.minimum(plan.expert // job.own, n - 1)
         index = plan.place - home[me][to]
-        sent = (plan.expert < job.num_experts) & (index >= 0) & (index < (utilization - low)[me][to])
+        sent = (plan.expert < job.num_experts) & (index >= 0) & (index < (high - low)[me][to])
         slot = jnp.where(sent, plan.place, -1)
         arriving = within(plan.sizes.reshape(n, n, job.own)[:, me].reshape(-1), q * R, (q + 1) * R).reshape(n, job.own)
         by = ByExpert.of(arriving, away[:, me], R)
-        return PassRows(plan.order, slot, arriving.sum(0), by, (home, utilization - low, away))
+        return PassRows(plan.order, slot, arriving.sum(0), by, (home, high - low, away))
 
     def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
         home, sizes, away = window.moves
