@@ -500,7 +500,7 @@ def test_the_frame_of_a_command(capsys):
     assert capsys.readouterr().err == "it goes on\n"
     for error, what in ((MemoryError(), ""), (MemoryError("Unable to allocate 7 TiB"), " (Unable to allocate 7 TiB)")):
         assert run_command(["x"], raises(error), str) == WRONG
-        wanted = f"error: this host has not the memory{what}: use a smaller batch, or shorter rows\n"
+        wanted = f"error: this host is out of memory{what}: use a smaller batch, or shorter rows\n"
         assert capsys.readouterr().err == wanted
     with pytest.raises(TypeError, match="a fault of ours"):
         run_command(["x"], raises(TypeError("a fault of ours")), str)
