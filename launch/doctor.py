@@ -159,7 +159,7 @@ class Doctor:
             over = {"devices": "inside of a host", "hosts": "between hosts", "slices": "between slices"}[
                 facts["crosses"]
             ]
-            self._log(f"ok      {axis} ({facts['size']}, {over}): GB/s a device, of {largest / 2**20:g} MiB: {each}")
+            self._log(f"ok      {axis} ({facts['size']}, {over}): GB/s per device, for {largest / 2**20:g} MiB: {each}")
         if self._hosts.index == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, json.dumps(found, indent=1) + "\n")
@@ -191,7 +191,7 @@ def _examine(recipe: Any, own: Options) -> int:
     count = len(doctor.failures)
     if hosts.index == 0:
         print(
-            f"{count} failure{'s' * (count > 1)}: mend the first, and ask again" if count else "fit for the run",
+            f"{count} failure{'s' * (count > 1)}: fix the first, and run it again" if count else "fit for the run",
             flush=True,
         )
     return WRONG if count else DONE
@@ -199,7 +199,7 @@ def _examine(recipe: Any, own: Options) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    usage = f"{__doc__}\nbeside the keys of launch.train:\n{help_of(Options)}"
+    usage = f"{__doc__}\nin addition to the keys of launch.train:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage, needs_arguments=False)
 
 

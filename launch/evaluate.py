@@ -107,7 +107,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         of = given if name in _DEFAULTS else where if name in ("run.dir", "model.init_from") else None
         if of is None:
             if name == "model":
-                raise ValueError(f"{argument}: the model is that of the weights; leave it out")
+                raise ValueError(f"{argument}: the model comes from the weights; leave it out")
             if key_of(argument) == "curriculum" and argument != NO_STAGES:
                 raise ValueError(
                     f"{argument}: an evaluation has no stages; leave it out, and give lengths=, mesh= and data="
@@ -187,7 +187,7 @@ def _held_out(weights: Any, data: Any) -> str:
         return "whether the model was trained on this data is not known"
     if trained["tokenizer"] != data.corpus.tokenizer.fingerprint:
         raise ValueError(
-            "data.tokenizer is not the one that the run was trained with: its losses would mean nothing; give that"
+            "data.tokenizer is not the one that the run was trained with: the losses would be meaningless; give that file"
         )
     if trained["corpus"] == data.corpus.fingerprint:
         return "NOT held out: this is the corpus that the run was trained on; name other data with data.source"
@@ -280,7 +280,7 @@ def _tell_loss(log: Callable[[str], Any], length: int, found: dict[str, Any], se
     log(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
     for place in ("document", "row"):
         parts = [f"{r['from']}: {r['loss']:.3f}" for r in found[place] if r["tokens"]]
-        log(f"  by place in the {place}, octaves from {', '.join(parts)}")
+        log(f"  by position in the {place}, octaves from {', '.join(parts)}")
 
 
 def _tell_cells(log: Callable[[str], Any], cells: Sequence[Any]) -> None:
@@ -315,7 +315,7 @@ def _main(arguments: list[str]) -> int:
     if asked.to is not None and first:
         write_atomic(asked.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
         draw_evaluation(found, asked.to.with_suffix(".png"), found["weights"])
-        print(f"written to {asked.to} and {asked.to.with_suffix('.png').name} beside it")
+        print(f"written to {asked.to} and {asked.to.with_suffix('.png').name} next to it")
     return DONE
 
 

@@ -106,7 +106,7 @@ def export(keys: dict[str, str]) -> None:
     run = Run(keys["run.dir"], step)
     if Path(run.kept_in).resolve() in (to.resolve(), *to.resolve().parents):
         raise ValueError(
-            f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder beside it"
+            f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder next to it"
         )
     c, more, beside, told = run.model, {}, {}, ""
     if "data.tokenizer" in keys:
@@ -120,9 +120,7 @@ def export(keys: dict[str, str]) -> None:
         beside = {"tokenizer.json": path} | {n: path.with_name(n) for n in _BESIDE if path.with_name(n).exists()}
     elif run.data["tokenizer"] == ByteTokenizer.fingerprint:
         more["eos_token_id"] = ByteTokenizer.eos_id
-        told = (
-            "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, is what no file describes"
-        )
+        told = "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, has no tokenizer file"
     else:
         told = "no tokenizer is written: give data.tokenizer=FILE, the tokenizer.json that the run was trained with"
     # Of linear and ntk nothing says from which context they scale.

@@ -28,9 +28,9 @@ _PATIENCE = 150  # seconds that the others have to end once one has failed
 class Options:
     """The processes; the rest of the command line is the recipe's."""
 
-    processes: int = option(MISSING, "how many processes the run is to have")
+    processes: int = option(MISSING, "number of processes of the run")
     devices: int | None = option(None, "virtual CPU devices of each process")
-    gpus: str = option("", "the GPU that each process is to see, as 0,1,2,3")
+    gpus: str = option("", "the GPU of each process, such as 0,1,2,3")
     command: str = command_option()
 
     @property
@@ -41,7 +41,7 @@ class Options:
 def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the processes, the arguments of the run). Raises ValueError, naming the argument."""
     own, rest = read(Options, argv)
-    refuse_cluster(rest, "launch.local says itself how its processes find each other")
+    refuse_cluster(rest, "launch.local sets how its processes find each other")
     if own.gpus and (own.devices is not None or len(own.visible) != own.processes):
         raise ValueError(f"gpus={own.gpus} names one GPU for each of {own.processes} processes, and excludes devices=")
     if not all(own.visible) or len(set(own.visible)) < len(own.visible):

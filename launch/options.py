@@ -19,7 +19,7 @@ from launch.errors import DONE, WRONG
 
 COMMANDS = ("train", "doctor")
 # Of the field of a launcher's environment: env.NAME=VALUE.
-VARIABLES = {"words": "a variable of the environment of every process"}
+VARIABLES = {"words": "an environment variable of every process"}
 # What a run may still say about its cluster where a launcher says how the processes find each other.
 _TIMES = ("cluster.timeout", "cluster.heartbeat")
 
@@ -125,7 +125,7 @@ def _value(name: str, given: bool, value: str, kind: Any, facts: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"{name} = {value!r} cannot be read as a shell does: {error}") from error
     if facts["choices"] and value not in facts["choices"]:
-        raise ValueError(f"{name}={value} is unknown; there are {', '.join(facts['choices'])}")
+        raise ValueError(f"{name}={value} is unknown; use one of {', '.join(facts['choices'])}")
     if facts["pattern"] and not re.fullmatch(facts["pattern"], value):
         raise ValueError(f"{name} = {value!r} must be {facts['words']}")
     return value
@@ -158,9 +158,9 @@ def file_of(key: str, given: str, suffix: str = "") -> Path:
     path = Path(given).expanduser()
     folder = path.absolute().parent
     if path.suffix != (suffix or path.suffix) or path.is_dir() or not folder.is_dir():
-        raise ValueError(f"{key} = {given!r} must be a file {suffix} in a folder that is there".replace("  ", " "))
+        raise ValueError(f"{key} = {given!r} must be a file {suffix} in an existing folder".replace("  ", " "))
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} = {given!r}: {folder} cannot be written; name another folder, or mend its permissions")
+        raise ValueError(f"{key} = {given!r}: {folder} cannot be written; name another folder, or fix its permissions")
     return path
 
 
@@ -171,7 +171,7 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
     for argument in arguments:
         name = key_of(argument)
         if name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
-            raise ValueError(f"{argument} cannot be given here: {how}")
+            raise ValueError(f"{argument} cannot be set here: {how}")
 
 
 def check_run(arguments: Sequence[str], how: str, devices: int | None = None, slices: int = 1) -> Any:

@@ -81,7 +81,7 @@ def options_of(argv: Sequence[str]) -> Options:
     from recipes.schema import compose
 
     words = read(argv).words()
-    refuse_cluster(words, "a rehearsal says itself how its processes find each other")
+    refuse_cluster(words, "a rehearsal sets how its processes find each other")
     names = [a.partition("=")[0] for a in words]
     if twice := [name for name in _OWN if names.count(name) > 1]:
         raise ValueError(f"{twice[0]} is given twice; give it once")
@@ -98,10 +98,10 @@ def options_of(argv: Sequence[str]) -> Options:
             raise ValueError(f"{key} cannot be given to a rehearsal: it starts and stops the run itself")
     faults = tuple(DRILLS) if own["fault"] == "all" else tuple(own["fault"].split(","))
     if twice := [fault for fault in faults if faults.count(fault) > 1]:
-        raise ValueError(f"fault={own['fault']} names {twice[0]} twice; times=2 makes each of them so often")
+        raise ValueError(f"fault={own['fault']} names {twice[0]} twice; use times=2 to repeat each fault")
     for fault in faults:
         if fault not in DRILLS:
-            raise ValueError(f"fault={fault} is unknown; there are {', '.join(DRILLS)}, and all")
+            raise ValueError(f"fault={fault} is unknown; use one of {', '.join(DRILLS)}, and all")
         if fault in NEED_TWO and own["hosts"] == 1:
             if own["fault"] != "all":
                 raise ValueError(f"fault={fault} needs hosts=2 or more: one host cannot differ from another")
@@ -111,7 +111,7 @@ def options_of(argv: Sequence[str]) -> Options:
                 f"times = {own['times']} is of drills, and series = {own['series']} makes one run: give one of them"
             )
         if own["series"] and fault not in IN_SERIES:
-            raise ValueError(f"fault={fault} is none of a series; there are {', '.join(IN_SERIES)}")
+            raise ValueError(f"fault={fault} cannot be used in a series; use {', '.join(IN_SERIES)}")
     given = _DEFAULTS | given
     arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
     recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
@@ -130,7 +130,7 @@ def options_of(argv: Sequence[str]) -> Options:
     folder = Path(recipe.run.dir).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
-            f"run.dir = {folder} is there already; a rehearsal begins with an empty folder: remove it, or name another"
+            f"run.dir = {folder} already exists, and a rehearsal needs an empty folder: remove it, or name another"
         )
     return Options(
         own["hosts"], own["devices_per_host"], faults, own["seed"], own["times"], own["series"], folder, steps, every,
@@ -210,7 +210,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
     faults = [f"exit codes {codes}, which are not of {sorted(set(d.codes))}"] if not set(codes) <= set(d.codes) else []
     faults += [f"no host said {word!r}" for word in d.says if word not in said]
     if not d.writes and (folder / "run" / "checkpoints").exists():
-        faults.append("it wrote checkpoints all the same")
+        faults.append("it wrote checkpoints anyway")
     told = [f"exit codes {codes}"]
     if d.goes_on:
         made = max(left(folder)[0], default=0)
@@ -225,23 +225,23 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
         if d.codes == (DONE,) and d.stop_after is None:
             told.append("nothing to start again")
         else:
-            told.append(f"started again from step {from_step}, {max(0, made - from_step)} steps made twice")
+            told.append(f"started again from step {from_step}, {max(0, made - from_step)} steps rerun")
         told.append(f"{max(0.0, seconds - calm.seconds):.1f} s more than without")
         same = rows == calm.losses and digest == calm.digest
-        told.append("losses and final state are those of the run without" if same else "LOSSES OR STATE DIFFER")
+        told.append("losses and final state match the run without" if same else "LOSSES OR STATE DIFFER")
         faults += [] if same else [_unlike(calm, rows, digest)]
     ok = not faults
     log(f"{name}: {d.told}\n    {'; '.join(told)}")
     log(f"    {_goodput(folder)}")
     for fault in faults:
-        log(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+        log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
     log(f"    {'ok' if ok else 'FAILED'}")
     verdict = {
         "fault": folder.name,
         "what": d.told,
         "ok": ok,
         "told": "; ".join(told),
-        "not as it should be": "; ".join(faults),
+        "unexpected": "; ".join(faults),
     }
     path = o.folder / "rehearsal.json"
     before = json.loads(path.read_text()) if path.exists() else []
@@ -271,7 +271,7 @@ def _unlike(calm: Ended, rows: dict[int, float | None], digest: dict[str, int] |
     if steps:
         s = steps[0]
         return f"the loss of step {s} is {rows.get(s)}, and {calm.losses.get(s)} without a fault ({len(steps)} steps differ)"
-    return "the losses are the same, and an array of the last checkpoint is not"
+    return "the losses are the same, but an array of the last checkpoint is not"
 
 
 def main(argv: Sequence[str] | None = None, log: Any = None) -> int:
@@ -316,7 +316,7 @@ def rehearse(o: Options, log: Any) -> int:
         return DONE if _series(o, calm, log) else FAILED_DRILL
     drills = [(name, n) for name in o.faults for n in range(o.times)]
     passed = [drill(o, name, n, calm, log) for name, n in drills]
-    log(f"{sum(passed)} of {len(passed)} drills ended as they should")
+    log(f"{sum(passed)} of {len(passed)} drills ended as expected")
     return DONE if all(passed) else FAILED_DRILL
 
 

@@ -101,7 +101,7 @@ def round_of(
 
 
 def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after: Left, every: int) -> list[str]:
-    """Returns what is not as it should be after a round, in sentences.
+    """Returns what is unexpected after a round, in sentences.
 
     No step may be lost beyond the interval of checkpoints: at most `every` between the last complete one and the last step, or
     the one that was being written when the end came. SIGTERM loses none: while steps are made the one at which the run
@@ -120,7 +120,7 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
                 f"it stopped after step {stopped[1]} with {codes}, and the last checkpoint is of {after.saved}"
             )
         if stopped is None and (after.saved != before.saved or "stopped at once by SIGTERM" not in said):
-            found.append("no host said that it was stopped at once, or a checkpoint was written all the same")
+            found.append("no host said that it was stopped at once, or a checkpoint was written anyway")
     elif (limit := after.made if after.writing is None else after.writing) - after.saved > every:
         found.append(f"step {limit} was begun to be saved, or made, and only {after.saved} is on disk")
     return found
@@ -165,7 +165,7 @@ def rehearse_series(
             f"{'' if after.writing is None else f' ({after.writing} was being written)'}, {lost[-1]} lost"
         )
         for fault in faults:
-            log(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+            log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
         before = after
     codes, said = start(folder, None)
     faults = [] if codes == [DONE] * hosts else [f"left alone it ended with {codes}"]
@@ -173,12 +173,12 @@ def rehearse_series(
     unlike = same(folder)
     faults += [text for text in (unlike, done) if text is not None]
     log(
-        f"{passed} of {rounds} ended as they should, {during} of them while steps were made; {sum(lost)} steps lost in all, at "
+        f"{passed} of {rounds} ended as expected, {during} of them while steps were made; {sum(lost)} steps lost in all, at "
         f"most {max(lost)} at once with a checkpoint every {every}"
     )
-    log("losses and final state are those of the run without" if unlike is None else "LOSSES OR STATE DIFFER")
+    log("losses and final state match the run without" if unlike is None else "LOSSES OR STATE DIFFER")
     for fault in faults:
-        log(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+        log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
     return passed == rounds and not faults
 
 
@@ -186,5 +186,5 @@ def went_on(said: str, before: Left) -> list[str]:
     """Returns what is wrong with where a start went on from, unless it ended before it did."""
     found = re.search(r"resuming from step (\d+)", said)
     if found is not None and int(found[1]) != before.saved:
-        return [f"it went on from step {found[1]}, and the last complete checkpoint was of {before.saved}"]
+        return [f"it resumed from step {found[1]}, but the last complete checkpoint was of {before.saved}"]
     return []

@@ -32,7 +32,7 @@ class Options:
     """What the script asks Slurm for; the rest of the command line is the recipe's."""
 
     nodes: int = option(1, "machines")
-    tasks_per_node: int | None = option(None, "processes of a machine; one for each GPU, else one")
+    tasks_per_node: int | None = option(None, "processes per machine; default: one per GPU, or one")
     gpus_per_node: int = option(0, "GPUs of a machine", least=0)
     time: str = option(
         "",
@@ -43,13 +43,13 @@ class Options:
     partition: str = option("", f"where it is queued{_PLAIN[0]}", pattern=_PLAIN[1])
     account: str = option("", f"who pays for it{_PLAIN[0]}", pattern=_PLAIN[1])
     qos: str = option("", f"the quality of service{_PLAIN[0]}", pattern=_PLAIN[1])
-    log: str = option("%x-%j.log", f"one file for all times that the job is queued{_PLAIN[0]}", pattern=_PLAIN[1])
-    grace: int = option(300, "seconds before the end of the time at which the run is told to stop", least=0, most=65535)
-    restarts: int = option(100, "how often it may be queued again", least=0)
-    python: str = option("python", "how Python is started on a node", program=True)
+    log: str = option("%x-%j.log", f"one file for all restarts of the job{_PLAIN[0]}", pattern=_PLAIN[1])
+    grace: int = option(300, "seconds before the time limit at which the run is told to stop", least=0, most=65535)
+    restarts: int = option(100, "how often it may be requeued", least=0)
+    python: str = option("python", "the Python command on a node", program=True)
     sbatch: str = option("", "other options of sbatch, as they are", program=True)
     command: str = command_option()
-    submit: bool = option(False, "hand the script to sbatch")
+    submit: bool = option(False, "submit the script with sbatch")
 
     @property
     def tasks(self) -> int:
@@ -72,7 +72,7 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
             "would make no step; give more time, or a smaller grace="
         )
     devices = made.nodes * made.gpus_per_node or None
-    check_run(rest, "Slurm itself says how the processes find each other", devices)
+    check_run(rest, "Slurm sets how the processes find each other", devices)
     return made, rest
 
 
@@ -115,7 +115,7 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             "run=$!",
             "wait $run; code=$?",
             "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done",
-            f'echo "launch.{o.command} ended with exit code $code, queued again ${{SLURM_RESTART_COUNT:-0}} times"',
+            f'echo "launch.{o.command} ended with exit code $code, requeued ${{SLURM_RESTART_COUNT:-0}} times"',
             *(_queued_again(o) if o.command == "train" else ()),
             "exit $code",
             "",
@@ -127,7 +127,7 @@ def _queued_again(o: Options) -> list[str]:
     again = "|".join(map(str, AGAIN))
     return [
         "case $code in",
-        f"  {again})  # stopped by a signal and saved, or a node was lost: the same command goes on",
+        f"  {again})  # stopped by a signal and saved, or a node was lost: the same command resumes",
         f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {o.restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;',
         "esac",
     ]
@@ -135,7 +135,7 @@ def _queued_again(o: Options) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command."""
-    usage = f"{__doc__}\nwhat Slurm is asked for, with what it is by default:\n{help_of(Options)}"
+    usage = f"{__doc__}\nSlurm options, with their defaults:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage)
 
 

@@ -50,7 +50,7 @@ def sweep(a: Arguments) -> int:
     for (job, folder, _), code in zip(runs, codes, strict=False):
         print(f"{code:>4}  {_loss(folder):>10}  {job.name}")
     if left := runs[len(codes) :]:
-        print(f"{len(left)} of {len(runs)} runs were not started; the same command goes on", file=sys.stderr)
+        print(f"{len(left)} of {len(runs)} runs were not started; the same command resumes", file=sys.stderr)
     return next((code for code in codes if code), PREEMPTED if now.stopped else DONE)
 
 

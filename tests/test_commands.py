@@ -370,7 +370,7 @@ def test_a_sweep_that_is_told_to_stop_tells_its_run_and_starts_no_other(stubbed,
     assert train.main([*stubbed, "run.seed=1,9,2"]) == PREEMPTED
     thread.join()
     said = capfd.readouterr()
-    assert said.out.count("made") == 2 and "1 of 3 runs were not started; the same command goes on" in said.err
+    assert said.out.count("made") == 2 and "1 of 3 runs were not started; the same command resumes" in said.err
     assert "run 2 of 3 ended with exit code 75" in said.err, "it heard of it, and did not come to its end"
     assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
 

@@ -185,7 +185,7 @@ def test_alone(tmp_path, capsys, monkeypatch):
     arguments = [*TINY, f"run.dir={tmp_path / 'run'}", f"bandwidth={kept}"]
     assert doctor.main(arguments) == DONE
     out = capsys.readouterr().out
-    assert out.endswith("fit for the run\n") and "ok      sp (2, inside of a host): GB/s a device" in out
+    assert out.endswith("fit for the run\n") and "ok      sp (2, inside of a host): GB/s per device" in out
     assert "6 devices are left idle" in out and not (tmp_path / "run").exists()
     row = json.loads(kept.read_text())["axes"]["sp"]["measured"][0]
     assert row["seconds"] > 0 and row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"], rel=1e-3)
@@ -195,7 +195,7 @@ def test_a_mesh_that_does_not_fit_is_a_failure(tmp_path, capsys):
     assert doctor.main([*TINY, f"run.dir={tmp_path}", "mesh.sp=16", "data.sequence_length=512"]) == WRONG
     out = capsys.readouterr().out
     assert "FAILED  mesh.sp=16 needs 16 devices, but there are 8" in out and out.endswith(
-        "1 failure: mend the first, and ask again\n"
+        "1 failure: fix the first, and run it again\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -331,7 +331,7 @@ def test_what_the_model_was_trained_on_is_said(corpus):
     [
         ([], "give run.dir=DIR, or model.init_from=DIR"),
         (["run.dir=a", "model.init_from=b"], "one of the two"),
-        (["run.dir=a", "model=8b"], "the model is that of the weights"),
+        (["run.dir=a", "model=8b"], "the model comes from the weights"),
         (["run.dir=a", "curriculum=[{until: 3}]"], "an evaluation has no stages"),
         (["run.dir=a", "tasks=loss,hay"], "must be some of loss,needle,recall"),
         (["run.dir=a", "lengths=1,2"], "lengths = '1,2' must be different numbers from 2 on"),
@@ -342,7 +342,7 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         (["run.dir=a", "depths=0,2"], "depths = '0,2' must be from 0"),
         (["run.dir=a", "examples=0"], "examples = '0' must be a positive number"),
         (["run.dir=a", "step=1", "step=2"], "step is given twice"),
-        (["run.dir=a", "to=/nowhere/at/all.json"], "a folder that is there"),
+        (["run.dir=a", "to=/nowhere/at/all.json"], "an existing folder"),
         (["run.dir=a", "to=found.txt"], "must be a file .json"),
         (["run.dir=a", "lenghts=64"], "unknown key 'lenghts'; did you mean 'lengths'"),
     ],

@@ -234,8 +234,8 @@ def test_the_doctor_is_not_started_again():
             "mesh.sp=128 needs 128 devices, but there are 64",
         ),
         ([*TPU, f"name={'a' * 50}"], "is too long: a pod would be called"),
-        ([*TPU, "cluster=auto"], "cluster=auto cannot be given here"),
-        ([*TPU, "cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here"),
+        ([*TPU, "cluster=auto"], "cluster=auto cannot be set here"),
+        ([*TPU, "cluster.num_processes=3"], "cluster.num_processes=3 cannot be set here"),
         ([*TPU, "modle=8b"], "did you mean 'model'"),
         ([*TPU, "env.A-B=3"], "env.A-B must be written env.NAME=VALUE"),
         ([*TPU, "env=A"], "env must be written env.NAME=VALUE"),
@@ -246,7 +246,7 @@ def test_the_doctor_is_not_started_again():
             [*TPU, "checkpoint.local=/tmp/a", "checkpoint.local_every=5"],
             "checkpoint.local = '/tmp/a' would be a folder of a",
         ),
-        ([*TPU, "command=plan"], "command=plan is unknown; there are train, doctor"),
+        ([*TPU, "command=plan"], "command=plan is unknown; use one of train, doctor"),
     ],
 )
 def test_called_wrongly(arguments, message, capsys):

@@ -287,7 +287,7 @@ def test_only_dp_goes_between_slices(compiler, capsys):
     said = capsys.readouterr().out
     asked = compiler.asked[0]
     assert asked.mesh.dp % 2 == 0 and math.prod(asked.mesh.sizes.values()) == 128
-    assert "2 slices of v5p:4x4x4: looked at" in said and "and between slices, over the data-centre network: 0." in said
+    assert "2 slices of v5p:4x4x4: considered" in said and "and between slices, over the data-centre network: 0." in said
     assert "speed of network: assumed: data sheet (50 Gbit/s a device)" in said
 
 

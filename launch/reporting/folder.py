@@ -117,7 +117,7 @@ def _read_rows(run: RunFolder) -> None:
         run.written = path.stat().st_mtime
     except FileNotFoundError:
         drills = (run.path / "rehearsal.json").exists()
-        why = "this is a rehearsal, whose runs are in calm/run and beside it" if drills else "no step has been made"
+        why = "this is a rehearsal, whose runs are in calm/run and next to it" if drills else "no step has been made"
         run.missing.append(f"metrics.jsonl is not there: {why}")
         return
     except OSError as error:
