@@ -101,7 +101,7 @@ def check_overrides(overrides: Sequence[str], config_dir: Path | None = None) ->
         if name in GROUPS:
             known = options_of(name, config_dir)
             if value not in known:
-                raise RecipeError(f"{name}={value} is unknown; there are {', '.join(known)}{_nearest(value, known)}")
+                raise RecipeError(f"{name}={value} is unknown; use one of {', '.join(known)}{_nearest(value, known)}")
         elif name not in keys:
             inside = [k for k in keys if k.startswith(f"{name}.")]
             if inside:
@@ -134,7 +134,9 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
             ("model.head_dim", "model.num_kv_heads"), "all layers have latent attention: see model.latent"
         )
     if recipe.optimizer.schedule != "wsd":
-        why["optimizer.decay_fraction"] = f"optimizer.schedule = {recipe.optimizer.schedule} has no such part; wsd has"
+        why["optimizer.decay_fraction"] = (
+            f"optimizer.schedule = {recipe.optimizer.schedule} has no decay phase; wsd has"
+        )
     if recipe.optimizer.schedule == "constant":
         why["optimizer.final_ratio"] = "optimizer.schedule = constant keeps its rate"
     given = [
@@ -149,7 +151,7 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
 # How processes find each other is of the place where a run is made, and differs between two that are the same.
 _HEAD = """# @package _global_
 # Composed by python -m launch.train --cfg job; saved as DIR/recipe/NAME.yaml it is recipe=NAME with --config-dir DIR.
-# The section cluster is not in it: it is of the place where a run is made.
+# The section cluster is left out: it describes where a run runs.
 """
 
 
@@ -167,7 +169,7 @@ def text_of(a: Arguments) -> str:
         return _HEAD + OmegaConf.to_yaml(composed, resolve=a.resolve)
     sections = [f.name for f in dataclasses.fields(Recipe) if OmegaConf.is_dict(composed[f.name])]
     if a.package not in sections:
-        raise RecipeError(f"--package {a.package} is no section; there are {', '.join(sections)}")
+        raise RecipeError(f"--package {a.package} is not a section; use one of {', '.join(sections)}")
     return f"# @package {a.package}\n" + OmegaConf.to_yaml(composed[a.package], resolve=a.resolve)
 
 
@@ -209,7 +211,7 @@ def _check_integers(found: Any, key: str = "") -> None:
         for i, value in enumerate(found):
             _check_integers(value, f"{key}[{i}]")
     elif isinstance(found, int) and not -(2**63) <= found < 2**63:
-        raise RecipeError(f"{key} = {found} has more than 64 bits; give a smaller number")
+        raise RecipeError(f"{key} = {found} does not fit in 64 bits; give a smaller number")
 
 
 def _check_order(a: Arguments, composed: Any) -> None:
@@ -228,7 +230,7 @@ def _check_order(a: Arguments, composed: Any) -> None:
                 who = f"recipe={given['recipe']}" if "recipe" in given else "the recipe"
                 raise RecipeError(
                     f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
-                    "the command line, or take it out of the recipe"
+                    "the command line, or remove it from the recipe"
                 )
 
 
@@ -295,7 +297,7 @@ def _explain(error: BaseException) -> str:
     first = lines[1] if file and "raised while composing" in lines[0] and len(lines) > 1 else lines[0]
     if not key:
         return first
-    first = re.sub(r"Invalid value assigned: (\w+) is not a ListConfig.*", r"\1 is no list; write [a,b]", first)
+    first = re.sub(r"Invalid value assigned: (\w+) is not a ListConfig.*", r"\1 is not a list; write [a,b]", first)
     if "not in" not in first:
         return f"{f'{file}: ' if file else ''}{key[1]}: {first}"
     if key[1] in GROUPS and key[1] not in keys_of() and file.startswith(f"{key[1]}/"):

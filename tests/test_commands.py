@@ -115,17 +115,17 @@ def test_a_key_that_is_given_beside_its_variant_is_taken_however_it_is_written(m
         (["--config-dir"], "--config-dir/-cd: expected one argument"),
         (["--config_dir=x"], "unknown flag '--config_dir=x'; did you mean '--config-dir'?"),
         (["--cfg", "hydra"], "argument --cfg/-c: invalid choice"),
-        (["--package", "run"], "--package says what --cfg job prints, which is not given"),
+        (["--package", "run"], "--package selects what --cfg job prints, but --cfg job is missing"),
         (["--resolve"], "--resolve says what --cfg job prints"),
-        (["--cfg", "job", "-m"], "--cfg job prints one recipe, and --multirun makes several"),
-        (["--cfg", "job", "--package", "optimiser"], "--package optimiser is no section; there are run, model, mesh"),
+        (["--cfg", "job", "-m"], "--cfg job prints one recipe, but --multirun makes several"),
+        (["--cfg", "job", "--package", "optimiser"], "--package optimiser is not a section; use one of run, model, mesh"),
         (["run.seed=1,2"], "for a run with each of several values give --multirun (-m)"),
         (["-m", "run.seed=1"], "--multirun: no key has several values"),
         (["-m", "run.dir=a,b"], "run.dir is one folder, in which each run of a sweep gets its own"),
         (["-m", "optimizer.learning_rate=interval(0,1)"], "the values of a sweep are listed here: optimizer.learning_rate=A,B"),
-        (["-m", "model=glob(*)"], "the values of a sweep are listed here"),
-        ([f"run.steps={10**20}"], f"run.steps = {10**20} has more than 64 bits; give a smaller number"),
-        ([f"curriculum=[{{until: {10**20}}}]"], f"curriculum[0].until = {10**20} has more than 64 bits"),
+        (["-m", "model=glob(*)"], "give the values of a sweep as"),
+        ([f"run.steps={10**20}"], f"run.steps = {10**20} does not fit in 64 bits; give a smaller number"),
+        ([f"curriculum=[{{until: {10**20}}}]"], f"curriculum[0].until = {10**20} does not fit in 64 bits"),
         (["-m", "run.seed=1,2", "run.stpes=3"], "run run.seed=1: unknown key 'run.stpes'; did you mean 'run.steps'?"),
     ],
 )  # fmt: skip
@@ -141,7 +141,7 @@ def test_every_command_of_a_recipe_takes_the_folder_and_no_flag_of_another(name,
     own = OF_A_RECIPE[name]
     for wrong in (["--cfg", "job"], ["-m"], ["--resolve"]):
         assert COMMANDS[name].main([*own, "recipe=long_context", *wrong]) == WRONG
-        assert "has no place here: it is a flag of python -m launch.train" in capsys.readouterr().err
+        assert "is not valid here: it is a flag of python -m launch.train" in capsys.readouterr().err
     if name != "local":  # the runs that it starts say so
         assert COMMANDS[name].main([*own, "model=mine", flag]) == WRONG
         assert "model/mine.yaml: model.num_layers: Value 'nine'" in capsys.readouterr().err

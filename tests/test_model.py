@@ -361,7 +361,7 @@ def test_the_size_of_qwen3_8b():
         ({"rope_scaling": "linear", "rope_factor": 2.0, "rope_high": 2.0}, "'linear'.*high is model.rope_high"),
         (
             {"rope_scaling": "ntk", "rope_factor": 2.0, "rope_original_length": 9},
-            "model.rope_original_length is of yarn",
+            "model.rope_original_length is for yarn",
         ),
         ({"rope_scaling": "yarn", "rope_factor": 0.5}, "factor must be at least 1.*factor is model.rope_factor"),
         ({"rope_scaling": "yarn", "rope_low": 9.0, "rope_high": 2.0}, "below high.*low is model.rope_low"),

@@ -172,5 +172,5 @@ def test_a_path_is_no_url():
 
 
 def test_a_folder_without_checkpoints_is_no_run(tmp_path):
-    with pytest.raises(WeightsError, match=r"no checkpoint of a run; give the run\.dir of one that has"):
+    with pytest.raises(WeightsError, match=r"holds no checkpoint; give the run\.dir of a run that has one"):
         Run(tmp_path)

@@ -85,7 +85,7 @@ class ExpertsShape:
                 raise ValueError(f"model.experts.{name} must be positive, got {getattr(self, name)}")
         if self.top_k > self.num:
             raise ValueError(
-                f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the experts that there are"
+                f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the number of experts"
             )
         self._validate_groups()
         known = {"score": SCORES, "balance": BALANCE, "activation": (None, *EXPERT_ACTIVATIONS)}
@@ -100,7 +100,7 @@ class ExpertsShape:
             )
         if self.shared_dim and self.activation == CLAMPED:
             raise ValueError(
-                f"model.experts.activation = {CLAMPED!r} has no form for shared experts; set model.experts.shared_dim to 0"
+                f"model.experts.activation = {CLAMPED!r} does not support shared experts; set model.experts.shared_dim to 0"
             )
         for name in ("bias_rate", "balance_loss", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -161,7 +161,7 @@ class LatentShape:
         if self.query_rank < 0 or self.rope_dim % 2:
             raise ValueError(
                 f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
-                f"{self.rope_dim} even: rotary embedding turns pairs"
+                f"{self.rope_dim} even: rotary embedding rotates pairs"
             )
 
 
@@ -233,7 +233,7 @@ class DecoderShape:
                 f"model.num_heads = {self.num_heads} must be a multiple of model.num_kv_heads = {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
+            raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
         self._validate_layers()
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
@@ -241,7 +241,7 @@ class DecoderShape:
         for name in ("rope_base", "norm_eps", "init_std", *optional):
             value, none = getattr(self, name), ", or null for none" if name in optional else ""
             if value is not None and not _LEAST <= value <= _MOST:
-                raise ValueError(f"model.{name} must be positive, and a number that float32 holds{none}, got {value}")
+                raise ValueError(f"model.{name} must be positive, and representable in float32{none}, got {value}")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
@@ -251,7 +251,7 @@ class DecoderShape:
 
     def _validate_layers(self) -> None:
         if not self.layer_pattern:
-            raise ValueError("model.layer_pattern = [] must name kinds of layers, for example [full+mlp]")
+            raise ValueError("model.layer_pattern = [] must list kinds of layers, for example [full+mlp]")
         if self.num_layers < len(self.first_layers) + len(self.layer_pattern):
             raise ValueError(
                 f"model.num_layers = {self.num_layers} is less than the {len(self.first_layers)} layers of model.first_layers "
@@ -269,7 +269,7 @@ class DecoderShape:
         ignored = [name for name in plain if getattr(self, name)]
         if ignored and not parts & {"attention", "window_attention"}:
             raise ValueError(
-                f"model.{ignored[0]} is of plain attention, and no layer of model.layer_pattern has it: leave it out"
+                f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
         for part, given, size, example in (
             ("experts", self.experts != ExpertsShape(), "experts.num", "full+experts"),
@@ -289,12 +289,12 @@ class DecoderShape:
             for name in ROPE_SCALING:
                 if getattr(self, name) != getattr(DecoderShape, name):
                     raise ValueError(
-                        f"model.{name} is of model.rope_scaling, which is null: give it, or leave the other out"
+                        f"model.{name} belongs to model.rope_scaling, which is null: set that, or leave this out"
                     )
             return None
         if self.rope_scaling in ("linear", "ntk") and self.rope_original_length != DecoderShape.rope_original_length:
             raise ValueError(
-                f"model.rope_original_length is of yarn and llama3; model.rope_scaling = {self.rope_scaling!r} does not read "
+                f"model.rope_original_length is for yarn and llama3; model.rope_scaling = {self.rope_scaling!r} does not read "
                 "it: leave it out"
             )
         fields = {field: getattr(self, name) for name, field in ROPE_SCALING.items()}

@@ -59,7 +59,7 @@ def check_dims(what: str, dims: str) -> None:
     for dim in dims.split():
         if dim != "_" and dim not in VOCABULARY:
             raise ValueError(
-                f"{what} has the dims {dims!r}, and {dim!r} is not in the vocabulary: use _ for a dim that is never split, or "
+                f"{what} has the dims {dims!r}, but {dim!r} is not in the vocabulary: use _ for a dim that is never split, or "
                 f"one of {', '.join(VOCABULARY)} (kernels/framework/dims.py says what each means)"
             )
 
