@@ -61,10 +61,10 @@ class Layout:
         strange = [a for a, size in mesh.shape.items() if size > 1 and a not in known]
         if strange:
             raise ValueError(
-                f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims lie on "
-                "them, so every device would do all the work. Say it once, for example ejdist.set_layout(B=('data',), "
-                "N='model', K='model', F='model', V='model'), or give in_specs; an axis to replicate over: set_layout(..., "
-                "replicated=('name',))"
+                f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims are "
+                "sharded over them, so every device would do all the work. Declare a layout, such as "
+                "ejdist.set_layout(B=('data',), N='model', K='model', F='model', V='model'), or give in_specs; to replicate "
+                "over an axis: set_layout(..., replicated=('name',))"
             )
 
 
@@ -199,7 +199,7 @@ def axes_of_specs(
             if size == 1:
                 continue
             if dim == "_" and split:
-                raise ValueError(f"in_specs: {entry_list} splits a dim that an operation needs whole, over {split}")
+                raise ValueError(f"in_specs: {entry_list} shards a dim that the operation needs whole, over {split}")
             if axes.setdefault(dim, split) != split:
                 raise ValueError(
                     f"in_specs: dim {dim} is split over {axes[dim]} in one array and over {split} in another"

@@ -437,7 +437,7 @@ def test_what_it_says_of_eight_chips(capsys):
             "experts.dispatch = 'local'",
         ),
         (["topology=v5p:2x2x1", "slices=0"], "slices must be a number from 1 on"),
-        (["topology=v5p:2x2x1", "slices=2", "mesh.fsdp=8"], "only mesh.dp goes over the network"),
+        (["topology=v5p:2x2x1", "slices=2", "mesh.fsdp=8"], "only mesh.dp crosses the network"),
         (["devices=8", "device=h200", "slices=2"], "slices= is for TPUs"),
         (["devices=0", "device=h200"], "devices must be a number from 1 on"),
         (["devices=8", "device=foo"], "device = 'foo' is unknown; use one of h100, h200, b200"),

@@ -426,7 +426,10 @@ def test_a_process_that_is_killed_is_named(tmp_path):
         (["source=a.txt", "to=out", "tokenizer=bpe:x"], ["bpe:SIZE"]),
         (["source=a.txt", "to=out", "tokenizer=none.json"], ["error: tokenizer = 'none.json': no such file"]),
         (["source=hf:", "to=out"], ["hf:NAME"]),
-        (["source=a.txt", "to=/proc/out"], ["cannot write /proc/out: No such file", "name a folder in to="]),
+        (
+            ["source=a.txt", "to=/proc/out"],
+            ["cannot write /proc/out: No such file", "name a writable folder with enough space in to="],
+        ),
         (["source=a.txt", "to=a.txt/out"], ["a.txt is a file; name a folder"]),
     ],
 )

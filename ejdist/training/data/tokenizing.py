@@ -41,7 +41,7 @@ from ejdist.training.data.units import Span, Unit, digest_of, span_of, texts_of,
 
 SEGMENT = 1 << 18  # characters of a document that are tokenized at once
 _BATCH = 1 << 20  # characters that go to the tokenizer together, in documents or parts of them
-_REMEDY = "name a folder in to= that can be written and has room"
+_REMEDY = "name a writable folder with enough space in to="
 
 Told = Callable[[int], None]  # hears of characters that have been tokenized
 
@@ -161,7 +161,7 @@ def _settings(
         begun = any(folder.glob("shard-*"))
         anew = "" if begun else f", or remove {SETTINGS} and {TOKENIZER} there: no shard is made yet"
         raise ValueError(
-            f"{folder} was begun with another {' and '.join(wrong)} ({SETTINGS} there: {there.tokenizer}, fingerprint "
+            f"{folder} was started with another {' and '.join(wrong)} ({SETTINGS} there: {there.tokenizer}, fingerprint "
             f"{there.fingerprint}, text_key {there.text_key}, shard_mb {there.shard_bytes / 2**20:g}); give the same, or "
             f"tokenize into another folder{anew}"
         )
