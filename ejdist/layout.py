@@ -34,7 +34,7 @@ PARAMETERS: Axes = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Which mesh axes each dim lies on: of activations, and of parameters as they are stored.
+    """The mesh axes of each dim, for activations and for stored parameters.
 
     order: in which the tokens lie along T, see `Order`; by name it is over as many ranks as T's axes have. None: nobody said.
     """
@@ -73,12 +73,12 @@ _layout: contextvars.ContextVar[Layout] = contextvars.ContextVar("layout", defau
 
 
 def current_layout() -> Layout:
-    """Returns the layout in force: that of `set_layout`, else the project's own."""
+    """Returns the layout in force: the one of `set_layout`, otherwise the project's default."""
     return _layout.get()
 
 
 class set_layout:
-    """Says once which axes of a mesh of your own each dim lies on, for every sharded function called after it.
+    """Sets the mesh axes of each dim on your own mesh, for all sharded functions called afterwards.
 
     As a statement it holds from there on; as a context manager, inside the block. Dims that are not named are not split.
     `set_layout()` with no argument goes back to the project's own axes, and `order` alone leaves the axes as they are. Like
@@ -302,7 +302,7 @@ def sharding(
     shape: Sequence[int] | None = None,
     what: str = "array",
 ) -> NamedSharding:
-    """Returns how an array of those dims lies on the mesh."""
+    """Returns the sharding of an array with these dims on the mesh."""
     return NamedSharding(mesh, spec(dims, on_mesh(table, mesh), shape=shape, mesh=mesh, what=what))
 
 

@@ -84,8 +84,8 @@ class Attention(Part):
             declared["value_bias"] = Param((K, H), "K H", "zeros", decay=False)
         return declared
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, batch, norms = at.config, at.ops, at.batch, self.norms(params, at)
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, batch, norms = ctx.config, ctx.ops, ctx.batch, self.norms(params, ctx)
         h = ops.rms_norm(x, norms["attention_norm"], eps=c.norm_eps)
         q, k, v = (
             ops.project(h, params[name], f"btd,d{n}h->bt{n}h", bias=params.get(f"{name}_bias"))
@@ -175,8 +175,8 @@ class LatentAttention(Part):
             "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c)),
         }
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, batch, m, p, norms = at.config, at.ops, at.batch, at.config.latent, params, self.norms(params, at)
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, batch, m, p, norms = ctx.config, ctx.ops, ctx.batch, ctx.config.latent, params, self.norms(params, ctx)
         h = q = ops.rms_norm(x, norms["latent_attention_norm"], eps=c.norm_eps)
         if m.query_rank:
             q = ops.rms_norm(ops.project(h, p["query_down"], "btd,dr->btr"), norms["query_latent_norm"], eps=c.norm_eps)
