@@ -249,14 +249,14 @@ def test_stages_are_a_split_of_the_layers(cuts):
 
 @pytest.mark.parametrize("which", [range(2, 2), range(0, 7), range(0, 6, 2), range(-1, 3)], ids=str)
 def test_a_stage_is_a_range_of_layers(which):
-    with pytest.raises(ValueError, match="must be a range of some of the 6 layers"):
+    with pytest.raises(ValueError, match="must be a contiguous range of the 6 layers"):
         stack.run_layers(jnp.zeros((1, 4, 16)), {}, {}, STAGED, None, which)
 
 
 def test_a_stage_has_no_rows_of_other_layers():
     params, buffers = state_of(STAGED)
     with pytest.raises(
-        ValueError, match=r"attention_norm has 6 rows, and layers 1 to 2 need 2, those with the part 'attention'"
+        ValueError, match=r"attention_norm has 6 rows, but layers 1 to 2 need 2, one per layer with the part 'attention'"
     ):
         stack.run_layers(jnp.zeros((1, 4, 16)), params["layers"], buffers, STAGED, None, range(1, 3))
 
