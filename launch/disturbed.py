@@ -15,7 +15,7 @@ from typing import Any
 
 
 def _disturb(spec: dict[str, Any]) -> None:
-    """Puts what the host does to itself around the steps of its training loop."""
+    """Wraps the step of the training loop with the fault that this host injects into itself."""
     from ejdist.training import steps
     from ejdist.training.checkpoint import Checkpoints
 

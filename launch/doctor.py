@@ -26,7 +26,7 @@ from launch.train import ACCELERATORS, command, start_jax
 
 @dataclass(frozen=True)
 class Options:
-    """What the doctor has of its own; the rest of the command line is the recipe's."""
+    """The doctor's own options; the rest of the command line is the recipe's."""
 
     bandwidth: str = option("", "the file for what was measured; run.dir/bandwidth.json", free=True)
 
@@ -45,13 +45,14 @@ class Doctor:
             self._checkpoints = place("checkpoint.dir", given) if is_url(given) else Path(given).expanduser()
 
     def _found(self, failures: Sequence[str], otherwise: str) -> None:
-        """Says what is wrong, or that nothing is."""
+        """Logs a check's failures, or that it passed."""
         self.failures += failures
         for line in failures or [otherwise]:
             self._log(f"{'FAILED' if failures else 'ok    '}  {line}")
 
     def before_devices(self) -> None:
-        """What needs no device: JAX makes them only when all processes are there, and may hang where they differ."""
+        """The checks that need no device: JAX creates devices only when all processes are there, and may hang if they
+        differ."""
         from ejdist.cluster import health
         from ejdist.cluster.agreement import code_digest, software
         from ejdist.cluster.hosts import differences
@@ -107,7 +108,7 @@ class Doctor:
         return free
 
     def devices(self) -> Any:
-        """Returns the mesh, None where there is none: of the devices, and whether the run fits onto them and onto the disk."""
+        """Checks the devices, and that the run fits on them and on the disk; returns the mesh, None if it does not fit."""
         import jax
 
         from ejdist.cluster import health
@@ -144,7 +145,7 @@ class Doctor:
         return mesh
 
     def bandwidth(self, mesh: Any, file: Path) -> None:
-        """Measures, and keeps it. Raises OSError."""
+        """Measures the bandwidth and writes the file. Raises OSError."""
         from ejdist.cluster.bandwidth import measure
         from ejdist.training.metrics import write_atomic
 
@@ -198,7 +199,7 @@ def _examine(recipe: Any, own: Options) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     usage = f"{__doc__}\nin addition to the keys of launch.train:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage, needs_arguments=False)
 

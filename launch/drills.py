@@ -1,4 +1,4 @@
-"""The faults of `launch.rehearse`: what goes wrong, on which host, and how the run is to take it."""
+"""The faults of `launch.rehearse`: what is injected, on which host, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scene:
         return self.chance.randrange(self.hosts)
 
     def other(self) -> int:
-        """Returns a host that is not host 0, if there is one: the one that is started with something else."""
+        """Returns a host other than host 0, if there is one: the one that is started with different inputs."""
         return self.chance.randrange(1, self.hosts) if self.hosts > 1 else 0
 
     def step(self) -> int:
@@ -44,7 +44,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What is done to a run, and how it is to end.
+    """A fault to inject into a run, and its expected outcome.
 
     Attributes:
       told: in a sentence.
@@ -211,7 +211,7 @@ def _other_data(s: Scene) -> Disturbance:
 
 
 def _copies(s: Scene, odd: int, word: str) -> dict[str, Any]:
-    """Gives each host a folder of its own with a copy of a corpus; the odd one's has another word in it, or is not there."""
+    """Gives each host its own folder with a copy of a corpus; the odd host's differs in a word, or is missing."""
     text = "A run is as good as what it does when something goes wrong.\n" * 2000
     for host in range(s.hosts):
         folder = s.folder / "texts" / str(host)
@@ -233,7 +233,7 @@ def _text(source: str) -> list[str]:
 
 
 def _other_weights(s: Scene) -> Disturbance:
-    """Each host begins with the parameters of a copy of the run without a fault; the odd one's lacks the last checkpoint."""
+    """Each host starts from the parameters of a copy of the run without a fault; the odd host's lacks the last checkpoint."""
     odd = s.other()
     for host in range(s.hosts):
         copy = s.folder / "weights" / str(host) / "first" / "checkpoints"

@@ -36,7 +36,7 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the keys of the command line. Raises ValueError for what is none, or does not go together."""
+    """Parses the command line. Raises ValueError for unknown or conflicting keys."""
     found: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -88,7 +88,7 @@ def print_recipe(folder: str) -> None:
 
 
 def export(keys: dict[str, str]) -> None:
-    """Writes a run's parameters. Raises ValueError, CheckpointError or OSError for what a user can mend."""
+    """Writes a run's parameters. Raises ValueError, CheckpointError or OSError for errors that a user can fix."""
     import jax
     import numpy as np
 
@@ -145,7 +145,7 @@ def export(keys: dict[str, str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     return run_command(argv, _main, lambda _: USAGE, needs_arguments=False)
 
 

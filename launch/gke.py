@@ -35,7 +35,7 @@ _NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"  # of any object of Kubernetes
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What Kubernetes is asked for; the rest of the command line is the recipe's."""
+    """The Kubernetes options; the rest of the command line is the recipe's."""
 
     image: str = option(MISSING, "the container image with this project")
     topology: str = option("", "the TPU slice, such as v5p:4x4x4")
@@ -80,8 +80,8 @@ class Options:
         return self.chips // self.per_node if self.topology else self.nodes
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns (what Kubernetes is asked for, the run's arguments). Raises ValueError, naming the argument."""
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns (the Kubernetes options, the run's arguments). Raises ValueError, naming the argument."""
     o, rest = read(Options, argv)
     given = {a.partition("=")[0] for a in argv}
     foreign = given & ({"nodes", "gpus_per_node", "gpu", "port"} if o.topology else {"slices", "chips_per_node"})
@@ -271,13 +271,13 @@ def text(o: Options, arguments: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     usage = f"{__doc__}\nKubernetes options, with their defaults:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage)
 
 
 def _main(arguments: list[str]) -> int:
-    options, rest = options_of(arguments)
+    options, rest = parse(arguments)
     return show_or_submit(text(options, rest), options.submit, ["kubectl", "apply", "-f", "-"])
 
 

@@ -38,7 +38,7 @@ class Options:
         return self.gpus.split(",") if self.gpus else []
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the processes, the arguments of the run). Raises ValueError, naming the argument."""
     own, rest = read(Options, argv)
     refuse_cluster(rest, "launch.local sets how its processes find each other")
@@ -50,12 +50,12 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     return run_command(argv, _main, lambda _: f"{__doc__}\n{help_of(Options)}")
 
 
 def _main(arguments: list[str]) -> int:
-    own, rest = options_of(arguments)
+    own, rest = parse(arguments)
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
     job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
     gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}
@@ -88,7 +88,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _tell(job: Job, ended: threading.Event) -> None:
-    """Prints what the processes say, as it comes: each line with the number of its process."""
+    """Prints the output of the processes as it arrives, each line with the number of its process."""
     read, open_lines = [0] * job.count, [b""] * job.count
     last = False
     while True:

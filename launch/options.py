@@ -1,4 +1,4 @@
-"""Options that a launcher has of its own, beside those of the run: a dataclass whose fields are read from the command line."""
+"""The options of a launcher, as opposed to those of the run: a dataclass whose fields are read from the command line."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _value(name: str, given: bool, value: str, kind: Any, facts: Any) -> Any:
 
 
 def help_of(kind: type) -> str:
-    """Returns a line an option: its name, what it is by default, and what it is."""
+    """Returns a line per option: its name, default and meaning."""
     lines = []
     for f in fields(kind):
         words = f.metadata["words"]
@@ -147,7 +147,7 @@ def help_of(kind: type) -> str:
 
 
 def file_of(key: str, given: str, suffix: str = "") -> Path:
-    """Returns the path of a file that a command is to write, before it computes what is written there.
+    """Checks and returns the path of a file that a command will write, before the computation.
 
     Raises:
       ValueError: it is a URL, has another suffix, is a folder, or its folder is not there or cannot be written.
@@ -175,7 +175,7 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
 
 
 def check_run(arguments: Sequence[str], how: str, devices: int | None = None, slices: int = 1) -> Any:
-    """Returns the recipe of a run, so that a wrong one is told before a job is queued for it.
+    """Composes the recipe of a run, so that an invalid one is reported before a job is queued for it.
 
     Args:
       how: who says how the processes find each other, as a sentence.
@@ -202,7 +202,7 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
 
 
 def show_or_submit(text: str, submit: bool, command: Sequence[str]) -> int:
-    """Returns an exit code, after printing what a cluster is to be given, or giving it to a command that takes it.
+    """Prints a cluster's input, or pipes it to the command that submits it; returns an exit code.
 
     Raises:
       ValueError: the command is not here.

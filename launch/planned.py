@@ -1,4 +1,4 @@
-"""What `launch.plan` says of a plan: as JSON has it, and as it is printed."""
+"""The report of `launch.plan` about a plan, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_curriculum(word: str) -> bool:
 
 
 def summary(p: Any, given: set[str]) -> dict[str, Any]:
-    """Returns a prediction as JSON has it: bytes on a device, seconds, bytes along axes."""
+    """Returns a prediction as JSON values: bytes on a device, seconds, bytes along axes."""
     from ejdist.planning.search import overrides_text
 
     return {
@@ -41,7 +41,7 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
 
 
 def text_of(r: dict[str, Any]) -> str:
-    """Returns a report as it is printed."""
+    """Returns a report as text."""
     command = " ".join([*map(shlex.quote, r["recipe"]), r["overrides"]])
     if "stages" not in r:
         lines = _lines(r | {"topology": r["topology"]}, "the recipe")

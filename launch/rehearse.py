@@ -66,7 +66,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Ended:
-    """One run to its end: the exit codes of each start, its time, and what it left."""
+    """A finished run: the exit codes of each start, its time, losses and digests."""
 
     codes: list[list[int | None]]
     seconds: float
@@ -74,8 +74,8 @@ class Ended:
     digest: dict[str, int] | None  # of each array of the last checkpoint
 
 
-def options_of(argv: Sequence[str]) -> Options:
-    """Returns what a command line asks for. Raises ValueError, naming the argument."""
+def parse(argv: Sequence[str]) -> Options:
+    """Parses a command line. Raises ValueError, naming the argument."""
     from ejdist.sections import validate
     from recipes.arguments import read
     from recipes.schema import compose
@@ -197,7 +197,7 @@ def left(folder: Path) -> tuple[dict[int, float | None], dict[str, int] | None]:
 
 
 def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
-    """Makes one drill and tells of it; returns whether the run took it as it should."""
+    """Runs one drill and prints the outcome; returns whether the run behaved as expected."""
     from ejdist.training.metrics import write_atomic
 
     folder = o.folder / (name if o.times == 1 else f"{name}-{number}")
@@ -275,18 +275,17 @@ def _unlike(calm: Ended, rows: dict[int, float | None], digest: dict[str, int] |
 
 
 def main(argv: Sequence[str] | None = None, log: Any = None) -> int:
-    """Returns the exit code of the command: 0 where the run took every fault as it should."""
+    """Runs the command and returns its exit code: 0 if the run handled every fault as expected."""
     log = log or (lambda line: print(line, flush=True))
     stopped = ("stopped by a signal, and its processes with it", INTERRUPTED)
     with _interrupted_by_signals():
-        return run_command(
-            argv, lambda arguments: rehearse(options_of(arguments), log), lambda _: USAGE, stopped=stopped
-        )
+        return run_command(argv, lambda arguments: rehearse(parse(arguments), log), lambda _: USAGE, stopped=stopped)
 
 
 @contextlib.contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP are as Ctrl-C: the processes, which are in groups of their own, would go on without this one."""
+    """Treats SIGTERM and SIGHUP as Ctrl-C: the child processes, in their own process groups, would otherwise outlive this
+    one."""
     before = {}
     with contextlib.suppress(ValueError):  # not the main thread: whoever runs this handles signals
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -299,7 +298,7 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 def rehearse(o: Options, log: Any) -> int:
-    """Makes the drills that are asked for, and tells of them; returns the exit code."""
+    """Runs the requested drills and prints the outcomes; returns the exit code."""
     o.folder.mkdir(parents=True, exist_ok=True)
     where = (
         f"{o.hosts} hosts of {o.devices_per_host} devices, {o.steps} steps, a checkpoint every {o.every}, in {o.folder}"

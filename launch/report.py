@@ -1,4 +1,4 @@
-"""`python -m launch.report run.dir=outputs/run`: one page about a run, or about several beside each other."""
+"""`python -m launch.report run.dir=outputs/run`: one page about a run, or about several side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ keys:
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the keys of the command line. Raises ValueError for what is none."""
+    """Parses the command line. Raises ValueError for unknown keys."""
     found: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -70,7 +70,7 @@ def folders_of(given: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     return run_command(argv, _main, lambda _: USAGE)
 
 

@@ -1,4 +1,4 @@
-"""One run that is disturbed again and again: `launch.rehearse fault=kill,kill_in_save series=20`.
+"""One run that is disturbed repeatedly (a soak test): `launch.rehearse fault=kill,kill_in_save series=20`.
 
 Each time a host is killed or told to stop, the run is started again and goes on from what is on disk, until it has been
 disturbed so many times and is left to end. Then every loss and every bit of the last state must be those of the run that
@@ -18,7 +18,7 @@ from typing import Any
 from launch.drills import GONE, Disturbance
 from launch.errors import DONE, HOST_LOST, PREEMPTED
 
-# Faults after which the same command goes on, so that they may come one after the other.
+# Faults after which the same command resumes, so that they can be repeated.
 IN_SERIES = ("kill", "kill_in_save", "sigterm")
 
 _STEP = 0.1  # seconds that each step takes at least

@@ -29,7 +29,7 @@ _OWN = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the script asks Slurm for; the rest of the command line is the recipe's."""
+    """The Slurm options; the rest of the command line is the recipe's."""
 
     nodes: int = option(1, "machines")
     tasks_per_node: int | None = option(None, "processes per machine; default: one per GPU, or one")
@@ -56,8 +56,8 @@ class Options:
         return self.tasks_per_node or max(1, self.gpus_per_node)
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns (what Slurm is asked for, the run's arguments). Raises ValueError, naming the argument."""
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns (the Slurm options, the run's arguments). Raises ValueError, naming the argument."""
     made, rest = read(Options, argv)
     if made.gpus_per_node and made.gpus_per_node % made.tasks:
         raise ValueError(f"gpus_per_node = {made.gpus_per_node} must be a multiple of tasks_per_node = {made.tasks}")
@@ -77,7 +77,7 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def _seconds(time: str) -> int:
-    """Returns the seconds of a time as Slurm writes it; 0, for Slurm too, is no limit, and so is none given."""
+    """Returns the seconds of a Slurm time limit; 0 means no limit, as in Slurm."""
     days, dash, clock = time.rpartition("-")
     numbers = [int(n) for n in clock.split(":")] if clock else [0]
     # With days hours come first; without, one number is minutes, and two are minutes and seconds.
@@ -134,13 +134,13 @@ def _queued_again(o: Options) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     usage = f"{__doc__}\nSlurm options, with their defaults:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage)
 
 
 def _main(arguments: list[str]) -> int:
-    options, rest = options_of(arguments)
+    options, rest = parse(arguments)
     return show_or_submit(script(options, rest), options.submit, ["sbatch"])
 
 

@@ -154,7 +154,7 @@ class _Shown:
 
 
 def run(options: dict[str, Any]) -> None:
-    """Makes the dataset that the options say, or what is missing of it.
+    """Builds the dataset, or the missing parts of it.
 
     Raises:
       ValueError: an option or a source is wrong. OSError: something cannot be written, or a process was killed.
@@ -199,7 +199,7 @@ def run(options: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     said = "stopped by a signal; the same command resumes with what is missing"
     return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, stopped=(said, PREEMPTED))
 

@@ -73,7 +73,7 @@ class Options:
         return self.tpu.split(",") if self.tpu else []
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the machines, the run's arguments). Raises ValueError, naming the argument."""
     o, rest = read(Options, argv)
     if bool(o.tpu) == bool(o.hosts):
@@ -101,7 +101,7 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def remote(o: Options, arguments: Sequence[str], index: int) -> str:
-    """Returns what the shell of a machine is to run."""
+    """Returns the command line for a machine's shell."""
     facts = ["cluster=auto"]
     if o.cluster == "manual":
         first = o.machines[0].rpartition("@")[2]
@@ -178,7 +178,7 @@ class Connections:
     """The commands on all machines: their lines are printed as they come, and signals go to all of them."""
 
     def __init__(self, commands: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Starts them: (the name of a machine, a command line) of each."""
+        """Starts the commands: a list of (machine name, command line)."""
         self._names, self._told, self._unread = [name for name, _ in commands], 0, False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
@@ -254,7 +254,7 @@ class Connections:
                 self.stop()
 
     def close(self) -> None:
-        """Ends what is left of the connections."""
+        """Closes the remaining connections."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -267,13 +267,13 @@ class Connections:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     usage = f"{__doc__}\nmachine options, with their defaults:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage)
 
 
 def _main(arguments: list[str]) -> int:
-    options, rest = options_of(arguments)
+    options, rest = parse(arguments)
     try:
         if options.sync:
             copy_code(options)

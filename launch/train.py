@@ -30,10 +30,10 @@ flags:
 
 def _usage(arguments: Sequence[str]) -> str:
     from recipes.arguments import read
-    from recipes.schema import GROUPS, keys_of, options_of
+    from recipes.schema import GROUPS, keys_of, variants_of
 
     given = read([a for a in arguments if a not in ("-h", "--help")], every=True).config_dir
-    groups = "\n".join(f"  {g}={{{','.join(options_of(g, given))}}}" for g in GROUPS)
+    groups = "\n".join(f"  {g}={{{','.join(variants_of(g, given))}}}" for g in GROUPS)
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
 
 
@@ -122,7 +122,7 @@ def _how_to_scale() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     # Before the first step, or at the second Ctrl-C, unsaved work is lost.
     message = "stopped at once by SIGINT; the same command resumes from the last complete checkpoint"
     return run_command(argv, _main, _usage, needs_arguments=False, stopped=(message, PREEMPTED))

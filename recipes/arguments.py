@@ -1,4 +1,4 @@
-"""What may stand on a command line beside KEY=VALUE: the flags, which are Hydra's, and several values of a key."""
+"""The parts of a command line other than KEY=VALUE: flags, as in Hydra, and several values of a key."""
 
 from __future__ import annotations
 

@@ -21,12 +21,22 @@ from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
 
-__all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of", "unread"]
+__all__ = [
+    "GROUPS",
+    "ClusterSection",
+    "Recipe",
+    "RecipeError",
+    "compose",
+    "keys_of",
+    "variants_of",
+    "text_of",
+    "unread",
+]
 
 
 @dataclass
 class Recipe(TrainSections):
-    """Everything that a run is made from."""
+    """The complete recipe of a run."""
 
     model: DecoderConfig = field(default_factory=DecoderConfig)
     cluster: ClusterSection = field(default_factory=ClusterSection)
@@ -42,7 +52,7 @@ def _variants(folder: Any) -> list[str]:
     )
 
 
-def options_of(group: str, config_dir: Path | None = None) -> list[str]:
+def variants_of(group: str, config_dir: Path | None = None) -> list[str]:
     """Returns the names of a group's variants: its yaml files, and those of the user's folder."""
     own = [] if config_dir is None else _variants(config_dir / group)
     return sorted({*_variants(resources.files("recipes") / group), *own})
@@ -85,7 +95,7 @@ def _check_folder(folder: Path) -> None:
             f"--config-dir {folder} has no variant: name a folder with files such as recipe/mine.yaml or model/mine.yaml, in "
             f"folders with the names of groups: {', '.join(GROUPS)}"
         )
-    both = [f"{group}/{name}.yaml" for group in GROUPS for name in own[group] if name in options_of(group)]
+    both = [f"{group}/{name}.yaml" for group in GROUPS for name in own[group] if name in variants_of(group)]
     if both:
         raise RecipeError(f"--config-dir {folder} has {both[0]}, and so does the project; give it another name")
 
@@ -99,7 +109,7 @@ def check_overrides(overrides: Sequence[str], config_dir: Path | None = None) ->
             raise RecipeError(f"cannot read {override!r}: write KEY=VALUE, for example run.steps=500")
         name = name.lstrip("+~")
         if name in GROUPS:
-            known = options_of(name, config_dir)
+            known = variants_of(name, config_dir)
             if value not in known:
                 raise RecipeError(f"{name}={value} is unknown; use one of {', '.join(known)}{_nearest(value, known)}")
         elif name not in keys:
@@ -148,7 +158,7 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     return [f"{word} changes nothing: {reason}" for word, reason in given]
 
 
-# How processes find each other is of the place where a run is made, and differs between two that are the same.
+# How processes find each other depends on where a run runs, and may differ between equal runs.
 _HEAD = """# @package _global_
 # Composed by python -m launch.train --cfg job; saved as DIR/recipe/NAME.yaml it is recipe=NAME with --config-dir DIR.
 # The section cluster is left out: it describes where a run runs.
@@ -174,7 +184,7 @@ def text_of(a: Arguments) -> str:
 
 
 def _composed(a: Arguments) -> tuple[Any, Recipe]:
-    """Returns what Hydra composes, and the recipe made of it."""
+    """Returns Hydra's composed config, and the recipe built from it."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -266,7 +276,7 @@ def _alone(group: str, variant: str, config_dir: Path | None) -> Any:
     """Returns what a variant says itself, and what it is made from."""
     import hydra
 
-    if variant in options_of(group):
+    if variant in variants_of(group):
         where = hydra.initialize_config_module("recipes", version_base="1.3")
     else:
         where = hydra.initialize_config_dir(str(config_dir), version_base="1.3")
@@ -310,5 +320,5 @@ def _remedy(missing: str) -> str:
     if inner.partition("/")[0] in GROUPS:
         return f"; from inside a group write '/{inner.replace('/', ': ', 1)}', with override in front where it has a default"
     group, _, name = missing.partition("/")
-    known = options_of(group) if group in GROUPS else []
+    known = variants_of(group) if group in GROUPS else []
     return f"; the project has {', '.join(known)}{_nearest(name, known)}" if known else ""

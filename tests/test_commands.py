@@ -23,7 +23,7 @@ from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PIPE_CLOSED, PREEMPTE
 from launch.processes import Job
 from recipes import schema
 from recipes.arguments import jobs_of, quoted, read, unreadable
-from recipes.schema import GROUPS, RecipeError, compose, options_of, text_of, texts_of, unread
+from recipes.schema import GROUPS, RecipeError, compose, text_of, texts_of, unread, variants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -70,7 +70,7 @@ def test_a_variant_of_every_group_may_be_a_file_of_the_user(mine):
     assert recipe.cluster.coordinator == "localhost:1"
     assert compose([flag, "recipe=mine", "run.steps=8"]).run.steps == 8, "the command line comes after the recipe"
     folder = read([flag]).config_dir
-    assert "big" in options_of("model", folder) and "big" not in options_of("model")
+    assert "big" in variants_of("model", folder) and "big" not in variants_of("model")
     with pytest.raises(RecipeError, match="model=big is unknown"):
         compose(["model=big"])  # what one call was given, no other one has
 
@@ -151,9 +151,9 @@ def test_who_starts_a_run_elsewhere_names_the_folder_absolutely(mine, tmp_path, 
     folder = Path(mine(recipe__mine=f"{GLOBAL}run:\n  steps: 40\ncheckpoint:\n  every: 4\n").partition("=")[2])
     monkeypatch.chdir(folder.parent)
     given = ["--config-dir", folder.name, "recipe=mine"]
-    assert shlex.quote(f"--config-dir={folder}") in slurm.script(*slurm.options_of(["nodes=2", *given]))
-    assert f"--config-dir={folder}" in rehearse.options_of([*given, f"run.dir={tmp_path / 'r'}"]).arguments
-    assert f"--config-dir={folder}" in local.options_of(["processes=2", *given])[1]
+    assert shlex.quote(f"--config-dir={folder}") in slurm.script(*slurm.parse(["nodes=2", *given]))
+    assert f"--config-dir={folder}" in rehearse.parse([*given, f"run.dir={tmp_path / 'r'}"]).arguments
+    assert f"--config-dir={folder}" in local.parse(["processes=2", *given])[1]
 
 
 # -- the composed recipe --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
 from ejdist.training.opening import open_run
 from launch.errors import DONE, WRONG
-from launch.evaluate import _held_out, _lengths, _recipe_of, asked_of, evaluate, main
+from launch.evaluate import _held_out, _lengths, _recipe_of, evaluate, main, parse
 from launch.processes import Job
 from recipes.schema import compose
 
@@ -239,9 +239,9 @@ def check_same_cells(found, wanted):
 
 
 def test_four_devices_find_what_one_does(trained, corpus):
-    asked, where, keys = asked_of([f"run.dir={trained}", *corpus, *SMALL, *TASKS, "mesh=single"])
+    args, where, keys = parse([f"run.dir={trained}", *corpus, *SMALL, *TASKS, "mesh=single"])
     said = []
-    four, one = json.loads((trained / "evaluation.json").read_text()), evaluate(asked, where, keys, said.append)
+    four, one = json.loads((trained / "evaluation.json").read_text()), evaluate(args, where, keys, said.append)
     told = "\n".join(said)
     assert four["mesh"]["sp"] == 4 and one["mesh"]["sp"] == 1
     for place in ("document", "row"):
@@ -309,8 +309,8 @@ def test_rows_are_as_long_as_is_asked_for_or_as_in_training():
         (["data.sequence_length=96"], [96]),
         (["lengths=32", "data.sequence_length=96"], [32]),
     ):
-        asked, _, given = asked_of(["run.dir=a", *words])
-        assert _lengths(asked, weights, compose(given), given) == lengths
+        args, _, given = parse(["run.dir=a", *words])
+        assert _lengths(args, weights, compose(given), given) == lengths
 
 
 def test_what_the_model_was_trained_on_is_said(corpus):
@@ -349,11 +349,11 @@ def test_what_the_model_was_trained_on_is_said(corpus):
 )
 def test_a_wrong_key_is_named(arguments, words):
     with pytest.raises(ValueError, match=words):
-        asked_of(arguments)
+        parse(arguments)
 
 
 def test_a_recipe_of_stages_is_evaluated_on_the_mesh_that_is_given():
-    keys = asked_of(["run.dir=a", "recipe=length_curriculum", "mesh.sp=2"])[2]
+    keys = parse(["run.dir=a", "recipe=length_curriculum", "mesh.sp=2"])[2]
     recipe = compose(keys)  # which refuses mesh.sp where every stage has a mesh of its own
     assert recipe.mesh.sp == 2 and recipe.curriculum == []
 

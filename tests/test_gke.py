@@ -28,7 +28,7 @@ GPU = ["image=example.com/ejdist:1", "nodes=4", "gpus_per_node=8", *RUN]
 
 @functools.cache
 def text_of(*arguments):
-    return gke.text(*gke.options_of(arguments))
+    return gke.text(*gke.parse(arguments))
 
 
 def made(*arguments):
@@ -160,9 +160,9 @@ def test_machines_of_a_topology(topology, more, pods, chips):
 
 def test_a_chip_may_be_two_devices():
     words = [TPU[0], "topology=tpu7x:2x2x1", *RUN, "data.global_batch=8"]
-    assert gke.options_of([*words, "mesh.fsdp=8", "mesh.sp=1"])[0].chips == 4
+    assert gke.parse([*words, "mesh.fsdp=8", "mesh.sp=1"])[0].chips == 4
     with pytest.raises(ValueError, match="needs 16 devices, but there are 8"):
-        gke.options_of([*words, "mesh.fsdp=16", "mesh.sp=1"])
+        gke.parse([*words, "mesh.fsdp=16", "mesh.sp=1"])
 
 
 def test_what_gke_sets_is_what_jax_asks_for(monkeypatch):
@@ -284,7 +284,7 @@ def test_launchers_take_what_the_documentation_shows():
         shown += re.findall(r"^python -m (launch\.(?:gke|slurm|tpu_vm)) ([^>\n]*)", text, re.MULTILINE)
     assert {name for name, _ in shown} >= {"launch.gke", "launch.tpu_vm"}
     for name, words in shown:
-        rest = importlib.import_module(name).options_of(shlex.split(words))[1]
+        rest = importlib.import_module(name).parse(shlex.split(words))[1]
         check_run(rest, "the documentation", 128 if "mesh.dp=2" in rest else 64)
 
 

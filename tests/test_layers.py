@@ -256,7 +256,8 @@ def test_a_stage_is_a_range_of_layers(which):
 def test_a_stage_has_no_rows_of_other_layers():
     params, buffers = state_of(STAGED)
     with pytest.raises(
-        ValueError, match=r"attention_norm has 6 rows, but layers 1 to 2 need 2, one per layer with the part 'attention'"
+        ValueError,
+        match=r"attention_norm has 6 rows, but layers 1 to 2 need 2, one per layer with the part 'attention'",
     ):
         stack.run_layers(jnp.zeros((1, 4, 16)), params["layers"], buffers, STAGED, None, range(1, 3))
 

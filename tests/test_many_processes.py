@@ -178,9 +178,7 @@ def test_a_rehearsal_touches_no_folder_that_is_there(capsys, tmp_path):
 def test_a_rehearsal_writes_to_no_place_of_the_recipe(tmp_path):
     """All its runs would have the checkpoints of the first."""
     with pytest.raises(ValueError, match=r"checkpoint\.dir = .* cannot be given to a rehearsal"):
-        rehearse.options_of(
-            ["recipe=long_context", f"run.dir={tmp_path / 'r'}", f"checkpoint.dir={tmp_path / 'durable'}"]
-        )
+        rehearse.parse(["recipe=long_context", f"run.dir={tmp_path / 'r'}", f"checkpoint.dir={tmp_path / 'durable'}"])
 
 
 def test_a_rehearsal_takes_any_folder(monkeypatch, tmp_path):
@@ -188,7 +186,7 @@ def test_a_rehearsal_takes_any_folder(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(Job, "start", lambda self, arguments, **rest: given.extend(arguments))
     folder = tmp_path / "my runs, [2]"
-    o = rehearse.options_of(["recipe=long_context", "hosts=1", f"run.dir='{folder}'"])
+    o = rehearse.parse(["recipe=long_context", "hosts=1", f"run.dir='{folder}'"])
     (o.folder / "calm" / "logs").mkdir(parents=True)
     (o.folder / "calm" / "logs" / "host-0.log").touch()
     rehearse.run(o, o.folder / "calm", None)

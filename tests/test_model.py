@@ -20,7 +20,7 @@ from ejdist.operations import bind_ops
 from ejdist.projection import parsed, project
 from kernels.framework.dims import VOCABULARY
 from kernels.ops.rotary_embedding import RopeScaling
-from recipes.schema import compose, options_of
+from recipes.schema import compose, variants_of
 
 TINY = DecoderConfig(
     vocab_size=61, num_layers=4, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, tie_embeddings=False
@@ -439,7 +439,7 @@ def test_dims_are_of_the_vocabulary(monkeypatch):
         Param((4, 4), "D")
 
 
-@pytest.mark.parametrize("name", options_of("model"))
+@pytest.mark.parametrize("name", variants_of("model"))
 def test_every_part_of_every_model_has_dims_of_the_vocabulary(name):
     model = compose([f"model={name}"]).model.build()
     declared = jax.tree.leaves([model.declared, model.buffers], is_leaf=lambda x: isinstance(x, Param))

@@ -52,7 +52,7 @@ def cluster(tmp_path):
 
 
 def batch(*arguments):
-    return slurm.script(*slurm.options_of(arguments))
+    return slurm.script(*slurm.parse(arguments))
 
 
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_path):

@@ -112,7 +112,7 @@ def test_a_folder_may_be_of_the_home_of_the_machine(tmp_path, monkeypatch, given
     home = tmp_path / "home"
     (home / given[2:]).mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
-    options = tpu_vm.options_of(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
+    options = tpu_vm.parse(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
     line = tpu_vm.remote(options, [], 0).replace("pwd -m launch.train cluster=auto", "pwd")
     with subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
         assert Path(ran.stdout.read().strip()) == home / given[2:]
@@ -187,7 +187,7 @@ def test_a_connection_that_ends_stops_its_command(machines, program, tmp_path):
     waits = program(
         f"trap 'touch {tmp_path}/told; exit 75' TERM; touch {tmp_path}/up; for i in {{1..600}}; do sleep 0.1; done"
     )
-    ((_, line),) = tpu_vm.connections_of(*tpu_vm.options_of(["hosts=a", "recipe=long_context", waits]))
+    ((_, line),) = tpu_vm.connections_of(*tpu_vm.parse(["hosts=a", "recipe=long_context", waits]))
     made = subprocess.Popen(line, stdin=subprocess.PIPE)
     deadline = time.monotonic() + 20
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:

@@ -25,7 +25,7 @@ from ejdist.training.metrics import read_rows
 from ejdist.training.program import make_program
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import main
-from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
+from recipes.schema import GROUPS, RecipeError, compose, keys_of, variants_of
 
 
 def run(directory, corpus, *overrides):
@@ -435,7 +435,7 @@ def test_checkpoint_errors_are_of_one_kind():
 # -- recipes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", options_of("model"))
+@pytest.mark.parametrize("model", variants_of("model"))
 def test_every_model_composes_and_is_sound(model):
     recipe = compose([f"model={model}"])
     recipe.model.validate()
@@ -444,7 +444,7 @@ def test_every_model_composes_and_is_sound(model):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_variant_composes(group):
-    for option in options_of(group):
+    for option in variants_of(group):
         extra = ["data.source=x"] if option == "files" else []
         compose([f"{group}={option}", *extra])
 

@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "all runs of a rehearsal have one place of checkpoints",
-        "rehearse:options_of",
+        "rehearse:parse",
         "$recipe.checkpoint.dir is not None",
         "False",
         f"{PROCESSES} -k no_place_of_the_recipe",
