@@ -138,7 +138,7 @@ def plan(args: Args) -> dict[str, Any]:
         stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in args.recipe))
         found: list[dict[str, Any]] = []
         for stage, keys in stages:
-            _say(stage.describe())
+            _print_progress(stage.describe())
             try:
                 made = plan_of(args, stage.sections, keys, target, measured, compiler)
             except ValueError as error:
@@ -168,7 +168,7 @@ def plan_of(
     if wide:
         found = search(
             sections, target, given, compiler if args.finalists else None,
-            finalists=args.finalists, measured=measured, told=_say,
+            finalists=args.finalists, measured=measured, log=_print_progress,
         )  # fmt: skip
         best, made, refused = found.best, found.compiled, found.refused
         report |= {"looked_at": found.looked_at, "given": sorted(given)}
@@ -233,7 +233,7 @@ class Compiler:
         self.notes.append(f"nothing was compiled, and memory is an estimate: {why}")
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

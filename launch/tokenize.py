@@ -184,7 +184,7 @@ def run(options: dict[str, Any]) -> None:
     )
     if mine:
         with _Shown() as shown:
-            made = make_shards(plan, mine, processes=processes, threads=threads, told=shown)
+            made = make_shards(plan, mine, processes=processes, threads=threads, on_progress=shown)
         print(f"{_line(made).rpartition(', ')[0]} in {made.seconds:.1f} s", flush=True)
     if left := missing(plan):
         print(f"part {part} of {parts} is done; {left} shards of other parts are missing", flush=True)

@@ -220,7 +220,7 @@ def search(
     *,
     finalists: int = 3,
     measured: Measured | None = None,
-    told: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Found:
     """Returns the best plan of a recipe.
 
@@ -230,7 +230,7 @@ def search(
         None: predictions alone.
       finalists: how many may be compiled until one fits.
       measured: how fast the devices communicate; None by the data sheet.
-      told: takes a line before each compilation.
+      log: called with a line before each compilation.
 
     Raises:
       ValueError: the given sizes fit no plan.
@@ -262,7 +262,7 @@ def search(
         return Found(order[0] if order else None, None, order[1:4], (), count, least)
     while order and len(refused) < finalists:
         best, *order = order
-        told(f"compiling {overrides_text(best.candidate, given)}")
+        log(f"compiling {overrides_text(best.candidate, given)}")
         try:
             made = compile_step(best.candidate.applied(sections))
         except DoesNotFit as error:
