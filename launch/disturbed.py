@@ -42,7 +42,7 @@ def _disturb(spec: dict[str, Any]) -> None:
         if spec["do"] == "kill_in_save" and step == spec["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    functions = (steps, "make_steps", with_steps), (steps, "place_batch", with_place), (Checkpoints, "save", with_save)
+    functions = (steps, "run_steps", with_steps), (steps, "place_batch", with_place), (Checkpoints, "save", with_save)
     for owner, name, function in functions:
         setattr(owner, name, function)
 

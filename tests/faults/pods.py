@@ -221,7 +221,7 @@ FAULTS = (
     ),
     Fault(
         "a host counts its own rows as those of all",
-        "make_steps",
+        "run_steps",
         "$data.global_batch / ($rows.stop - $rows.start)",
         "1.0",
         "tests/test_many_processes.py -k bit_for_bit",
