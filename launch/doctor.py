@@ -113,7 +113,7 @@ class Doctor:
 
         from ejdist.cluster import health
         from ejdist.training.curriculum import stages_of
-        from ejdist.training.opening import stage_program
+        from ejdist.training.setup import stage_program
 
         hosts, s, stages = self._hosts, self._recipe, stages_of(self._recipe)
         mine = jax.local_devices()

@@ -206,8 +206,8 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
     from ejdist.evaluation.weights import open_weights
     from ejdist.mesh import make_mesh
     from ejdist.sections import flat, validate
-    from ejdist.training.opening import check_hosts, data_of
     from ejdist.training.program import make_program
+    from ejdist.training.setup import check_hosts, data_of
     from recipes.schema import compose
 
     hosts = Hosts(compose(given).run.host_timeout)

@@ -25,12 +25,12 @@ from ejdist.training.data import build as build_data
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
-from ejdist.training.opening import open_run, resume
 from ejdist.training.optimizer import make_schedule
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.runs import Run
 from ejdist.training.runs import nested as tree_of
+from ejdist.training.setup import open_run, resume
 from ejdist.weights.tensors import declared_leaves
 from launch import rehearse
 from launch.errors import DONE

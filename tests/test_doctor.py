@@ -16,7 +16,7 @@ from ejdist.cluster import bandwidth, health
 from ejdist.cluster import hosts as hosts_module
 from ejdist.cluster.hosts import Hosts
 from ejdist.training.curriculum import stages_of
-from ejdist.training.opening import stage_program
+from ejdist.training.setup import stage_program
 from launch import doctor, local
 from launch.errors import DONE, HOST_LOST, WRONG
 from recipes.schema import compose

@@ -22,7 +22,7 @@ from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
-from ejdist.training.opening import open_run
+from ejdist.training.setup import open_run
 from launch.errors import DONE, WRONG
 from launch.evaluate import _held_out, _lengths, _recipe_of, evaluate, main, parse
 from launch.processes import Job

@@ -18,7 +18,7 @@ from small_run import TINY, losses
 from ejdist.cluster import Hosts, ending, watchdog
 from ejdist.mesh import make_mesh
 from ejdist.models.model import Metric
-from ejdist.training import pace, steps
+from ejdist.training import step_timer, steps
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import LAG, SKIPPED_FILE, Finite, GuardsSection, Rewind, SkippedBatches, Watch
 from ejdist.training.loop import train
@@ -494,26 +494,31 @@ def test_who_differs_over_hosts():
 
 def test_slow_hosts_are_named_with_what_they_need():
     even = {h: {"host": 0.01, "data_wait": 0.001, "waits": 0.9, "step_time": 1.0} for h in range(4)}
-    assert pace.stragglers(even) == {} == pace.stragglers({0: even[0] | {"host": 9}})
-    slow = pace.stragglers(even | {2: even[2] | {"data_wait": 0.4}})
+    assert step_timer.stragglers(even) == {} == step_timer.stragglers({0: even[0] | {"host": 9}})
+    slow = step_timer.stragglers(even | {2: even[2] | {"data_wait": 0.4}})
     assert list(slow) == [2] and "host 2 needs 0.410 s of its own for a step of 1.000 s" in slow[2]
     assert "0.400 s for its data and 0.010 s to prepare it" in slow[2]
-    assert pace.stragglers(even | {2: even[2] | {"host": 0.05}}) == {}, "too little to matter"
-    assert list(pace.stragglers({0: even[0], 1: even[1] | {"host": 0.5}})) == [1], "of two hosts too"
+    assert step_timer.stragglers(even | {2: even[2] | {"host": 0.05}}) == {}, "too little to matter"
+    assert list(step_timer.stragglers({0: even[0], 1: even[1] | {"host": 0.5}})) == [1], "of two hosts too"
 
 
 def test_what_the_loop_does_is_counted_and_told(tmp_path, monkeypatch):
     now, lines = [100.0], []
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(step_timer.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other = {"host": 3.0, "data_wait": 0.0, "waits": 0.9, "step_time": 4.0}
-    monkeypatch.setattr(pace, "posted", lambda name: {1: ["node1", other]})
+    monkeypatch.setattr(step_timer, "posted", lambda name: {1: ["node1", other]})
     ledger = Ledger(True)
     ledger.open(tmp_path)
-    watched = pace.StepTimer(0, Hosts(5), ledger, 4, lines.append)
+    watched = step_timer.StepTimer(0, Hosts(5), ledger, 4, lines.append)
     watched.start(0)
     for step in range(1, 8):
-        for doing, seconds in ((pace.DATA, 0.5), (pace.HOST, 0.25), (pace.CALLS, 3), (pace.WAITS, 0.25)):
+        for doing, seconds in (
+            (step_timer.DATA, 0.5),
+            (step_timer.HOST, 0.25),
+            (step_timer.CALLS, 3),
+            (step_timer.WAITS, 0.25),
+        ):
             with watched.during(doing):
                 assert watched.doing == doing
                 now[0] += seconds
@@ -538,23 +543,23 @@ def posts(*hosts):
     ("first", "later", "words"),
     [
         (
-            [(20, pace.WAITS, 1), (12, pace.HOST, 1)],
-            [(20, pace.WAITS, 2), (12, pace.HOST, 2)],
+            [(20, step_timer.WAITS, 1), (12, step_timer.HOST, 1)],
+            [(20, step_timer.WAITS, 2), (12, step_timer.HOST, 2)],
             r"held up by host 1 \(node1\), behind: at step 12 while others are at 20, preparing a step",
         ),
         (
-            [(20, pace.WAITS, 1), (20, pace.WAITS, 1)],
-            [(20, pace.WAITS, 2), (20, pace.WAITS, 1)],
+            [(20, step_timer.WAITS, 1), (20, step_timer.WAITS, 1)],
+            [(20, step_timer.WAITS, 2), (20, step_timer.WAITS, 1)],
             r"held up by host 1 \(node1\), with no sign of life",
         ),
         (
-            [(20, pace.WAITS, 1), (20, pace.DATA, 1), (20, pace.WAITS, 1)],
-            [(20, pace.WAITS, 2), (20, pace.DATA, 2), (20, pace.WAITS, 2)],
+            [(20, step_timer.WAITS, 1), (20, step_timer.DATA, 1), (20, step_timer.WAITS, 1)],
+            [(20, step_timer.WAITS, 2), (20, step_timer.DATA, 2), (20, step_timer.WAITS, 2)],
             r"held up by host 1 \(node1\), waiting for data, while others are not",
         ),
         (
-            [(20, pace.WAITS, 1)] * 2,
-            [(20, pace.WAITS, 2)] * 2,
+            [(20, step_timer.WAITS, 1)] * 2,
+            [(20, step_timer.WAITS, 2)] * 2,
             "all hosts have dispatched step 20 and are waiting for its devices: a device or the network hangs",
         ),
     ],
@@ -569,11 +574,11 @@ def test_who_holds_up_the_others(first, later, words):
 @pytest.mark.parametrize(
     ("doing", "made", "ago", "ends"),
     [
-        (pace.WAITS, 5, 3.0, True),
-        (pace.WAITS, 5, -9.0, False),  # steps end
-        (pace.WAITS, 0, 3.0, False),  # the first step connects, and may take longer
-        (pace.SAVES, 5, 3.0, False),  # a save has a limit of its own
-        (pace.SAVES, 5, 70.0, True),
+        (step_timer.WAITS, 5, 3.0, True),
+        (step_timer.WAITS, 5, -9.0, False),  # steps end
+        (step_timer.WAITS, 0, 3.0, False),  # the first step connects, and may take longer
+        (step_timer.SAVES, 5, 3.0, False),  # a save has a limit of its own
+        (step_timer.SAVES, 5, 70.0, True),
     ],
 )
 def test_a_command_whose_steps_do_not_end_is_ended(monkeypatch, doing, made, ago, ends, capfd):
@@ -586,7 +591,7 @@ def test_a_command_whose_steps_do_not_end_is_ended(monkeypatch, doing, made, ago
     monkeypatch.setattr(ending, "_codes", ending.Codes(75, 69))
     monkeypatch.setattr(watchdog, "leave", leave)
     where = collections.namedtuple("Where", "step doing ended made")(7, doing, watchdog.time.monotonic() - ago, made)
-    with watchdog.ending_hangs(where, Hosts(60), 0.4, pace.SAVES):
+    with watchdog.ending_hangs(where, Hosts(60), 0.4, step_timer.SAVES):
         assert said.wait(9 if ends else 1.2) is ends
     if ends:
         message, code = left[0]
@@ -598,5 +603,5 @@ def test_a_command_whose_steps_do_not_end_is_ended(monkeypatch, doing, made, ago
 def test_outside_of_a_command_nothing_watches(monkeypatch):
     monkeypatch.setattr(ending, "_codes", None)
     before = threading.active_count()
-    with watchdog.ending_hangs(None, Hosts(60), 0.01, pace.SAVES):
+    with watchdog.ending_hangs(None, Hosts(60), 0.01, step_timer.SAVES):
         assert threading.active_count() == before

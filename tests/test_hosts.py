@@ -13,7 +13,7 @@ import pytest
 
 import ejdist.cluster.hosts as hosts_module
 from ejdist.cluster import HostLost, Hosts, HostsDiffer, agreement, ending
-from ejdist.training.stored import CheckpointError
+from ejdist.training.checkpoint_format import CheckpointError
 from launch.errors import BAD_CHECKPOINT, HOST_LOST, WRONG, exit_code_of
 
 HERE = threading.local()

@@ -12,9 +12,9 @@ from small_run import TINY, losses
 
 from ejdist.cluster.hosts import Hosts
 from ejdist.training.checkpoint import CheckpointError, CheckpointSection
+from ejdist.training.checkpoint_format import DamagedCheckpoint
+from ejdist.training.checkpoint_policy import Clock, Saves
 from ejdist.training.local_tier import LocalCheckpoints
-from ejdist.training.saves import Clock, Saves
-from ejdist.training.stored import DamagedCheckpoint
 from launch.errors import DONE, WRONG
 from launch.processes import Job
 from launch.train import main

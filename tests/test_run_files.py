@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from small_run import TINY, losses
 
-from ejdist.training import integrity, lock, loop
+from ejdist.training import integrity, loop, run_lock
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.metrics import read_rows, summarise, write_atomic
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
@@ -122,12 +122,12 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
 
 
 def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, monkeypatch):
-    from ejdist.training import opening
+    from ejdist.training import setup
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening, "make_program", interrupted)
+    monkeypatch.setattr(setup, "make_program", interrupted)
     assert main([*TINY, *corpus, f"run.dir={tmp_path}/run"]) == PREEMPTED
     assert "stopped at once by SIGINT" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
@@ -317,7 +317,7 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     take = [sys.executable, "-c", _TAKES, str(tmp_path)]
     assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds nothing"
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     with taken(tmp_path):
         assert main([*given, "run.stop_after=3"]) == WRONG
         assert "another process trains in it" in capsys.readouterr().err
@@ -332,7 +332,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, 
         assert main([*given, f"run.dir={first}"]) == DONE
     else:
         where.mkdir()
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     with taken(where):
         assert main([*given, f"run.dir={tmp_path / 'second'}"]) == WRONG
         assert f"checkpoint.dir = '{where}': another process trains in it" in capsys.readouterr().err
@@ -342,7 +342,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, 
 def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp_path, monkeypatch, capsys):
     first, given = tmp_path / "first", [*TINY, *corpus, "checkpoint.every=1", "run.steps=1"]
     assert main([*given, f"run.dir={first}"]) == DONE
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     other = [*given, f"run.dir={tmp_path / 'second'}", f"checkpoint.dir={first}/checkpoints"]
     with taken(first):
         assert main(other) == WRONG
@@ -396,7 +396,7 @@ def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus,
         (tmp_path / "2").rename(last)
         os.close(held)
 
-    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends))
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends))
     capsys.readouterr()
     assert main([*given, "run.stop_after=3"]) == DONE
     said = capsys.readouterr().out

@@ -22,7 +22,7 @@ _WHERE = "where a host is"
 
 
 class Activity(Protocol):
-    """The position of the training loop: `ejdist.training.pace.Pace`."""
+    """The position of the training loop: `ejdist.training.step_timer.Pace`."""
 
     step: int
     doing: str

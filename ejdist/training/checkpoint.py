@@ -19,9 +19,7 @@ from etils import epath
 
 from ejdist.paths import check_home, check_place, is_step, is_url, place
 from ejdist.sections import operational
-from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
-from ejdist.training.leaves import kind_of, like_arrays, to_arrays
-from ejdist.training.stored import (
+from ejdist.training.checkpoint_format import (
     CheckpointError,
     DamagedCheckpoint,
     Writing,
@@ -33,6 +31,8 @@ from ejdist.training.stored import (
     split,
     whole,
 )
+from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
+from ejdist.training.pytree_io import kind_of, like_arrays, to_arrays
 
 _STATE, _RUN = "state", "run"
 _ASIDE = ".damaged"

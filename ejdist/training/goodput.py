@@ -13,7 +13,7 @@ at most one torn line, at the end; the next start begins a new line. A row gives
     {"at": ..., "phase": "rewind", "step": 75, "to": 60}             a guard discards the steps after `to`
     {"at": ..., "phase": "end", "step": 100}                         the process is done
 
-and every `guards.stragglers_every` steps each host's own time (`pace.py`), which `account` ignores:
+and every `guards.stragglers_every` steps each host's own time (`step_timer.py`), which `account` ignores:
 
     {"at": ..., "hosts": {"0": {"host": 0.01, "data_wait": 0.0, "waits": 0.9, "step_time": 0.91}, ...}, "step": 50, "steps": 50,
      "slow": []}                                                     seconds per step, over the `steps` steps up to `step`

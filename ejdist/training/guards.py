@@ -24,8 +24,8 @@ import numpy as np
 
 from ejdist.layout import replicated
 from ejdist.sections import operational
-from ejdist.training.leaves import name_of
 from ejdist.training.metrics import write_atomic
+from ejdist.training.pytree_io import name_of
 from ejdist.training.stop import Diverged
 
 # Steps between the dispatched one and the one whose loss is checked: by then the loss is known, so the check does not wait.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.training.leaves import bits_of, kind_of, name_of
+from ejdist.training.pytree_io import bits_of, kind_of, name_of
 
 RUN_FILE = "run/metadata"
 _METADATA, _SHARDING, _ARRAYS = "state/_METADATA", "state/_sharding", "state/array_metadatas"

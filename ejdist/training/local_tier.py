@@ -24,9 +24,7 @@ import jax
 import numpy as np
 
 from ejdist.cluster.hosts import Hosts
-from ejdist.training.integrity import Changed, check_digests, leaves_of, reason_of
-from ejdist.training.leaves import like_arrays, name_of, to_arrays
-from ejdist.training.stored import (
+from ejdist.training.checkpoint_format import (
     CheckpointError,
     DamagedCheckpoint,
     Writing,
@@ -37,6 +35,8 @@ from ejdist.training.stored import (
     split,
     whole,
 )
+from ejdist.training.integrity import Changed, check_digests, leaves_of, reason_of
+from ejdist.training.pytree_io import like_arrays, name_of, to_arrays
 
 # Two: one stays complete while the next is written, and one is on all hosts while only some have the next.
 _KEPT = 2

@@ -21,13 +21,13 @@ from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
-from ejdist.training.lock import release_locks_at_exit
 from ejdist.training.metrics import read_rows, summarise, write_atomic, write_error
-from ejdist.training.opening import Run, open_run
-from ejdist.training.pace import SAVES, StepTimer
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_continue
+from ejdist.training.run_lock import release_locks_at_exit
+from ejdist.training.setup import Run, open_run
 from ejdist.training.start import open_source
+from ejdist.training.step_timer import SAVES, StepTimer
 from ejdist.training.steps import Steps, compile_stage, log_stage, start_state
 from ejdist.training.stop import stop_on_signals
 

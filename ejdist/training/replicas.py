@@ -21,7 +21,7 @@ from ejdist.layout import spec
 from ejdist.mapped import map_shards
 from ejdist.training.guards import LAG
 from ejdist.training.integrity import digest
-from ejdist.training.leaves import name_of
+from ejdist.training.pytree_io import name_of
 
 
 class ReplicasDiffer(RuntimeError):

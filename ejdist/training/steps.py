@@ -7,16 +7,16 @@ from typing import Any
 
 from ejdist.cluster.agreement import program_digest
 from ejdist.sections import flat
+from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
 from ejdist.training.guards import Finite, Rewind, SkippedBatches, Watch, stopped
 from ejdist.training.metrics import MetricsWriter, write_error
-from ejdist.training.opening import Run, resume, start_from
-from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, StepTimer
 from ejdist.training.program import local_rows, place_batch, place_limits
 from ejdist.training.replicas import Replicas
-from ejdist.training.saves import Tier
+from ejdist.training.setup import Run, resume, start_from
 from ejdist.training.start import Source
+from ejdist.training.step_timer import CALLS, DATA, HOST, SAVES, WAITS, StepTimer
 from ejdist.training.stop import Diverged, Stop
 
 

@@ -10,7 +10,7 @@ import jax
 from ejdist.cluster.hosts import lost
 from ejdist.paths import ELSEWHERE
 from ejdist.training.integrity import RUN_FILE, Changed, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
-from ejdist.training.leaves import from_arrays, is_key, kind_of, like_arrays
+from ejdist.training.pytree_io import from_arrays, is_key, kind_of, like_arrays
 
 # Keys added to the run's metadata: the digest, dtype and shape of each array, and the kind of each PRNG key.
 _DIGEST, _KINDS, _KEYS = "digest", "kinds", "keys"

@@ -20,17 +20,17 @@ from ejdist.mesh import make_mesh
 from ejdist.paths import ELSEWHERE, is_step, is_url
 from ejdist.sections import flat, validate
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
+from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
+from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
-from ejdist.training.leaves import name_of
-from ejdist.training.lock import Lock
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
+from ejdist.training.pytree_io import name_of
 from ejdist.training.resume import check_same_run, fingerprint
-from ejdist.training.saves import Saves, Tier
+from ejdist.training.run_lock import Lock
 from ejdist.training.start import Source, nested
 from ejdist.training.step import TrainState
-from ejdist.training.stored import CheckpointError, DamagedCheckpoint
 
 
 @dataclass(frozen=True)
