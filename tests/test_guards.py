@@ -383,7 +383,7 @@ def test_a_rewind_goes_past_the_data_and_every_start_after_it_has_the_same_bits(
         shutil.rmtree(whole / "checkpoints" / name)
     del taken[:]
     _, said = run(whole, corpus, rewinds)
-    assert losses(whole) == calm and "going back" not in said and taken == [*range(4, 8), *range(10, 16)]
+    assert losses(whole) == calm and "rewinding" not in said and taken == [*range(4, 8), *range(10, 16)]
     # Where nobody wrote the rewind down, it is found again; the checkpoints after it know of it themselves.
     (whole / SKIPPED_FILE).unlink()
     shutil.rmtree(whole / "checkpoints" / "14")

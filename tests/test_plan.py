@@ -327,7 +327,7 @@ def test_slices_that_the_compiler_does_not_know_are_predicted(monkeypatch, capsy
     words.remove("data.global_batch=2")
     assert main(["topology=v5p:2x2x1", "slices=2", *words]) == 0
     said = capsys.readouterr().out
-    assert "memory is an estimate: the compiler knows v5p:2x2x1, and not 2 slices of it" in said
+    assert "memory is an estimate: the compiler supports v5p:2x2x1, but not 2 slices of it" in said
 
 
 @pytest.mark.slow  # a minute of the TPU compiler
