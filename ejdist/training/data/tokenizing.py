@@ -43,7 +43,7 @@ SEGMENT = 1 << 18  # characters of a document that are tokenized at once
 _BATCH = 1 << 20  # characters that go to the tokenizer together, in documents or parts of them
 _REMEDY = "name a writable folder with enough space in to="
 
-OnProgress = Callable[[int], None]  # called with the number of characters tokenized
+Report = Callable[[int], None]  # called with the number of characters tokenized
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,7 @@ def _batches(segments: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, b
         yield batch
 
 
-def make_shard(
-    folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenizer, source: Any, on_progress: OnProgress
-) -> None:
+def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenizer, source: Any, report: Report) -> None:
     """Makes the shard of a unit, unless another process has in the meantime.
 
     Raises:
@@ -290,7 +288,7 @@ def make_shard(
                 out.write(content)
                 offsets.write(ends.tobytes())
                 digest.update(content)
-                on_progress(sum(len(t) for t, _ in batch))
+                report(sum(len(t) for t, _ in batch))
         for checksums in (new.files[name]["checksums"] for name in ("tokens.bin", "offsets.bin")):
             digest.update(json.dumps(checksums).encode())
         facts = {"documents": documents, "tokens": tokens, "fingerprint": digest.hexdigest()[:24]}
