@@ -222,7 +222,7 @@ def test_the_doctor_is_not_started_again():
         ([*TPU, "slices=0"], "slices must be a number from 1 on"),
         ([*TPU, "name=My_Run"], "name = 'My_Run' must be a lower-case letter, then such letters"),
         ([*TPU[:3], "volume=My_Claim", "run.dir=/mnt/runs/a"], "volume = 'My_Claim' must be the name of"),
-        ([*TPU, "service_account=a$b"], "service_account = 'a$b' must be the name of"),
+        ([*TPU, "service_account=a$b"], "service_account = 'a$b' must be a Kubernetes service account"),
         ([*TPU, "env.A=1", "env.A=2"], "env.A is given twice"),
         (["image=", *TPU[1:]], "image is empty; write image=VALUE, or leave it out"),
         ([*GPU, "port=70000"], "port must be a number from 1 to 65535"),

@@ -415,9 +415,9 @@ def giving(name, metric, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "name", "how", "words"),
     [
-        ("full+probe", "loss", "mean", "'loss', which is the model's own"),
-        ("other+probe", "probe_tokens", "sum", "two parts of a layer give the metric 'probe_tokens'"),
-        ("other+twin", "x", "sum", "'other.twin' has two parts of one name"),
+        ("full+probe", "loss", "mean", "'loss', which the model uses itself"),
+        ("other+probe", "probe_tokens", "sum", "two parts of a layer return the metric 'probe_tokens'"),
+        ("other+twin", "x", "sum", "'other.twin' has two parts with the same name"),
         ("other+clash", "x", "sum", "declare the parameter 'other_scale'"),
     ],
 )
