@@ -357,7 +357,7 @@ def test_the_size_of_qwen3_8b():
         ({"layer_pattern": ("full",) * 5}, "shorten them or add layers"),
         ({"layer_pattern": ("window",)}, "give model.sliding_window"),
         ({"rope_scaling": "dynamic"}, "linear, ntk, yarn or llama3"),
-        ({"rope_low": 2.0}, "model.rope_low is of model.rope_scaling, which is null"),
+        ({"rope_low": 2.0}, "model.rope_low belongs to model.rope_scaling, which is null"),
         ({"rope_scaling": "linear", "rope_factor": 2.0, "rope_high": 2.0}, "'linear'.*high is model.rope_high"),
         (
             {"rope_scaling": "ntk", "rope_factor": 2.0, "rope_original_length": 9},
