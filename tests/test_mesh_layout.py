@@ -52,7 +52,7 @@ def test_a_smaller_mesh_takes_the_first_devices():
     [
         ({"sp": 16}, ["mesh.sp=16", "16 devices", "there are 8"]),
         ({"fsdp": 3, "tp": 4}, ["mesh.fsdp=3", "mesh.tp=4", "12"]),
-        ({"dp": -1, "sp": 3}, ["mesh.sp=3", "8 devices", "divided"]),
+        ({"dp": -1, "sp": 3}, ["mesh.sp=3", "8 devices", "not divisible by 3"]),
         ({"dp": -1, "sp": -1}, ["at most one -1"]),
         ({"tp": 0}, ["positive"]),
         ({"tp": -2}, ["positive"]),

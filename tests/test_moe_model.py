@@ -331,7 +331,7 @@ def given_to_moe(c):
         ("deepseek", {}, {"num_layers": 1}, "the 1 layers of model.first_layers"),
         ("deepseek", {}, {"first_layers": ("dense",)}, "model.first_layers = .'dense'.: 'dense' is not MIXER.FEED_FORWARD"),
         ("gpt_oss", {}, {"sliding_window": None}, "give model.sliding_window"),
-        ("gpt_oss", {}, {"rope_scaling": None}, "model.rope_factor is of model.rope_scaling, which is null"),
+        ("gpt_oss", {}, {"rope_scaling": None}, "model.rope_factor belongs to model.rope_scaling, which is null"),
         ("gpt_oss", {}, {"rope_scaling": "linear"}, "model.rope_original_length is for yarn and llama3"),
         ("gpt_oss", {}, {"rope_scaling": "llama3", "rope_original_length": 64}, "truncate=False belongs to yarn"),
         ("mixtral", {}, {"layer_pattern": ("full",)}, "model.experts is given, but no layer has experts"),
