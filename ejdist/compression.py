@@ -111,7 +111,7 @@ def compressed_checkpoint(
         raise ValueError(f"compressed_checkpoint: argument 'block' must be a positive integer, got {block!r}")
     if not isinstance(arguments, Sequence) or not all(isinstance(i, int) for i in arguments):
         raise ValueError(
-            "compressed_checkpoint: argument 'arguments' must be places of positional arguments, such as (0,), got "
+            "compressed_checkpoint: argument 'arguments' must be indices of positional arguments, such as (0,), got "
             f"{arguments!r}"
         )
     places = frozenset(arguments)
@@ -120,7 +120,7 @@ def compressed_checkpoint(
     def run(*args: Any) -> Any:
         if places - set(range(len(args))):
             raise ValueError(
-                f"compressed_checkpoint: argument 'arguments' = {tuple(arguments)} names places that a call with {len(args)} "
+                f"compressed_checkpoint: argument 'arguments' = {tuple(arguments)} names indices that a call with {len(args)} "
                 "positional arguments does not have"
             )
         opened, captured = _opened(function, args)

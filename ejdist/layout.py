@@ -34,7 +34,7 @@ PARAMETERS: Axes = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Which mesh axes each dim lies on: of activations, and of parameters as they are stored.
+    """The mesh axes of each dim, for activations and for stored parameters.
 
     order: in which the tokens lie along T, see `Order`; by name it is over as many ranks as T's axes have. None: nobody said.
     """
@@ -61,10 +61,10 @@ class Layout:
         strange = [a for a, size in mesh.shape.items() if size > 1 and a not in known]
         if strange:
             raise ValueError(
-                f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims lie on "
-                "them, so every device would do all the work. Say it once, for example ejdist.set_layout(B=('data',), "
-                "N='model', K='model', F='model', V='model'), or give in_specs; an axis to replicate over: set_layout(..., "
-                "replicated=('name',))"
+                f"the mesh {dict(mesh.shape)} has the axes {', '.join(map(repr, strange))}, and nothing says which dims are "
+                "sharded over them, so every device would do all the work. Declare a layout, such as "
+                "ejdist.set_layout(B=('data',), N='model', K='model', F='model', V='model'), or give in_specs; to replicate "
+                "over an axis: set_layout(..., replicated=('name',))"
             )
 
 
@@ -73,12 +73,12 @@ _layout: contextvars.ContextVar[Layout] = contextvars.ContextVar("layout", defau
 
 
 def current_layout() -> Layout:
-    """Returns the layout in force: that of `set_layout`, else the project's own."""
+    """Returns the layout in force: the one of `set_layout`, otherwise the project's default."""
     return _layout.get()
 
 
 class set_layout:
-    """Says once which axes of a mesh of your own each dim lies on, for every sharded function called after it.
+    """Sets the mesh axes of each dim on your own mesh, for all sharded functions called afterwards.
 
     As a statement it holds from there on; as a context manager, inside the block. Dims that are not named are not split.
     `set_layout()` with no argument goes back to the project's own axes, and `order` alone leaves the axes as they are. Like
@@ -199,7 +199,7 @@ def axes_of_specs(
             if size == 1:
                 continue
             if dim == "_" and split:
-                raise ValueError(f"in_specs: {entry_list} splits a dim that an operation needs whole, over {split}")
+                raise ValueError(f"in_specs: {entry_list} shards a dim that the operation needs whole, over {split}")
             if axes.setdefault(dim, split) != split:
                 raise ValueError(
                     f"in_specs: dim {dim} is split over {axes[dim]} in one array and over {split} in another"
@@ -302,7 +302,7 @@ def sharding(
     shape: Sequence[int] | None = None,
     what: str = "array",
 ) -> NamedSharding:
-    """Returns how an array of those dims lies on the mesh."""
+    """Returns the sharding of an array with these dims on the mesh."""
     return NamedSharding(mesh, spec(dims, on_mesh(table, mesh), shape=shape, mesh=mesh, what=what))
 
 

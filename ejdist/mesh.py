@@ -72,7 +72,7 @@ def mesh_shape(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     written = " x ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != 1) or "1"
     if open_axes:
         if num_devices % fixed:
-            raise ValueError(f"{written}: {num_devices} devices cannot be divided by {fixed}; change one of the sizes")
+            raise ValueError(f"{written}: {num_devices} devices are not divisible by {fixed}; change one of the sizes")
         shape[open_axes[0]] = num_devices // fixed
     elif fixed > num_devices:
         raise ValueError(
@@ -148,12 +148,12 @@ def between_slices[Devices: Sequence[Any]](
     numbers = {len(one) for one in slices}
     if len(numbers) > 1:
         raise ValueError(
-            f"the TPU slices have {' and '.join(map(str, sorted(numbers)))} devices; a mesh is over slices of one size"
+            f"the TPU slices have {' and '.join(map(str, sorted(numbers)))} devices; a mesh needs slices of equal size"
         )
     each, count = numbers.pop(), math.prod(shape.values())
     if count % each:
         raise ValueError(
-            f"{written} is {count} devices, and a TPU slice has {each}: a mesh over several slices has all devices of each"
+            f"{written} is {count} devices, but a TPU slice has {each}: a mesh over several slices must use all devices of each"
         )
     number = count // each
     over_dp = math.gcd(shape[DP], number)
@@ -161,7 +161,7 @@ def between_slices[Devices: Sequence[Any]](
     if over_fsdp > 1 and not (fsdp_across and shape[FSDP] % over_fsdp == 0):
         asked = f", and mesh.fsdp of {over_fsdp}" if fsdp_across else ""
         raise ValueError(
-            f"{written} over {number} TPU slices of {each} devices: only mesh.dp goes over the network between them, so make "
+            f"{written} over {number} TPU slices of {each} devices: only mesh.dp crosses the network between them, so make "
             f"it a multiple of {number}{asked}; mesh.fsdp_across_slices=true lets fsdp go over it too, which gathers the "
             "parameters of every layer through it"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,19 +71,24 @@ def bind_ops(
     platform: str | None = None,
     deterministic_attention: bool = False,
     experts: Mapping[str, Any] | None = None,
+    on_choice: Callable[[str], None] | None = None,
     told: Callable[[str], None] | None = None,
 ) -> Ops:
     """Returns the operations that a model calls, on a mesh.
 
     Args:
-      mesh: where the arrays lie; None for one device.
-      order: the order that the batch was permuted to, of every operation; default: the layout's, see `set_layout`.
-      scheme: how keys and values travel over the sequence axis, see `ring_attention`.
-      platform: backend of every operation; None for the fastest.
-      deterministic_attention: attention gives the same bits again, see `flash_attention`.
-      experts: how experts lie and how tokens get to them: axes, dispatch, buffer, chunks and capacity, as `moe` takes them.
-      told: takes a line for each choice that was made, with its reason, when the program is traced.
+      mesh: the mesh of the arrays; None for one device.
+      order: the order that batches are permuted to, for every operation; default: the layout's, see `set_layout`.
+      scheme: how keys and values move over the sequence axis, see `ring_attention`.
+      platform: backend of every operation; None: the fastest.
+      deterministic_attention: bitwise reproducible attention, see `flash_attention`.
+      experts: how experts are sharded and tokens dispatched: axes, dispatch, buffer, chunks and capacity, as for `moe`.
+      on_choice: called with a line for each choice, with its reason, when the program is traced.
+      told: deprecated name of `on_choice`.
     """
+    if told is not None:
+        warnings.warn("bind_ops: argument 'told' is now 'on_choice'", DeprecationWarning, stacklevel=2)
+        on_choice = told
     where = {"mesh": mesh, "platform": platform}
     functions = {name: functools.partial(f.with_stored_weights, order=order, **where) for name, f in SHARDED.items()}
     attend = {"order": order, "scheme": scheme, "deterministic": deterministic_attention}
@@ -94,7 +100,7 @@ def bind_ops(
         "axis": given.get("axes"),
         **{n: given[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in given},
     }
-    functions["moe"] = functools.partial(moe, stored_weights=True, told=told, **on, **where)
+    functions["moe"] = functools.partial(moe, stored_weights=True, on_choice=on_choice, **on, **where)
 
     def place(move: Callable[..., jax.Array], x: jax.Array, dims: str) -> jax.Array:
         check_dims(f"{move.__name__}: an array of shape {x.shape}", dims)

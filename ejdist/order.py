@@ -38,7 +38,7 @@ class Order:
             raise ValueError(f"sequence.order = {self.name!r} is unknown; use one of {', '.join(NAMES)}")
         # Part of what a program is compiled for, so no traced number.
         if isinstance(self.shards, bool) or not isinstance(self.shards, (int, np.integer)):
-            raise ValueError(f"an order's 'shards' must be an integer, how many ranks there are, got {self.shards!r}")
+            raise ValueError(f"an order's 'shards' must be the number of ranks, an integer, got {self.shards!r}")
         if self.shards < 1:
             raise ValueError(f"an order needs at least one shard, got {self.shards}")
 
@@ -52,7 +52,7 @@ class Order:
         if length % self.multiple:
             nearest = max(self.multiple, round(length / self.multiple) * self.multiple)
             raise ValueError(
-                f"sequence length {length} cannot be divided for order {self.name!r} over {self.shards} ranks: it must be a "
+                f"sequence length {length} does not divide for order {self.name!r} over {self.shards} ranks: it must be a "
                 f"multiple of {self.multiple}; use {nearest}, or another order or number of ranks"
             )
 

@@ -1,7 +1,7 @@
-"""What all sections of a recipe share: their keys, which keys decide the losses of a run, and how they are checked.
+"""Code for the sections of a recipe: their keys, which keys affect the losses of a run, and validation.
 
-A section is a dataclass; it may hold other sections, and lists of them. A key decides unless its own field says that it does
-not, so a key that nobody classified stops a run from going on with another value, and never the other way round.
+A section is a dataclass; it may hold other sections, and lists of them. A key counts as affecting the losses unless its field
+declares otherwise, so a key that nobody classified prevents a run from resuming with another value, never the reverse.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ _DECIDES, _RECORDED, _CANONICAL = "decides", "recorded", "canonical"
 
 
 def operational(default: Any = MISSING, *, recorded: bool = False) -> Any:
-    """Returns the field of a key that says where, how fast or how carefully a run works, and never what its losses are beyond
-    rounding: it may change when the run goes on.
+    """Returns the field of a key that affects where, how fast or how carefully a run works, but not its losses beyond rounding:
+    it may change when the run resumes.
 
     Args:
-      recorded: checkpoints keep it all the same, for whoever reads them.
+      recorded: checkpoints store it anyway, for information.
     """
     return field(default=default, metadata={_DECIDES: False, _RECORDED: recorded})
 
 
 def compared(default: Any = MISSING, *, default_factory: Any = MISSING, recorded: bool = False) -> Any:
-    """Returns the field of a key that decides the losses, and that something else compares when a run goes on: the data cursor,
-    the history of the curriculum, or a rule of its own. A comment beside the field says which.
+    """Returns the field of a key that affects the losses, but is compared elsewhere when a run resumes: by the data cursor, the
+    curriculum's history, or a rule of its own. A comment on the field says which.
 
     Args:
-      recorded: checkpoints keep it, for that rule.
+      recorded: checkpoints store it, for that rule.
     """
     metadata = {_DECIDES: False, _RECORDED: recorded}
     if default_factory is not MISSING:
@@ -37,7 +37,7 @@ def compared(default: Any = MISSING, *, default_factory: Any = MISSING, recorded
 
 
 def spelled(default: Any, canonical: Callable[[Any], Any]) -> Any:
-    """Returns the field of a key whose values have several spellings; `canonical` returns the same for those of one meaning."""
+    """Returns the field of a key whose values have several spellings; `canonical` maps equivalent ones to the same value."""
     return field(default=default, metadata={_CANONICAL: canonical})
 
 
@@ -51,24 +51,24 @@ class Key:
 
     @property
     def decides(self) -> bool:
-        """Whether a run that goes on must have the same value."""
+        """Whether a run must resume with the same value."""
         return self.declared.metadata.get(_DECIDES, True)
 
     @property
     def recorded(self) -> bool:
-        """Whether checkpoints keep it."""
+        """Whether checkpoints store it."""
         return self.decides or self.declared.metadata[_RECORDED]
 
     @property
     def default(self) -> Any:
-        """The value of a recipe that does not give it; None where it has no default."""
+        """The default value; None if it has no default."""
         f = self.declared
         if f.default_factory is not MISSING:
             return f.default_factory()
         return None if f.default is MISSING else f.default
 
     def canonical(self, value: Any) -> Any:
-        """Returns what all spellings of a value have in common."""
+        """Returns the canonical spelling of a value."""
         return self.declared.metadata.get(_CANONICAL, lambda same: same)(value)
 
 

@@ -140,7 +140,8 @@ def axes_of_rank(
         return None
     if not communicates:
         raise ValueError(
-            f"{name}: argument 'axis_name' = {axis_name!r}: this operation has no form over ranks{_instead(op, dims, names)}"
+            f"{name}: argument 'axis_name' = {axis_name!r}: this operation does not support a sequence split over "
+            f"ranks{_instead(op, dims, names)}"
         )
     if prepared.cuts:
         raise ValueError(

@@ -7,16 +7,16 @@ import os
 import socket
 from typing import Any
 
-# What JAX is given more than the user's limit: at the limit a message of ours ends the process, and JAX has none.
+# Seconds added to the user's timeout for JAX, so that our own message comes first.
 _MARGIN = 60
 
 
 def join(cluster: Any) -> None:
-    """Joins the cluster of a recipe; returns when all its processes have come.
+    """Joins the cluster of a recipe; returns when all processes have connected.
 
     Raises:
-      ValueError: the section is incomplete, or the environment describes no cluster. A command ends with a message, and the
-        exit code of a lost host, where the others do not come within `cluster.timeout` seconds.
+      ValueError: the section is incomplete, or the environment describes no cluster. A command exits with a message and the
+        code of a lost host if the others do not connect within `cluster.timeout` seconds.
     """
     import jax
 
@@ -33,27 +33,27 @@ def join(cluster: Any) -> None:
         if cluster.process_id == 0:
             _check_port(cluster.coordinator)
         with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
-            # Else JAX would ask a cluster around it which of the GPUs are this process's.
+            # Otherwise JAX would detect a surrounding cluster and take its choice of GPUs.
             jax.distributed.initialize(*facts, cluster_detection_method="deactivate", **limits)
     elif cluster.kind == "auto":
         try:
             with within(cluster.timeout, lambda: _why_alone(*given, cluster.timeout)):
                 jax.distributed.initialize(*facts, **limits)
-        except ValueError as error:  # JAX asks for what no environment gave it
+        except ValueError as error:  # JAX asks for values that no environment provided
             raise ValueError(
                 f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process ({error}); leave it out "
-                "to train on this machine alone, or use cluster=manual"
+                "to train on this machine only, or use cluster=manual"
             ) from error
 
 
 def _check_port(coordinator: str) -> None:
-    """Raises ValueError where process 0 cannot listen for the others: JAX does not always live to say so. Two of its
-    coordinators could both listen, and each would wait for its own share of the processes."""
-    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # another port, which leads to this one
+    """Raises ValueError if process 0 cannot listen on the port, which JAX does not always report. Two coordinators could
+    otherwise both listen, and each wait for its share of the processes."""
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # a proxy forwards this port to another one
         return
     port, both = int(coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as tried:
-        # Connections of an earlier start that are not forgotten yet are no obstacle.
+        # Ignore lingering connections of an earlier start.
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if both:
             tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -61,24 +61,24 @@ def _check_port(coordinator: str) -> None:
             tried.bind(("", port))
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                return  # of how this was tried; JAX has its own way
+                return  # specific to this probe; JAX may still succeed
             raise ValueError(
-                f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({error.strerror}); end the "
-                "process that has it, of an earlier start or with the same cluster.process_id, or give all of them another port"
+                f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({error.strerror}); stop the "
+                "process that uses it, from an earlier start or with the same cluster.process_id, or give all another port"
             ) from error
 
 
 def _why_alone(coordinator: str | None, count: int | None, index: int | None, seconds: float) -> str:
-    """Returns why not all processes came together, as far as this one can find out."""
+    """Returns a message about why not all processes connected, as far as this one can tell."""
     from ejdist.cluster.health import why_unreachable
 
     end = f"within {seconds:g} s (cluster.timeout)"
     if coordinator is None or index is None:
-        return f"error: not all processes that the cluster describes came together {end}; look at their logs"
+        return f"error: not all processes of the cluster connected {end}; check their logs"
     if index != 0 and (why := why_unreachable(coordinator, 0)):
         return f"error: the coordinator did not answer {end}: {why}"
     others = "the others" if count is None else "the other one" if count == 2 else f"the other {count - 1}"
     return (
-        f"error: not all of the {count} processes (cluster.num_processes) came to {coordinator} {end}: this is process "
-        f"{index}; look at the logs of {others}, and start all of them"
+        f"error: not all of the {count} processes (cluster.num_processes) connected to {coordinator} {end}: this is process "
+        f"{index}; check the logs of {others}, and start all of them"
     )

@@ -15,11 +15,11 @@ from typing import Any
 
 
 def _disturb(spec: dict[str, Any]) -> None:
-    """Puts what the host does to itself around the steps of its training loop."""
+    """Wraps the step of the training loop with the fault that this host injects into itself."""
     from ejdist.training import steps
     from ejdist.training.checkpoint import Checkpoints
 
-    make, save, place = steps.make_steps, Checkpoints.save, steps.place_batch
+    make, save, place = steps.run_steps, Checkpoints.save, steps.place_batch
 
     def with_steps(run: Any, train_step: Any, state: Any, writer: Any, start: int, *rest: Any):
         made = start
@@ -42,7 +42,7 @@ def _disturb(spec: dict[str, Any]) -> None:
         if spec["do"] == "kill_in_save" and step == spec["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    functions = (steps, "make_steps", with_steps), (steps, "place_batch", with_place), (Checkpoints, "save", with_save)
+    functions = (steps, "run_steps", with_steps), (steps, "place_batch", with_place), (Checkpoints, "save", with_save)
     for owner, name, function in functions:
         setattr(owner, name, function)
 

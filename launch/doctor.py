@@ -26,7 +26,7 @@ from launch.train import ACCELERATORS, command, start_jax
 
 @dataclass(frozen=True)
 class Options:
-    """What the doctor has of its own; the rest of the command line is the recipe's."""
+    """The doctor's own options; the rest of the command line is the recipe's."""
 
     bandwidth: str = option("", "the file for what was measured; run.dir/bandwidth.json", free=True)
 
@@ -34,42 +34,43 @@ class Options:
 class Doctor:
     """One examination. `failures` are those of all hosts, the same on each."""
 
-    def __init__(self, recipe: Any, hosts: Any, say: Callable[[str], object]) -> None:
+    def __init__(self, recipe: Any, hosts: Any, log: Callable[[str], object]) -> None:
         from ejdist.paths import is_url, place
 
         self._recipe, self._hosts, self.failures = recipe, hosts, []
-        self._say = say if hosts.index == 0 else lambda line: None
+        self._log = log if hosts.index == 0 else lambda line: None
         self._folder = Path(recipe.run.dir).expanduser()
         self._checkpoints: Any = self._folder / "checkpoints"
         if (given := recipe.checkpoint.dir) is not None:
             self._checkpoints = place("checkpoint.dir", given) if is_url(given) else Path(given).expanduser()
 
     def _found(self, failures: Sequence[str], otherwise: str) -> None:
-        """Says what is wrong, or that nothing is."""
+        """Logs a check's failures, or that it passed."""
         self.failures += failures
         for line in failures or [otherwise]:
-            self._say(f"{'FAILED' if failures else 'ok    '}  {line}")
+            self._log(f"{'FAILED' if failures else 'ok    '}  {line}")
 
     def before_devices(self) -> None:
-        """What needs no device: JAX makes them only when all processes are there, and may hang where they differ."""
+        """The checks that need no device: JAX creates devices only when all processes are there, and may hang if they
+        differ."""
         from ejdist.cluster import health
         from ejdist.cluster.agreement import code_digest, software
         from ejdist.cluster.hosts import differences
         from ejdist.sections import flat
 
         hosts = self._hosts
-        names = hosts.judged("the examination", health.machine(), lambda said: list(said.values()))
+        names = hosts.reduce("the examination", health.machine(), lambda said: list(said.values()))
         machines = len({name for _, name in names})
         count = f"{hosts.count} process{'es' * (hosts.count > 1)} on {machines} machine{'s' * (machines > 1)}"
         self._found([], f"{count}: {_listed(names)}")
         recipe = {key: value for key, value in flat(self._recipe).items() if not key.startswith("cluster.")}
         self._found(
-            hosts.judged("recipe and software", recipe | software(), differences),
+            hosts.reduce("recipe and software", recipe | software(), differences),
             f"the same recipe, packages and code ({code_digest()}) on all",
         )
         ahead = self._ahead()
-        worst = hosts.judged("the time", ahead, lambda said: max(abs(seconds) for _, seconds in said.values()))
-        self._found(hosts.judged("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
+        worst = hosts.reduce("the time", ahead, lambda said: max(abs(seconds) for _, seconds in said.values()))
+        self._found(hosts.reduce("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
         self._free = self._storage("run.dir", self._folder)
         if self._checkpoints != self._folder / "checkpoints":
             self._free = self._storage("checkpoint.dir", self._checkpoints)
@@ -78,8 +79,8 @@ class Doctor:
         """Returns by how many seconds this host's clock is ahead of host 0's, or a little more: what it took to hear of it."""
         found = []
         for _ in range(3):
-            self._hosts.judged("the time", None, lambda said: None)  # all are here
-            theirs = self._hosts.say("its time", time.time())
+            self._hosts.reduce("the time", None, lambda said: None)  # all are here
+            theirs = self._hosts.broadcast("its time", time.time())
             found.append(time.time() - theirs)
         return 0.0 if self._hosts.index == 0 else min(found)
 
@@ -91,15 +92,15 @@ class Doctor:
         token = uuid.uuid4().hex
         # Host 0 makes the folder before the others look, and removes it after they have left it.
         shared = health.SharedFolder(folder, 0, token) if hosts.index == 0 else None
-        token = hosts.say("a token", token)
+        token = hosts.broadcast("a token", token)
         shared = shared or health.SharedFolder(folder, hosts.index, token)
         try:
             facts = {"writes": shared.failure, "sees": shared.failure is None and shared.sees_first()}
-            failures = hosts.judged(f"the look into {key}", facts, health.folder_failures(key, folder))
+            failures = hosts.reduce(f"the look into {key}", facts, health.folder_failures(key, folder))
             free = shared.free_bytes()
             if hosts.index > 0:
                 shared.close()
-            free = hosts.judged("the disk", free, lambda said: min(mine for _, mine in said.values()))
+            free = hosts.reduce("the disk", free, lambda said: min(mine for _, mine in said.values()))
         finally:
             shared.close()
         room = "" if math.isinf(free) else f", {free / 1e9:,.1f} GB free"
@@ -107,12 +108,12 @@ class Doctor:
         return free
 
     def devices(self) -> Any:
-        """Returns the mesh, None where there is none: of the devices, and whether the run fits onto them and onto the disk."""
+        """Checks the devices, and that the run fits on them and on the disk; returns the mesh, None if it does not fit."""
         import jax
 
         from ejdist.cluster import health
         from ejdist.training.curriculum import stages_of
-        from ejdist.training.opening import stage_program
+        from ejdist.training.setup import stage_program
 
         hosts, s, stages = self._hosts, self._recipe, stages_of(self._recipe)
         mine = jax.local_devices()
@@ -121,7 +122,7 @@ class Doctor:
             "accelerators": sorted(f for pattern in ACCELERATORS for f in glob.glob(pattern)),
         }  # fmt: skip
         self._found(
-            hosts.judged("the devices", facts, health.device_failures),
+            hosts.reduce("the devices", facts, health.device_failures),
             f"{jax.device_count()} x {facts['kind']}, {facts['count']} of each process",
         )
         try:
@@ -144,9 +145,9 @@ class Doctor:
         return mesh
 
     def bandwidth(self, mesh: Any, file: Path) -> None:
-        """Measures, and keeps it. Raises OSError."""
+        """Measures the bandwidth and writes the file. Raises OSError."""
         from ejdist.cluster.bandwidth import measure
-        from ejdist.training.metrics import write_whole
+        from ejdist.training.metrics import write_atomic
 
         found = measure(mesh) | {
             "made_by": "python -m launch.doctor",
@@ -159,11 +160,11 @@ class Doctor:
             over = {"devices": "inside of a host", "hosts": "between hosts", "slices": "between slices"}[
                 facts["crosses"]
             ]
-            self._say(f"ok      {axis} ({facts['size']}, {over}): GB/s a device, of {largest / 2**20:g} MiB: {each}")
+            self._log(f"ok      {axis} ({facts['size']}, {over}): GB/s per device, for {largest / 2**20:g} MiB: {each}")
         if self._hosts.index == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(found, indent=1) + "\n")
-            self._say(f"ok      bandwidth is kept in {file}")
+            write_atomic(file, json.dumps(found, indent=1) + "\n")
+            self._log(f"ok      bandwidth is kept in {file}")
 
 
 def _listed(names: Sequence[Sequence[str]], most: int = 8) -> str:
@@ -191,15 +192,15 @@ def _examine(recipe: Any, own: Options) -> int:
     count = len(doctor.failures)
     if hosts.index == 0:
         print(
-            f"{count} failure{'s' * (count > 1)}: mend the first, and ask again" if count else "fit for the run",
+            f"{count} failure{'s' * (count > 1)}: fix the first, and run it again" if count else "fit for the run",
             flush=True,
         )
     return WRONG if count else DONE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
-    usage = f"{__doc__}\nbeside the keys of launch.train:\n{help_of(Options)}"
+    """Runs the command and returns its exit code."""
+    usage = f"{__doc__}\nin addition to the keys of launch.train:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage, needs_arguments=False)
 
 

@@ -1,4 +1,4 @@
-"""The faults of `launch.rehearse`: what goes wrong, on which host, and how the run is to take it."""
+"""The faults of `launch.rehearse`: what is injected, on which host, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scene:
         return self.chance.randrange(self.hosts)
 
     def other(self) -> int:
-        """Returns a host that is not host 0, if there is one: the one that is started with something else."""
+        """Returns a host other than host 0, if there is one: the one that is started with different inputs."""
         return self.chance.randrange(1, self.hosts) if self.hosts > 1 else 0
 
     def step(self) -> int:
@@ -44,7 +44,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What is done to a run, and how it is to end.
+    """A fault to inject into a run, and its expected outcome.
 
     Attributes:
       told: in a sentence.
@@ -119,7 +119,7 @@ def _spike(s: Scene) -> Disturbance:
         (DONE,),
         arguments=["guards.spike=rewind", "guards.nonfinite=rewind", "guards.spike_window=4"],
         inside={host: {"do": "scale", "step": step} for host in range(s.hosts)},
-        says=(f"step {step} has loss", "going back to step"),
+        says=(f"step {step} has loss", "rewinding to step"),
         goes_on=False,  # it has made all steps, some of them with other batches
     )
 
@@ -127,7 +127,7 @@ def _spike(s: Scene) -> Disturbance:
 def _hang(s: Scene) -> Disturbance:
     host, step = s.host(), s.step()
     return Disturbance(
-        f"host {host} sleeps for ever at step {step}, and guards.hang_seconds=20",
+        f"host {host} sleeps forever at step {step}, and guards.hang_seconds=20",
         (HOST_LOST, -6),
         arguments=["guards.hang_seconds=20"],
         inside={host: {"do": "hang", "step": step}},
@@ -138,7 +138,7 @@ def _hang(s: Scene) -> Disturbance:
 def _replica(s: Scene) -> Disturbance:
     host, step = s.host(), s.step()
     return Disturbance(
-        f"a device of host {host} has another bit in its replica of an array at step {step}",
+        f"a device of host {host} has a flipped bit in its replica of an array at step {step}",
         (REPLICAS,),
         arguments=["guards.replicas_every=2"],
         inside={host: {"do": "flip_replica", "step": step}},
@@ -162,7 +162,7 @@ def _truncate(s: Scene) -> Disturbance:
 
 
 def _flip(s: Scene) -> Disturbance:
-    return _damaged(s, "a bit of the newest checkpoint is another one", _flip_bit)
+    return _damaged(s, "a bit of the newest checkpoint is flipped", _flip_bit)
 
 
 def _damaged(s: Scene, told: str, harm: Callable[[Path, random.Random], None]) -> Disturbance:
@@ -174,7 +174,7 @@ def _damaged(s: Scene, told: str, harm: Callable[[Path, random.Random], None]) -
         largest = max(files, key=lambda p: p.stat().st_size)
         harm(largest, s.chance)
 
-    says = ("cannot be read", "going on from the one before it")
+    says = ("cannot be read", "resuming from the one before it")
     return Disturbance(f"{told}, after step {stop}", (DONE,), stop_after=stop, after=after, says_after=says)
 
 
@@ -200,18 +200,18 @@ def _disk_full(s: Scene) -> Disturbance:
 
 def _missing_data(s: Scene) -> Disturbance:
     host = s.other()
-    says = ("ended, and so do all", "data.source")
+    says = ("failed, which ends all hosts", "data.source")
     return _refused(f"host {host} does not have the file of the corpus", says, **_copies(s, host, ""))
 
 
 def _other_data(s: Scene) -> Disturbance:
     host = s.other()
     says = (f"host {host} (", "corpus")
-    return _refused(f"host {host} has another letter in its copy of the corpus", says, **_copies(s, host, "gold"))
+    return _refused(f"host {host} has a different letter in its copy of the corpus", says, **_copies(s, host, "gold"))
 
 
 def _copies(s: Scene, odd: int, word: str) -> dict[str, Any]:
-    """Gives each host a folder of its own with a copy of a corpus; the odd one's has another word in it, or is not there."""
+    """Gives each host its own folder with a copy of a corpus; the odd host's differs in a word, or is missing."""
     text = "A run is as good as what it does when something goes wrong.\n" * 2000
     for host in range(s.hosts):
         folder = s.folder / "texts" / str(host)
@@ -233,7 +233,7 @@ def _text(source: str) -> list[str]:
 
 
 def _other_weights(s: Scene) -> Disturbance:
-    """Each host begins with the parameters of a copy of the run without a fault; the odd one's lacks the last checkpoint."""
+    """Each host starts from the parameters of a copy of the run without a fault; the odd host's lacks the last checkpoint."""
     odd = s.other()
     for host in range(s.hosts):
         copy = s.folder / "weights" / str(host) / "first" / "checkpoints"
@@ -241,7 +241,7 @@ def _other_weights(s: Scene) -> Disturbance:
         if host == odd:
             shutil.rmtree(max((p for p in copy.iterdir() if p.name.isdigit()), key=lambda p: int(p.name)))
     return _refused(
-        f"host {odd} has the weights of an earlier step to begin with",
+        f"host {odd} starts from the weights of an earlier step",
         (f"host {odd} (", "model.init_from"),
         inside={host: {"folder": str(s.folder / "weights" / str(host))} for host in range(s.hosts)},
         # The hosts look for what the recipe names in other folders than it was written for.
@@ -252,7 +252,7 @@ def _other_weights(s: Scene) -> Disturbance:
 def _other_recipe(s: Scene) -> Disturbance:
     host = s.other()
     return _refused(
-        f"host {host} has another learning rate", (f"host {host} (", "optimizer.learning_rate"),
+        f"host {host} has a different learning rate", (f"host {host} (", "optimizer.learning_rate"),
         of_host={host: ["optimizer.learning_rate=0.00123"]},
     )  # fmt: skip
 
@@ -268,7 +268,7 @@ def _other_code(s: Scene) -> Disturbance:
         changed.write("\n# A line that the others do not have.\n")
     path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return _refused(
-        f"host {host} has a line of code more",
+        f"host {host} has an extra line of code",
         (f"host {host} (", "code (digest"),
         environment={host: {"PYTHONPATH": path}},
     )
@@ -277,7 +277,7 @@ def _other_code(s: Scene) -> Disturbance:
 def _no_coordinator(s: Scene) -> Disturbance:
     host = s.other()
     return Disturbance(
-        f"host {host} is sent to a coordinator that is not there",
+        f"host {host} is sent to a coordinator that does not exist",
         (HOST_LOST,),
         of_host={host: ["cluster.coordinator=localhost:1"]},
         arguments=["cluster.timeout=10"],

@@ -1,4 +1,4 @@
-"""How a command begins and ends: what it does with --help and with Ctrl-C, its exit codes, and which error becomes which."""
+"""How a command starts and ends: --help, Ctrl-C, exit codes, and the exit code of each error."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-# Finished or told to stop (0), the compiler refuses (1), the user's recipe or files (2), a checkpoint (3), a loss that is no
-# number (4), a device with other bits than its replicas (6), a host that is gone (69: start all again), a signal (75: try
-# again). FAILED_DRILL is of a rehearsal.
+# Finished or told to stop (0), the compiler fails (1), the user's recipe or files (2), a checkpoint (3), a diverged loss (4), a
+# device whose bits differ from its replicas' (6), a lost host (69: start all again), a signal (75: try again). A rehearsal
+# returns FAILED_DRILL.
 DONE, NOT_COMPILED, WRONG, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED = 0, 1, 2, 3, 4, 69, 75
 FAILED_DRILL, REPLICAS = 5, 6
-# Of Ctrl-C, as of any program, where the same command does not go on from where it was.
+# For Ctrl-C, where the same command does not resume.
 INTERRUPTED = 130
-# Of a process whose output nobody reads any more, as a shell shows SIGPIPE.
+# When the reader of the output is gone: the code that a shell gives SIGPIPE.
 PIPE_CLOSED = 141
-# Of a process that JAX has ended by SIGABRT, as a shell shows it: the coordinator is gone.
+# When JAX aborts because the coordinator is gone: the code that a shell gives SIGABRT.
 ABORTED = 134
-# After these the same command goes on, so a cluster starts it again.
+# After these the same command resumes, so a cluster restarts it.
 AGAIN = (PREEMPTED, HOST_LOST, ABORTED)
 
 
 class AtOnce(int):
-    """An exit code of a process that is to wait for nothing that it has begun: a save may have been cut off."""
+    """An exit code of a process that must exit without waiting for anything, such as an interrupted save."""
 
 
 class NotCompiled(RuntimeError):
-    """The compiler refuses a program; the message is its own."""
+    """The compiler failed; the message is its own."""
 
 
 def exit_code_of(error: Exception) -> int | None:
-    """Returns the exit code for an error that a user can mend, None for any other: that one is a fault of the program."""
-    # Imported when something went wrong: a command sets up its environment before JAX is imported.
+    """Returns the exit code for an error that a user can fix, None for a bug."""
+    # Imported late: a command sets up its environment before JAX is imported.
     from ejdist.cluster.hosts import HostLost
     from ejdist.training.checkpoint import CheckpointError
     from ejdist.training.replicas import ReplicasDiffer
@@ -56,7 +56,7 @@ def exit_code_of(error: Exception) -> int | None:
 
 
 def tell(error: Exception) -> int:
-    """Returns the exit code for an error, after one line about it to stderr. Raises what no user can mend."""
+    """Prints one line about an error to stderr, and returns its exit code. Raises the error if it is a bug."""
     from ejdist.cluster.hosts import lost
 
     error = lost(error) or error
@@ -68,7 +68,7 @@ def tell(error: Exception) -> int:
         print(f"error:{where} {error.strerror or error}", file=sys.stderr)
     elif isinstance(error, MemoryError):
         what = f" ({error})" if str(error) else ""
-        print(f"error: this host has not the memory{what}: use a smaller batch, or shorter rows", file=sys.stderr)
+        print(f"error: this host is out of memory{what}: use a smaller batch, or shorter rows", file=sys.stderr)
     else:
         print(f"error: {error}", file=sys.stderr)
     return code
@@ -82,30 +82,30 @@ def run_command(
     needs_arguments: bool = True,
     stopped: tuple[str, int] = ("stopped by SIGINT", INTERRUPTED),
 ) -> int:
-    """Returns the exit code of a command, after what it has to say: the frame of every `main`.
+    """Runs a command and returns its exit code: the frame of every `main`.
 
     Args:
-      argv: what stands after the command's name; None for that of this process.
-      body: takes it and returns the exit code. What it raises is told in one line, as far as a user can mend it.
+      argv: the arguments after the command's name; None for those of this process.
+      body: takes the arguments and returns the exit code. Its errors are printed in one line if a user can fix them.
       usage: returns the text of --help, given the arguments.
-      needs_arguments: with none, the command says how it is used and ends with WRONG.
-      stopped: what is said after Ctrl-C, and the exit code then.
+      needs_arguments: without arguments, print the usage and return WRONG.
+      stopped: the message and exit code after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this: nobody is to read it
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))
     asked = any(a in ("-h", "--help") for a in arguments)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which has waited for this
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here
         if asked or (needs_arguments and not arguments):
             print(usage(arguments), flush=True)
             return DONE if asked else WRONG
         code = body(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read what is said, as `head`, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say goes nowhere
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest
         return PIPE_CLOSED
     except Exception as error:
         return tell(error)

@@ -56,8 +56,8 @@ _DEFAULTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """The keys of the command line that are no recipe's."""
+class Args:
+    """The command's own keys."""
 
     step: int | None
     tasks: list[str]
@@ -91,7 +91,7 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     """Returns (the command's own keys, the folder of the weights, the keys of the recipe).
 
     Raises:
@@ -107,7 +107,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
         of = given if name in _DEFAULTS else where if name in ("run.dir", "model.init_from") else None
         if of is None:
             if name == "model":
-                raise ValueError(f"{argument}: the model is that of the weights; leave it out")
+                raise ValueError(f"{argument}: the model comes from the weights; leave it out")
             if key_of(argument) == "curriculum" and argument != NO_STAGES:
                 raise ValueError(
                     f"{argument}: an evaluation has no stages; leave it out, and give lengths=, mesh= and data="
@@ -133,7 +133,7 @@ def asked_of(arguments: Sequence[str]) -> tuple[Asked, str, list[str]]:
     if max(depths) > 1:
         raise ValueError(f"depths = {v['depths']!r} must be from 0, the start of the prompt, to 1, its end")
     to = file_of("to", v["to"], ".json") if v["to"] else None
-    own = Asked(
+    own = Args(
         _number("step", v["step"]) if v["step"] else None,
         tasks,
         _numbers("lengths", v["lengths"], int, 2) if v["lengths"] else None,
@@ -171,10 +171,10 @@ def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
     return recipe
 
 
-def _lengths(asked: Asked, weights: Any, recipe: Any, given: Sequence[str]) -> list[int]:
+def _lengths(args: Args, weights: Any, recipe: Any, given: Sequence[str]) -> list[int]:
     """Returns the tokens of a row: those asked for, else what the command line trains with, else what the run did."""
-    if asked.lengths:
-        return asked.lengths
+    if args.lengths:
+        return args.lengths
     named = any(key_of(word) == "data.sequence_length" for word in given)
     own = recipe.data.sequence_length
     return [own if named else weights.data.get("sequence_length", own)]
@@ -187,15 +187,15 @@ def _held_out(weights: Any, data: Any) -> str:
         return "whether the model was trained on this data is not known"
     if trained["tokenizer"] != data.corpus.tokenizer.fingerprint:
         raise ValueError(
-            "data.tokenizer is not the one that the run was trained with: its losses would mean nothing; give that"
+            "data.tokenizer is not the one that the run was trained with: the losses would be meaningless; give that file"
         )
     if trained["corpus"] == data.corpus.fingerprint:
         return "NOT held out: this is the corpus that the run was trained on; name other data with data.source"
     return "not the run's corpus; whether some documents are in both is not checked"
 
 
-def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str], Any] = print) -> dict[str, Any]:
-    """Returns what was found, as JSON has it; `launch/README.md` says what is in it. To be called by all hosts.
+def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], Any] = print) -> dict[str, Any]:
+    """Returns the results as JSON values, described in `launch/README.md`. Call it on all hosts.
 
     Raises:
       ValueError: keys, weights or data are wrong, or differ between hosts. CheckpointError: a checkpoint cannot be read.
@@ -206,17 +206,17 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
     from ejdist.evaluation.weights import open_weights
     from ejdist.mesh import make_mesh
     from ejdist.sections import flat, validate
-    from ejdist.training.opening import check_hosts, data_of
     from ejdist.training.program import make_program
+    from ejdist.training.setup import check_hosts, data_of
     from recipes.schema import compose
 
     hosts = Hosts(compose(given).run.host_timeout)
     with hosts.together():
-        weights = open_weights(where, asked.step)
+        weights = open_weights(where, args.step)
         recipe = _recipe_of(weights, given)
         validate(recipe)
-        lengths = _lengths(asked, weights, recipe, given)
-        own = {k: str(v) for k, v in vars(asked).items()} | {"weights": weights.what}
+        lengths = _lengths(args, weights, recipe, given)
+        own = {k: str(v) for k, v in vars(args).items()} | {"weights": weights.what}
         facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}
         digest = {} if hosts.count == 1 else {"weights (digest)": weights.digest()}
         hosts.compare("the start", facts | own | digest | environment())
@@ -230,9 +230,9 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
         held_out = _held_out(weights, data)
         hosts.compare("the data", {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")})
         text = _text(data)
-        shapes = {"key_tokens": asked.key_tokens, "value_tokens": asked.value_tokens, "seed": recipe.run.seed}
-        prompts = [Prompts(task, n, text, **shapes) for task in asked.tasks if task != "loss" for n in lengths]
-        say(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
+        shapes = {"key_tokens": args.key_tokens, "value_tokens": args.value_tokens, "seed": recipe.run.seed}
+        prompts = [Prompts(task, n, text, **shapes) for task in args.tasks if task != "loss" for n in lengths]
+        log(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
         params, buffers = weights.load(programs[lengths[0]])
         found: dict[str, Any] = {
             "weights": weights.what,
@@ -244,23 +244,23 @@ def evaluate(asked: Asked, where: str, given: Sequence[str], say: Callable[[str]
         }
         for n in lengths:
             evaluator = Evaluator(sections[n], mesh, params, buffers, programs[n])
-            if "loss" in asked.tasks:
+            if "loss" in args.tasks:
                 began, sized = time.perf_counter(), data.resized(n, evaluator.rows)
-                octaves = loss_by_octave(evaluator, batches_once(sized, asked.batches))
+                octaves = loss_by_octave(evaluator, batches_once(sized, args.batches))
                 found["loss"][str(n)] = {
                     "loss": octaves["row"].mean if octaves["row"].counts.any() else None,
                     "tokens": int(octaves["row"].counts.sum()),
                     **{place: of.rows() for place, of in octaves.items()},
                 }
-                _tell_loss(say, n, found["loss"][str(n)], time.perf_counter() - began)
-                if (rows := sized.rows_before_again) < asked.batches * sized.global_batch:
-                    say(
-                        f"  that is all of the data, {rows:,} rows, each counted once: batches={asked.batches} asked for more"
+                _tell_loss(log, n, found["loss"][str(n)], time.perf_counter() - began)
+                if (rows := sized.rows_before_again) < args.batches * sized.global_batch:
+                    log(
+                        f"  that is all of the data, {rows:,} rows, each counted once: batches={args.batches} asked for more"
                     )
             for asking in (p for p in prompts if p.length == n):
-                cells = measure_recall(evaluator, asking, asked.depths, asked.examples)
+                cells = measure_recall(evaluator, asking, args.depths, args.examples)
                 found["recall"] += [cell.row() for cell in cells]
-                _tell_cells(say, cells)
+                _tell_cells(log, cells)
         return found
 
 
@@ -274,20 +274,20 @@ def _text(data: Any) -> Any:
     return batch["tokens"][batch["segment_ids"] >= 0]
 
 
-def _tell_loss(say: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
+def _tell_loss(log: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
     if found["loss"] is None:
-        return say(f"loss at {length:,} tokens: the batches have no token that is followed by another")
-    say(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
+        return log(f"loss at {length:,} tokens: the batches have no token that is followed by another")
+    log(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
     for place in ("document", "row"):
         parts = [f"{r['from']}: {r['loss']:.3f}" for r in found[place] if r["tokens"]]
-        say(f"  by place in the {place}, octaves from {', '.join(parts)}")
+        log(f"  by position in the {place}, octaves from {', '.join(parts)}")
 
 
-def _tell_cells(say: Callable[[str], Any], cells: Sequence[Any]) -> None:
+def _tell_cells(log: Callable[[str], Any], cells: Sequence[Any]) -> None:
     first = cells[0]
     for cell in cells:
         low, high = cell.interval
-        say(
+        log(
             f"{first.task} at {first.length:,} tokens, depth {cell.depth:g}: {cell.correct} of {cell.count} right "
             f"({cell.accuracy:.0%}, 95% in {low:.0%} to {high:.0%}), {cell.tokens_correct:.0%} of tokens, "
             f"log-probability {cell.log_probability:.2f}"
@@ -295,7 +295,7 @@ def _tell_cells(say: Callable[[str], Any], cells: Sequence[Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     return run_command(argv, _main, lambda arguments: USAGE)
 
 
@@ -303,19 +303,19 @@ def _main(arguments: list[str]) -> int:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from recipes.schema import compose
 
-    asked, where, given = asked_of(arguments)
+    args, where, given = parse(arguments)
     start_jax(compose(given))
     import jax
 
     from ejdist.pictures import draw_evaluation
-    from ejdist.training.metrics import write_whole
+    from ejdist.training.metrics import write_atomic
 
     first = jax.process_index() == 0
-    found = evaluate(asked, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
-    if asked.to is not None and first:
-        write_whole(asked.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        draw_evaluation(found, asked.to.with_suffix(".png"), found["weights"])
-        print(f"written to {asked.to} and {asked.to.with_suffix('.png').name} beside it")
+    found = evaluate(args, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
+    if args.to is not None and first:
+        write_atomic(args.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        draw_evaluation(found, args.to.with_suffix(".png"), found["weights"])
+        print(f"written to {args.to} and {args.to.with_suffix('.png').name} next to it")
     return DONE
 
 

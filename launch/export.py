@@ -36,7 +36,7 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the keys of the command line. Raises ValueError for what is none, or does not go together."""
+    """Parses the command line. Raises ValueError for unknown or conflicting keys."""
     found: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -88,7 +88,7 @@ def print_recipe(folder: str) -> None:
 
 
 def export(keys: dict[str, str]) -> None:
-    """Writes a run's parameters. Raises ValueError, CheckpointError or OSError for what a user can mend."""
+    """Writes a run's parameters. Raises ValueError, CheckpointError or OSError for errors that a user can fix."""
     import jax
     import numpy as np
 
@@ -106,7 +106,7 @@ def export(keys: dict[str, str]) -> None:
     run = Run(keys["run.dir"], step)
     if Path(run.kept_in).resolve() in (to.resolve(), *to.resolve().parents):
         raise ValueError(
-            f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder beside it"
+            f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder next to it"
         )
     c, more, beside, told = run.model, {}, {}, ""
     if "data.tokenizer" in keys:
@@ -120,9 +120,7 @@ def export(keys: dict[str, str]) -> None:
         beside = {"tokenizer.json": path} | {n: path.with_name(n) for n in _BESIDE if path.with_name(n).exists()}
     elif run.data["tokenizer"] == ByteTokenizer.fingerprint:
         more["eos_token_id"] = ByteTokenizer.eos_id
-        told = (
-            "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, is what no file describes"
-        )
+        told = "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, has no tokenizer file"
     else:
         told = "no tokenizer is written: give data.tokenizer=FILE, the tokenizer.json that the run was trained with"
     # Of linear and ntk nothing says from which context they scale.
@@ -147,7 +145,7 @@ def export(keys: dict[str, str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     return run_command(argv, _main, lambda _: USAGE, needs_arguments=False)
 
 

@@ -35,30 +35,30 @@ _NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"  # of any object of Kubernetes
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What Kubernetes is asked for; the rest of the command line is the recipe's."""
+    """The Kubernetes options; the rest of the command line is the recipe's."""
 
-    image: str = option(MISSING, "the container image that has this project")
-    topology: str = option("", "of a TPU slice, as v5p:4x4x4")
-    slices: int = option(1, "TPU slices; mesh.dp goes over them, and the other axes stay inside of one")
-    chips_per_node: int | None = option(None, "TPU chips of a machine; 4, and all of a slice of fewer")
-    nodes: int = option(1, "machines with GPUs, each of which is one process")
+    image: str = option(MISSING, "the container image with this project")
+    topology: str = option("", "the TPU slice, such as v5p:4x4x4")
+    slices: int = option(1, "TPU slices; mesh.dp crosses them, the other axes stay within one")
+    chips_per_node: int | None = option(None, "TPU chips per machine; default: 4, or all chips of a smaller slice")
+    nodes: int = option(1, "number of GPU machines; each runs one process")
     gpus_per_node: int = option(0, "GPUs of a machine", least=0)
-    gpu: str = option("", "the kind of GPU, as the label cloud.google.com/gke-accelerator has it")
+    gpu: str = option("", "the GPU type, as in the label cloud.google.com/gke-accelerator")
     name: str = option("ejdist", _LABEL_WORDS, pattern=_LABEL)
     namespace: str = option("", _LABEL_WORDS, pattern=_LABEL)
     volume: str = option(
-        "", "the name of a PersistentVolumeClaim that all nodes may write; run.dir is to lie in it", pattern=_NAME
+        "", "the name of a PersistentVolumeClaim that all nodes may write; run.dir must be in it", pattern=_NAME
     )
-    mount: str = option("/mnt/runs", "an absolute path without a colon, where the volume is", pattern="/[^:]+")
+    mount: str = option("/mnt/runs", "where to mount the volume: an absolute path without a colon", pattern="/[^:]+")
     service_account: str = option(
-        "", "the name of one of Kubernetes, which may read and write what the run needs", pattern=_NAME
+        "", "a Kubernetes service account that may read and write what the run needs", pattern=_NAME
     )
-    queue: str = option("", "the name of the local queue of Kueue that starts it", pattern=_NAME)
-    spot: bool = option(False, "on spot machines, which get 15 s of grace instead of what is asked for")
-    grace: int = option(300, "seconds that a run which is told to stop has to end its step and save")
-    restarts: int = option(100, "how often the run may be started again", least=0)
+    queue: str = option("", "the Kueue local queue to submit to", pattern=_NAME)
+    spot: bool = option(False, "use spot machines, which get only 15 s of grace")
+    grace: int = option(300, "seconds for a run that is told to stop to end its step and save")
+    restarts: int = option(100, "how often the run may be restarted", least=0)
     port: int = option(8476, "of the coordinator, where there are GPUs", most=65535)
-    python: str = option("python", "how Python is started in the image", program=True)
+    python: str = option("python", "the Python command in the image", program=True)
     env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     command: str = command_option()
     submit: bool = option(False, "apply it with kubectl")
@@ -80,8 +80,8 @@ class Options:
         return self.chips // self.per_node if self.topology else self.nodes
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns (what Kubernetes is asked for, the run's arguments). Raises ValueError, naming the argument."""
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns (the Kubernetes options, the run's arguments). Raises ValueError, naming the argument."""
     o, rest = read(Options, argv)
     given = {a.partition("=")[0] for a in argv}
     foreign = given & ({"nodes", "gpus_per_node", "gpu", "port"} if o.topology else {"slices", "chips_per_node"})
@@ -98,7 +98,7 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
             f"name = {o.name!r} is too long: a pod would be called {longest}, which may have 63 characters"
         )
     devices = o.slices * o.pods * o.per_node * _devices_of_a_chip(o)
-    recipe = check_run(rest, "launch.gke says how the processes find each other", devices, o.slices)
+    recipe = check_run(rest, "launch.gke sets how the processes find each other", devices, o.slices)
     _check_folders(o, recipe)
     return o, rest
 
@@ -271,13 +271,13 @@ def text(o: Options, arguments: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
-    usage = f"{__doc__}\nwhat Kubernetes is asked for, with what it is by default:\n{help_of(Options)}"
+    """Runs the command and returns its exit code."""
+    usage = f"{__doc__}\nKubernetes options, with their defaults:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage)
 
 
 def _main(arguments: list[str]) -> int:
-    options, rest = options_of(arguments)
+    options, rest = parse(arguments)
     return show_or_submit(text(options, rest), options.submit, ["kubectl", "apply", "-f", "-"])
 
 

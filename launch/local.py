@@ -28,9 +28,9 @@ _PATIENCE = 150  # seconds that the others have to end once one has failed
 class Options:
     """The processes; the rest of the command line is the recipe's."""
 
-    processes: int = option(MISSING, "how many processes the run is to have")
+    processes: int = option(MISSING, "number of processes of the run")
     devices: int | None = option(None, "virtual CPU devices of each process")
-    gpus: str = option("", "the GPU that each process is to see, as 0,1,2,3")
+    gpus: str = option("", "the GPU of each process, such as 0,1,2,3")
     command: str = command_option()
 
     @property
@@ -38,10 +38,10 @@ class Options:
         return self.gpus.split(",") if self.gpus else []
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the processes, the arguments of the run). Raises ValueError, naming the argument."""
     own, rest = read(Options, argv)
-    refuse_cluster(rest, "launch.local says itself how its processes find each other")
+    refuse_cluster(rest, "launch.local sets how its processes find each other")
     if own.gpus and (own.devices is not None or len(own.visible) != own.processes):
         raise ValueError(f"gpus={own.gpus} names one GPU for each of {own.processes} processes, and excludes devices=")
     if not all(own.visible) or len(set(own.visible)) < len(own.visible):
@@ -50,12 +50,12 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     return run_command(argv, _main, lambda _: f"{__doc__}\n{help_of(Options)}")
 
 
 def _main(arguments: list[str]) -> int:
-    own, rest = options_of(arguments)
+    own, rest = parse(arguments)
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
     job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
     gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}
@@ -88,7 +88,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _tell(job: Job, ended: threading.Event) -> None:
-    """Prints what the processes say, as it comes: each line with the number of its process."""
+    """Prints the output of the processes as it arrives, each line with the number of its process."""
     read, open_lines = [0] * job.count, [b""] * job.count
     last = False
     while True:

@@ -1,4 +1,4 @@
-"""Options that a launcher has of its own, beside those of the run: a dataclass whose fields are read from the command line."""
+"""The options of a launcher, as opposed to those of the run: a dataclass whose fields are read from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.errors import DONE, WRONG
 
 COMMANDS = ("train", "doctor")
 # Of the field of a launcher's environment: env.NAME=VALUE.
-VARIABLES = {"words": "a variable of the environment of every process"}
+VARIABLES = {"words": "an environment variable of every process"}
 # What a run may still say about its cluster where a launcher says how the processes find each other.
 _TIMES = ("cluster.timeout", "cluster.heartbeat")
 
@@ -125,14 +125,14 @@ def _value(name: str, given: bool, value: str, kind: Any, facts: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"{name} = {value!r} cannot be read as a shell does: {error}") from error
     if facts["choices"] and value not in facts["choices"]:
-        raise ValueError(f"{name}={value} is unknown; there are {', '.join(facts['choices'])}")
+        raise ValueError(f"{name}={value} is unknown; use one of {', '.join(facts['choices'])}")
     if facts["pattern"] and not re.fullmatch(facts["pattern"], value):
         raise ValueError(f"{name} = {value!r} must be {facts['words']}")
     return value
 
 
 def help_of(kind: type) -> str:
-    """Returns a line an option: its name, what it is by default, and what it is."""
+    """Returns a line per option: its name, default and meaning."""
     lines = []
     for f in fields(kind):
         words = f.metadata["words"]
@@ -147,7 +147,7 @@ def help_of(kind: type) -> str:
 
 
 def file_of(key: str, given: str, suffix: str = "") -> Path:
-    """Returns the path of a file that a command is to write, before it computes what is written there.
+    """Checks and returns the path of a file that a command will write, before the computation.
 
     Raises:
       ValueError: it is a URL, has another suffix, is a folder, or its folder is not there or cannot be written.
@@ -158,9 +158,9 @@ def file_of(key: str, given: str, suffix: str = "") -> Path:
     path = Path(given).expanduser()
     folder = path.absolute().parent
     if path.suffix != (suffix or path.suffix) or path.is_dir() or not folder.is_dir():
-        raise ValueError(f"{key} = {given!r} must be a file {suffix} in a folder that is there".replace("  ", " "))
+        raise ValueError(f"{key} = {given!r} must be a file {suffix} in an existing folder".replace("  ", " "))
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} = {given!r}: {folder} cannot be written; name another folder, or mend its permissions")
+        raise ValueError(f"{key} = {given!r}: {folder} cannot be written; name another folder, or fix its permissions")
     return path
 
 
@@ -171,11 +171,11 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
     for argument in arguments:
         name = key_of(argument)
         if name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
-            raise ValueError(f"{argument} cannot be given here: {how}")
+            raise ValueError(f"{argument} cannot be set here: {how}")
 
 
 def check_run(arguments: Sequence[str], how: str, devices: int | None = None, slices: int = 1) -> Any:
-    """Returns the recipe of a run, so that a wrong one is told before a job is queued for it.
+    """Composes the recipe of a run, so that an invalid one is reported before a job is queued for it.
 
     Args:
       how: who says how the processes find each other, as a sentence.
@@ -202,7 +202,7 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
 
 
 def show_or_submit(text: str, submit: bool, command: Sequence[str]) -> int:
-    """Returns an exit code, after printing what a cluster is to be given, or giving it to a command that takes it.
+    """Prints a cluster's input, or pipes it to the command that submits it; returns an exit code.
 
     Raises:
       ValueError: the command is not here.

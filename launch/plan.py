@@ -34,7 +34,7 @@ OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth
 
 
 @dataclass(frozen=True)
-class Asked:
+class Args:
     """The command line: its own options, and the recipe's words."""
 
     topology: str | None
@@ -49,8 +49,8 @@ class Asked:
     bandwidth: str | None = None
 
 
-def asked_of(argv: Sequence[str]) -> Asked:
-    """Returns what was asked. Raises ValueError, naming the option."""
+def parse(argv: Sequence[str]) -> Args:
+    """Parses the command line. Raises ValueError, naming the option."""
     own: dict[str, str] = {}
     recipe = []
     for word in argv:
@@ -81,7 +81,7 @@ def asked_of(argv: Sequence[str]) -> Asked:
     if own.get("search", "auto") not in ("auto", "true", "false"):
         raise ValueError(f"search must be auto, true or false, got {own['search']!r}")
     finalists = number("finalists", 0)
-    return Asked(
+    return Args(
         own.get("topology"), number("devices", 1), own.get("device"), number("devices_per_host", 1),
         own.get("search", "auto"), 3 if finalists is None else finalists, recipe, "--json" in argv,
         number("slices", 1), own.get("bandwidth"),
@@ -89,24 +89,24 @@ def asked_of(argv: Sequence[str]) -> Asked:
 
 
 def given_keys(words: Sequence[str]) -> set[str]:
-    """Returns the keys of the search that a command line gives; `mesh=VARIANT` gives every axis."""
+    """Returns the searchable keys that a command line sets; `mesh=VARIANT` sets every axis."""
     from ejdist.planning.candidates import SEARCHED
 
     names = {key_of(w) for w in words}
     return {k for k in SEARCHED if k in names or ("mesh" in names and k.startswith("mesh."))}
 
 
-def searches(asked: Asked, sections: Any, given: set[str], count: int) -> bool:
+def searches(args: Args, sections: Any, given: set[str], count: int) -> bool:
     """Returns whether there is something to search."""
-    if asked.search != "auto":
-        return asked.search == "true"
+    if args.search != "auto":
+        return args.search == "true"
     sizes = [getattr(sections.mesh, k.removeprefix("mesh.")) for k in given if k.startswith("mesh.")]
     # One that is -1 takes what is left.
     return not sizes or (-1 not in sizes and math.prod(sizes) != count)
 
 
-def plan(asked: Asked) -> dict[str, Any]:
-    """Returns everything that was found, as JSON has it; of a curriculum `stages`, each as a recipe's.
+def plan(args: Args) -> dict[str, Any]:
+    """Returns all results as JSON values; for a curriculum, `stages` with the results of each.
 
     Raises:
       ValueError: an option, a key, or a size that fits no mesh; names it, and the remedy.
@@ -120,41 +120,41 @@ def plan(asked: Asked) -> dict[str, Any]:
     from recipes.schema import compose
 
     start = time.perf_counter()
-    target = target_of(asked.topology, asked.devices, asked.device, asked.per_host, asked.slices)
-    measured = read(asked.bandwidth, target.chip, target.per_host) if asked.bandwidth is not None else None
-    sections, given = compose(asked.recipe), given_keys(asked.recipe)
+    target = target_of(args.topology, args.devices, args.device, args.per_host, args.slices)
+    measured = read(args.bandwidth, target.chip, target.per_host) if args.bandwidth is not None else None
+    sections, given = compose(args.recipe), given_keys(args.recipe)
     validate(sections)
     target.check()
     report: dict[str, Any] = {
         "topology": target.name,
         "devices": target.count,
         "memory_of_a_device": target.chip.memory,
-        "recipe": list(asked.recipe),
+        "recipe": list(args.recipe),
     }
     compiler = Compiler(target)
     if not sections.curriculum:
-        report |= plan_of(asked, sections, given, target, measured, compiler)
+        report |= plan_of(args, sections, given, target, measured, compiler)
     else:
-        stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in asked.recipe))
+        stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in args.recipe))
         found: list[dict[str, Any]] = []
         for stage, keys in stages:
-            _say(stage.told())
+            _print_progress(stage.describe())
             try:
-                made = plan_of(asked, stage.sections, keys, target, measured, compiler)
+                made = plan_of(args, stage.sections, keys, target, measured, compiler)
             except ValueError as error:
                 raise ValueError(f"stage {stage.number} of the curriculum: {error}") from error
             found.append({"stage": stage.number, "steps": [stage.start + 1, stage.until]} | made)
         report |= {"stages": found, "fits": all(r["fits"] for r in found)}
         plans = [r["plan"] if r["searched"] else None for r in found]
         report["overrides"], over = curriculum.overrides_text(sections, plans) if any(plans) else ("", [])
-        report["kept"] = [w for w in asked.recipe if not (is_curriculum(w) or is_of(key_of(w), over))]
+        report["kept"] = [w for w in args.recipe if not (is_curriculum(w) or is_of(key_of(w), over))]
     return report | {"seconds": time.perf_counter() - start}
 
 
 def plan_of(
-    asked: Asked, sections: Any, given: set[str], target: Any, measured: Any, compiler: Compiler
+    args: Args, sections: Any, given: set[str], target: Any, measured: Any, compiler: Compiler
 ) -> dict[str, Any]:
-    """Returns what was found of one recipe or stage. Raises as `plan`.
+    """Returns the results for one recipe or stage. Raises as `plan`.
 
     Args:
       given: keys of the search that stay as the recipe has them.
@@ -162,13 +162,13 @@ def plan_of(
     from ejdist.planning.candidates import SEARCHED
     from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
 
-    wide, notes = searches(asked, sections, given, target.count), len(compiler.notes)
+    wide, notes = searches(args, sections, given, target.count), len(compiler.notes)
     predictor = Predictor(sections, target, measured)
     report: dict[str, Any] = {"searched": wide}
     if wide:
         found = search(
-            sections, target, given, compiler if asked.finalists else None,
-            finalists=asked.finalists, measured=measured, told=_say,
+            sections, target, given, compiler if args.finalists else None,
+            finalists=args.finalists, measured=measured, log=_print_progress,
         )  # fmt: skip
         best, made, refused = found.best, found.compiled, found.refused
         report |= {"looked_at": found.looked_at, "given": sorted(given)}
@@ -177,7 +177,7 @@ def plan_of(
         shown = best or (refused[0][0] if refused else found.smallest)
     else:
         shown = predictor.checked(as_given(sections, target))
-        made, refused = compiler.tried(shown.candidate.applied(sections)) if asked.finalists else (None, "")
+        made, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")
         expected = shown.memory.total if made is None else made.peak
         best = shown if not refused and expected <= target.chip.memory else None
         report["refused"] = [{"overrides": "", "why": refused}] if refused else []
@@ -198,13 +198,13 @@ def plan_of(
 
 
 class Compiler:
-    """Compiles steps for a target, or says once why it cannot."""
+    """Compiles steps for a target, or prints once why it cannot."""
 
     def __init__(self, target: Any) -> None:
         self.target, self.notes = target, []
 
     def __call__(self, sections: Any) -> Any:
-        """Returns what the compiler says, None where there is none. Raises `DoesNotFit`."""
+        """Returns the compiler's report, None without a compiler. Raises `DoesNotFit`."""
         import jax
 
         from ejdist.planning.compiled import compiled_step, does_not_fit
@@ -233,12 +233,12 @@ class Compiler:
         self.notes.append(f"nothing was compiled, and memory is an estimate: {why}")
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command: 1 where nothing fits."""
+    """Runs the command and returns its exit code: 1 if nothing fits."""
     return run_command(argv, _main, lambda _: (__doc__ or "").strip())
 
 
@@ -246,9 +246,9 @@ def _main(arguments: list[str]) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # the devices are described, not opened
-    asked = asked_of(arguments)
-    report = plan(asked)
-    print(json.dumps(report, indent=1) if asked.as_json else text_of(report))
+    args = parse(arguments)
+    report = plan(args)
+    print(json.dumps(report, indent=1) if args.as_json else text_of(report))
     return DONE if report["fits"] else NOT_COMPILED
 
 

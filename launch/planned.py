@@ -1,4 +1,4 @@
-"""What `launch.plan` says of a plan: as JSON has it, and as it is printed."""
+"""The report of `launch.plan` about a plan, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_curriculum(word: str) -> bool:
 
 
 def summary(p: Any, given: set[str]) -> dict[str, Any]:
-    """Returns a prediction as JSON has it: bytes on a device, seconds, bytes along axes."""
+    """Returns a prediction as JSON values: bytes on a device, seconds, bytes along axes."""
     from ejdist.planning.search import overrides_text
 
     return {
@@ -41,7 +41,7 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
 
 
 def text_of(r: dict[str, Any]) -> str:
-    """Returns a report as it is printed."""
+    """Returns a report as text."""
     command = " ".join([*map(shlex.quote, r["recipe"]), r["overrides"]])
     if "stages" not in r:
         lines = _lines(r | {"topology": r["topology"]}, "the recipe")
@@ -68,7 +68,9 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
     said = shown["predicted"]
     room = r["memory_of_a_device"]
     head = (
-        f"{r['topology']}: looked at {r['looked_at']:,} plans" if r["searched"] else f"{r['topology']}: {what} as it is"
+        f"{r['topology']}: considered {r['looked_at']:,} plans"
+        if r["searched"]
+        else f"{r['topology']}: {what} as it is"
     )
     lines = [head + (f"; given: {', '.join(r['given'])}" if r.get("given") else "")]
     for refusal in r["refused"]:
@@ -84,12 +86,12 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
         lines += [
             f"memory per device, compiled: {r['peak'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}",
             f"  state and batch {r['arguments'] / GIB:.2f} GiB, temporaries {r['temporaries'] / GIB:.2f} GiB",
-            f"  predicted: {said['bytes'] / GIB:.2f} GiB ({error:+.1%}), at its height in {said['height']}:",
+            f"  predicted: {said['bytes'] / GIB:.2f} GiB ({error:+.1%}), peaking in {said['height']}:",
         ]
     else:
         lines.append(
             f"memory per device, predicted and not compiled: {said['bytes'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}; "
-            f"at its height in {said['height']}:"
+            f"peaking in {said['height']}:"
         )
     lines += [f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_of"].items() if n]
     lines.append(
@@ -98,7 +100,7 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
     lines += [f"    {s:9.3g} s    {name}" for name, s in said["seconds_of"].items()]
     along = {axis: n for axis, n in said["bytes_sent_along"].items() if axis != NETWORK}
     sent = ", ".join(f"{axis} {n / 1e9:,.3g} GB" for axis, n in along.items()) or "nothing"
-    lines.append(f"sent by a device along each axis in a step, predicted: {sent}")
+    lines.append(f"bytes sent by a device along each axis per step, predicted: {sent}")
     if between := said["bytes_sent_along"].get(NETWORK):
         lines.append(f"  and between slices, over the data-centre network: {between / 1e9:.2f} GB")
     speeds: dict[str, list[str]] = {}
@@ -113,7 +115,7 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
         p = other["predicted"]
         lines.append(f"next: {other['overrides']}: {p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s")
     if r.get("nearest") == []:
-        lines.append("no plan with one thing changed fits either: change several, or take a smaller model")
+        lines.append("no plan with one change fits either: change several keys, or use a smaller model")
     for near in r.get("nearest", ()):
         lines.append(
             f"would fit, with {near['changed']} (predicted {near['predicted']['bytes'] / GIB:.1f} GiB): {near['overrides']}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody listened on a moment ago."""
+    """Returns a port of this machine that was free a moment ago."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]

@@ -66,7 +66,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Ended:
-    """One run to its end: the exit codes of each start, its time, and what it left."""
+    """A finished run: the exit codes of each start, its time, losses and digests."""
 
     codes: list[list[int | None]]
     seconds: float
@@ -74,14 +74,14 @@ class Ended:
     digest: dict[str, int] | None  # of each array of the last checkpoint
 
 
-def options_of(argv: Sequence[str]) -> Options:
-    """Returns what a command line asks for. Raises ValueError, naming the argument."""
+def parse(argv: Sequence[str]) -> Options:
+    """Parses a command line. Raises ValueError, naming the argument."""
     from ejdist.sections import validate
     from recipes.arguments import read
     from recipes.schema import compose
 
     words = read(argv).words()
-    refuse_cluster(words, "a rehearsal says itself how its processes find each other")
+    refuse_cluster(words, "a rehearsal sets how its processes find each other")
     names = [a.partition("=")[0] for a in words]
     if twice := [name for name in _OWN if names.count(name) > 1]:
         raise ValueError(f"{twice[0]} is given twice; give it once")
@@ -98,10 +98,10 @@ def options_of(argv: Sequence[str]) -> Options:
             raise ValueError(f"{key} cannot be given to a rehearsal: it starts and stops the run itself")
     faults = tuple(DRILLS) if own["fault"] == "all" else tuple(own["fault"].split(","))
     if twice := [fault for fault in faults if faults.count(fault) > 1]:
-        raise ValueError(f"fault={own['fault']} names {twice[0]} twice; times=2 makes each of them so often")
+        raise ValueError(f"fault={own['fault']} names {twice[0]} twice; use times=2 to repeat each fault")
     for fault in faults:
         if fault not in DRILLS:
-            raise ValueError(f"fault={fault} is unknown; there are {', '.join(DRILLS)}, and all")
+            raise ValueError(f"fault={fault} is unknown; use one of {', '.join(DRILLS)}, and all")
         if fault in NEED_TWO and own["hosts"] == 1:
             if own["fault"] != "all":
                 raise ValueError(f"fault={fault} needs hosts=2 or more: one host cannot differ from another")
@@ -111,7 +111,7 @@ def options_of(argv: Sequence[str]) -> Options:
                 f"times = {own['times']} is of drills, and series = {own['series']} makes one run: give one of them"
             )
         if own["series"] and fault not in IN_SERIES:
-            raise ValueError(f"fault={fault} is none of a series; there are {', '.join(IN_SERIES)}")
+            raise ValueError(f"fault={fault} cannot be used in a series; use {', '.join(IN_SERIES)}")
     given = _DEFAULTS | given
     arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
     recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
@@ -130,7 +130,7 @@ def options_of(argv: Sequence[str]) -> Options:
     folder = Path(recipe.run.dir).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
-            f"run.dir = {folder} is there already; a rehearsal begins with an empty folder: remove it, or name another"
+            f"run.dir = {folder} already exists, and a rehearsal needs an empty folder: remove it, or name another"
         )
     return Options(
         own["hosts"], own["devices_per_host"], faults, own["seed"], own["times"], own["series"], folder, steps, every,
@@ -196,9 +196,9 @@ def left(folder: Path) -> tuple[dict[int, float | None], dict[str, int] | None]:
     return rows, last
 
 
-def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
-    """Makes one drill and tells of it; returns whether the run took it as it should."""
-    from ejdist.training.metrics import write_whole
+def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
+    """Runs one drill and prints the outcome; returns whether the run behaved as expected."""
+    from ejdist.training.metrics import write_atomic
 
     folder = o.folder / (name if o.times == 1 else f"{name}-{number}")
     folder.mkdir(parents=True)
@@ -210,7 +210,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
     faults = [f"exit codes {codes}, which are not of {sorted(set(d.codes))}"] if not set(codes) <= set(d.codes) else []
     faults += [f"no host said {word!r}" for word in d.says if word not in said]
     if not d.writes and (folder / "run" / "checkpoints").exists():
-        faults.append("it wrote checkpoints all the same")
+        faults.append("it wrote checkpoints anyway")
     told = [f"exit codes {codes}"]
     if d.goes_on:
         made = max(left(folder)[0], default=0)
@@ -221,31 +221,31 @@ def drill(o: Options, name: str, number: int, calm: Ended, say: Any) -> bool:
         faults += [] if codes == [DONE] * o.hosts else [f"started again it ended with {codes}"]
         faults += [f"started again no host said {word!r}" for word in d.says_after if word not in said_after]
         rows, digest = left(folder)
-        from_step = next((int(line.split()[4]) for line in said_after.splitlines() if "going on from step" in line), 0)
+        from_step = next((int(line.split()[3]) for line in said_after.splitlines() if "resuming from step" in line), 0)
         if d.codes == (DONE,) and d.stop_after is None:
             told.append("nothing to start again")
         else:
-            told.append(f"started again from step {from_step}, {max(0, made - from_step)} steps made twice")
+            told.append(f"started again from step {from_step}, {max(0, made - from_step)} steps rerun")
         told.append(f"{max(0.0, seconds - calm.seconds):.1f} s more than without")
         same = rows == calm.losses and digest == calm.digest
-        told.append("losses and final state are those of the run without" if same else "LOSSES OR STATE DIFFER")
+        told.append("losses and final state match the run without" if same else "LOSSES OR STATE DIFFER")
         faults += [] if same else [_unlike(calm, rows, digest)]
     ok = not faults
-    say(f"{name}: {d.told}\n    {'; '.join(told)}")
-    say(f"    {_goodput(folder)}")
+    log(f"{name}: {d.told}\n    {'; '.join(told)}")
+    log(f"    {_goodput(folder)}")
     for fault in faults:
-        say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
-    say(f"    {'ok' if ok else 'FAILED'}")
+        log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
+    log(f"    {'ok' if ok else 'FAILED'}")
     verdict = {
         "fault": folder.name,
         "what": d.told,
         "ok": ok,
         "told": "; ".join(told),
-        "not as it should be": "; ".join(faults),
+        "unexpected": "; ".join(faults),
     }
     path = o.folder / "rehearsal.json"
     before = json.loads(path.read_text()) if path.exists() else []
-    write_whole(path, json.dumps([*before, verdict], indent=1) + "\n")
+    write_atomic(path, json.dumps([*before, verdict], indent=1) + "\n")
     return ok
 
 
@@ -254,7 +254,7 @@ def _goodput(folder: Path) -> str:
     return str(goodput.account(rows)) if rows else "no step was made"
 
 
-def _series(o: Options, calm: Ended, say: Any) -> bool:
+def _series(o: Options, calm: Ended, log: Any) -> bool:
     def start(folder: Path, r: Round | None) -> tuple[list[int | None], str]:
         return run(o, folder, r.disturbance, (), r.signalled, r.since)[:2] if r else run(o, folder, None)[:2]
 
@@ -263,7 +263,7 @@ def _series(o: Options, calm: Ended, say: Any) -> bool:
         return None if rows == calm.losses and digest == calm.digest else _unlike(calm, rows, digest)
 
     chance, shape = random.Random(f"{o.seed}/series"), (o.hosts, o.steps, o.every)
-    return rehearse_series(o.folder / "series", o.series, o.faults, shape, calm.seconds, chance, start, same, say)
+    return rehearse_series(o.folder / "series", o.series, o.faults, shape, calm.seconds, chance, start, same, log)
 
 
 def _unlike(calm: Ended, rows: dict[int, float | None], digest: dict[str, int] | None) -> str:
@@ -271,22 +271,21 @@ def _unlike(calm: Ended, rows: dict[int, float | None], digest: dict[str, int] |
     if steps:
         s = steps[0]
         return f"the loss of step {s} is {rows.get(s)}, and {calm.losses.get(s)} without a fault ({len(steps)} steps differ)"
-    return "the losses are the same, and an array of the last checkpoint is not"
+    return "the losses are the same, but an array of the last checkpoint is not"
 
 
-def main(argv: Sequence[str] | None = None, say: Any = None) -> int:
-    """Returns the exit code of the command: 0 where the run took every fault as it should."""
-    say = say or (lambda line: print(line, flush=True))
+def main(argv: Sequence[str] | None = None, log: Any = None) -> int:
+    """Runs the command and returns its exit code: 0 if the run handled every fault as expected."""
+    log = log or (lambda line: print(line, flush=True))
     stopped = ("stopped by a signal, and its processes with it", INTERRUPTED)
     with _interrupted_by_signals():
-        return run_command(
-            argv, lambda arguments: rehearse(options_of(arguments), say), lambda _: USAGE, stopped=stopped
-        )
+        return run_command(argv, lambda arguments: rehearse(parse(arguments), log), lambda _: USAGE, stopped=stopped)
 
 
 @contextlib.contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP are as Ctrl-C: the processes, which are in groups of their own, would go on without this one."""
+    """Treats SIGTERM and SIGHUP as Ctrl-C: the child processes, in their own process groups, would otherwise outlive this
+    one."""
     before = {}
     with contextlib.suppress(ValueError):  # not the main thread: whoever runs this handles signals
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -298,25 +297,25 @@ def _interrupted_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def rehearse(o: Options, say: Any) -> int:
-    """Makes the drills that are asked for, and tells of them; returns the exit code."""
+def rehearse(o: Options, log: Any) -> int:
+    """Runs the requested drills and prints the outcomes; returns the exit code."""
     o.folder.mkdir(parents=True, exist_ok=True)
     where = (
         f"{o.hosts} hosts of {o.devices_per_host} devices, {o.steps} steps, a checkpoint every {o.every}, in {o.folder}"
     )
-    say(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
+    log(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
     codes, said, seconds = run(o, o.folder / "calm", None)
     if codes != [DONE] * o.hosts:
-        say(f"without a fault it ended with {codes}:\n{said[-2000:]}")
+        log(f"without a fault it ended with {codes}:\n{said[-2000:]}")
         return next((c for c in codes if c), WRONG)
     calm = Ended([codes], seconds, *left(o.folder / "calm"))
-    say(f"    without a fault: {seconds:.1f} s")
-    say(f"    {_goodput(o.folder / 'calm')}")
+    log(f"    without a fault: {seconds:.1f} s")
+    log(f"    {_goodput(o.folder / 'calm')}")
     if o.series:
-        return DONE if _series(o, calm, say) else FAILED_DRILL
+        return DONE if _series(o, calm, log) else FAILED_DRILL
     drills = [(name, n) for name in o.faults for n in range(o.times)]
-    passed = [drill(o, name, n, calm, say) for name, n in drills]
-    say(f"{sum(passed)} of {len(passed)} drills ended as they should")
+    passed = [drill(o, name, n, calm, log) for name, n in drills]
+    log(f"{sum(passed)} of {len(passed)} drills ended as expected")
     return DONE if all(passed) else FAILED_DRILL
 
 

@@ -1,4 +1,4 @@
-"""`python -m launch.report run.dir=outputs/run`: one page about a run, or about several beside each other."""
+"""`python -m launch.report run.dir=outputs/run`: one page about a run, or about several side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ keys:
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the keys of the command line. Raises ValueError for what is none."""
+    """Parses the command line. Raises ValueError for unknown keys."""
     found: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -70,13 +70,13 @@ def folders_of(given: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
+    """Runs the command and returns its exit code."""
     return run_command(argv, _main, lambda _: USAGE)
 
 
 def _main(arguments: list[str]) -> int:
     from ejdist.sections import flat
-    from ejdist.training.metrics import write_whole
+    from ejdist.training.metrics import write_atomic
     from launch.reporting.folder import open_folder
     from launch.reporting.sections import report
     from recipes.schema import Recipe
@@ -86,7 +86,7 @@ def _main(arguments: list[str]) -> int:
     default = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     to = file_of("to", keys.get("to", str(default)))
     text = report(runs, flat(Recipe()))
-    write_whole(to, text)
+    write_atomic(to, text)
     for run in runs:
         print(f"{run.name}: {run.status()}; {len(run.missing)} things missing or damaged")
     print(f"{to}: {len(text.encode()):,} bytes")

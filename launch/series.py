@@ -1,4 +1,4 @@
-"""One run that is disturbed again and again: `launch.rehearse fault=kill,kill_in_save series=20`.
+"""One run that is disturbed repeatedly (a soak test): `launch.rehearse fault=kill,kill_in_save series=20`.
 
 Each time a host is killed or told to stop, the run is started again and goes on from what is on disk, until it has been
 disturbed so many times and is left to end. Then every loss and every bit of the last state must be those of the run that
@@ -18,12 +18,12 @@ from typing import Any
 from launch.drills import GONE, Disturbance
 from launch.errors import DONE, HOST_LOST, PREEMPTED
 
-# Faults after which the same command goes on, so that they may come one after the other.
+# Faults after which the same command resumes, so that they can be repeated.
 IN_SERIES = ("kill", "kill_in_save", "sigterm")
 
 _STEP = 0.1  # seconds that each step takes at least
 # One SIGTERM of four comes at any moment of a start. The others while steps are made, at most so long after host 0 says so.
-_EARLY, _WHILE, _STEPS = 0.25, 10.0, " tokens a step, "
+_EARLY, _WHILE, _STEPS = 0.25, 10.0, " tokens per step, "
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def round_of(
 
 
 def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after: Left, every: int) -> list[str]:
-    """Returns what is not as it should be after a round, in sentences.
+    """Returns what is unexpected after a round, in sentences.
 
     No step may be lost beyond the interval of checkpoints: at most `every` between the last complete one and the last step, or
     the one that was being written when the end came. SIGTERM loses none: while steps are made the one at which the run
@@ -120,7 +120,7 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
                 f"it stopped after step {stopped[1]} with {codes}, and the last checkpoint is of {after.saved}"
             )
         if stopped is None and (after.saved != before.saved or "stopped at once by SIGTERM" not in said):
-            found.append("no host said that it was stopped at once, or a checkpoint was written all the same")
+            found.append("no host said that it was stopped at once, or a checkpoint was written anyway")
     elif (limit := after.made if after.writing is None else after.writing) - after.saved > every:
         found.append(f"step {limit} was begun to be saved, or made, and only {after.saved} is on disk")
     return found
@@ -135,7 +135,7 @@ def rehearse_series(
     chance: random.Random,
     start: Callable[[Path, Round | None], tuple[list[int | None], str]],
     same: Callable[[Path], str | None],
-    say: Callable[[str], Any],
+    log: Callable[[str], Any],
 ) -> bool:
     """Returns whether a run that is disturbed so many times ended as the one that nothing happened to.
 
@@ -160,31 +160,31 @@ def rehearse_series(
         lost.append(after.lost())
         passed += not faults
         during += "stopped by SIGTERM after step" in said or r.fault != "sigterm"
-        say(
+        log(
             f"{n + 1:3} {r.told}: exit codes {codes}, step {after.made} was made and {after.saved} is saved"
             f"{'' if after.writing is None else f' ({after.writing} was being written)'}, {lost[-1]} lost"
         )
         for fault in faults:
-            say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+            log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
         before = after
     codes, said = start(folder, None)
     faults = [] if codes == [DONE] * hosts else [f"left alone it ended with {codes}"]
     faults += went_on(said, before)
     unlike = same(folder)
     faults += [text for text in (unlike, done) if text is not None]
-    say(
-        f"{passed} of {rounds} ended as they should, {during} of them while steps were made; {sum(lost)} steps lost in all, at "
+    log(
+        f"{passed} of {rounds} ended as expected, {during} of them while steps were made; {sum(lost)} steps lost in all, at "
         f"most {max(lost)} at once with a checkpoint every {every}"
     )
-    say("losses and final state are those of the run without" if unlike is None else "LOSSES OR STATE DIFFER")
+    log("losses and final state match the run without" if unlike is None else "LOSSES OR STATE DIFFER")
     for fault in faults:
-        say(f"    NOT AS IT SHOULD BE: {fault}; see {folder / 'logs'}")
+        log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
     return passed == rounds and not faults
 
 
 def went_on(said: str, before: Left) -> list[str]:
     """Returns what is wrong with where a start went on from, unless it ended before it did."""
-    found = re.search(r"going on from step (\d+)", said)
+    found = re.search(r"resuming from step (\d+)", said)
     if found is not None and int(found[1]) != before.saved:
-        return [f"it went on from step {found[1]}, and the last complete checkpoint was of {before.saved}"]
+        return [f"it resumed from step {found[1]}, but the last complete checkpoint was of {before.saved}"]
     return []

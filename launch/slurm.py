@@ -29,10 +29,10 @@ _OWN = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the script asks Slurm for; the rest of the command line is the recipe's."""
+    """The Slurm options; the rest of the command line is the recipe's."""
 
     nodes: int = option(1, "machines")
-    tasks_per_node: int | None = option(None, "processes of a machine; one for each GPU, else one")
+    tasks_per_node: int | None = option(None, "processes per machine; default: one per GPU, or one")
     gpus_per_node: int = option(0, "GPUs of a machine", least=0)
     time: str = option(
         "",
@@ -43,21 +43,21 @@ class Options:
     partition: str = option("", f"where it is queued{_PLAIN[0]}", pattern=_PLAIN[1])
     account: str = option("", f"who pays for it{_PLAIN[0]}", pattern=_PLAIN[1])
     qos: str = option("", f"the quality of service{_PLAIN[0]}", pattern=_PLAIN[1])
-    log: str = option("%x-%j.log", f"one file for all times that the job is queued{_PLAIN[0]}", pattern=_PLAIN[1])
-    grace: int = option(300, "seconds before the end of the time at which the run is told to stop", least=0, most=65535)
-    restarts: int = option(100, "how often it may be queued again", least=0)
-    python: str = option("python", "how Python is started on a node", program=True)
+    log: str = option("%x-%j.log", f"one file for all restarts of the job{_PLAIN[0]}", pattern=_PLAIN[1])
+    grace: int = option(300, "seconds before the time limit at which the run is told to stop", least=0, most=65535)
+    restarts: int = option(100, "how often it may be requeued", least=0)
+    python: str = option("python", "the Python command on a node", program=True)
     sbatch: str = option("", "other options of sbatch, as they are", program=True)
     command: str = command_option()
-    submit: bool = option(False, "hand the script to sbatch")
+    submit: bool = option(False, "submit the script with sbatch")
 
     @property
     def tasks(self) -> int:
         return self.tasks_per_node or max(1, self.gpus_per_node)
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns (what Slurm is asked for, the run's arguments). Raises ValueError, naming the argument."""
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns (the Slurm options, the run's arguments). Raises ValueError, naming the argument."""
     made, rest = read(Options, argv)
     if made.gpus_per_node and made.gpus_per_node % made.tasks:
         raise ValueError(f"gpus_per_node = {made.gpus_per_node} must be a multiple of tasks_per_node = {made.tasks}")
@@ -72,12 +72,12 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
             "would make no step; give more time, or a smaller grace="
         )
     devices = made.nodes * made.gpus_per_node or None
-    check_run(rest, "Slurm itself says how the processes find each other", devices)
+    check_run(rest, "Slurm sets how the processes find each other", devices)
     return made, rest
 
 
 def _seconds(time: str) -> int:
-    """Returns the seconds of a time as Slurm writes it; 0, for Slurm too, is no limit, and so is none given."""
+    """Returns the seconds of a Slurm time limit; 0 means no limit, as in Slurm."""
     days, dash, clock = time.rpartition("-")
     numbers = [int(n) for n in clock.split(":")] if clock else [0]
     # With days hours come first; without, one number is minutes, and two are minutes and seconds.
@@ -115,7 +115,7 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             "run=$!",
             "wait $run; code=$?",
             "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done",
-            f'echo "launch.{o.command} ended with exit code $code, queued again ${{SLURM_RESTART_COUNT:-0}} times"',
+            f'echo "launch.{o.command} ended with exit code $code, requeued ${{SLURM_RESTART_COUNT:-0}} times"',
             *(_queued_again(o) if o.command == "train" else ()),
             "exit $code",
             "",
@@ -127,20 +127,20 @@ def _queued_again(o: Options) -> list[str]:
     again = "|".join(map(str, AGAIN))
     return [
         "case $code in",
-        f"  {again})  # stopped by a signal and saved, or a node was lost: the same command goes on",
+        f"  {again})  # stopped by a signal and saved, or a node was lost: the same command resumes",
         f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {o.restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;',
         "esac",
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
-    usage = f"{__doc__}\nwhat Slurm is asked for, with what it is by default:\n{help_of(Options)}"
+    """Runs the command and returns its exit code."""
+    usage = f"{__doc__}\nSlurm options, with their defaults:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage)
 
 
 def _main(arguments: list[str]) -> int:
-    options, rest = options_of(arguments)
+    options, rest = parse(arguments)
     return show_or_submit(script(options, rest), options.submit, ["sbatch"])
 
 

@@ -50,7 +50,7 @@ def sweep(a: Arguments) -> int:
     for (job, folder, _), code in zip(runs, codes, strict=False):
         print(f"{code:>4}  {_loss(folder):>10}  {job.name}")
     if left := runs[len(codes) :]:
-        print(f"{len(left)} of {len(runs)} runs were not started; the same command goes on", file=sys.stderr)
+        print(f"{len(left)} of {len(runs)} runs were not started; the same command resumes", file=sys.stderr)
     return next((code for code in codes if code), PREEMPTED if now.stopped else DONE)
 
 
@@ -76,7 +76,7 @@ def _loss(folder: Path) -> str:
 
 
 class _Now:
-    """The process of the run that is being made, and whether the sweep was told to stop."""
+    """The process of the current run, and whether the sweep was told to stop."""
 
     process: Any = None
     stopped = False
@@ -84,7 +84,7 @@ class _Now:
 
 @contextlib.contextmanager
 def _passed_on() -> Iterator[_Now]:
-    """SIGTERM, SIGINT and SIGHUP go to the run that is being made, which saves, and no other is started."""
+    """Passes SIGTERM, SIGINT and SIGHUP to the current run, which saves, and starts no other run."""
     now, before = _Now(), {}
 
     def note(number: int, frame: Any) -> None:

@@ -19,7 +19,7 @@ USAGE = """usage: python -m launch.tokenize source=GLOB to=DIR [KEY=VALUE ...]
   python -m launch.tokenize source='corpus/**/*.jsonl' to=corpus.tokens tokenizer=tokenizer.json
   python -m launch.train data=dataset data.source=corpus.tokens
 
-Run it again to go on after a stop, or with more files to add them: what is done stays.
+Run it again to resume, or with more files to add them: finished shards are kept.
 
 keys:
   source=GLOB       files (text, jsonl, jsonl.gz, parquet), stdlib, or hf:NAME[:SPLIT]; give it several times for several globs
@@ -154,7 +154,7 @@ class _Shown:
 
 
 def run(options: dict[str, Any]) -> None:
-    """Makes the dataset that the options say, or what is missing of it.
+    """Builds the dataset, or the missing parts of it.
 
     Raises:
       ValueError: an option or a source is wrong. OSError: something cannot be written, or a process was killed.
@@ -179,12 +179,12 @@ def run(options: dict[str, Any]) -> None:
     print(
         f"{len(share)} shards from {sum(u.size for u in share) / 1e6:,.0f} MB"
         + (f" (part {part} of {parts})" if parts > 1 else "")
-        + (f", {before} of them there already" if before else ""),
+        + (f", {before} of them done already" if before else ""),
         flush=True,
     )
     if mine:
         with _Shown() as shown:
-            made = make_shards(plan, mine, processes=processes, threads=threads, told=shown)
+            made = make_shards(plan, mine, processes=processes, threads=threads, on_progress=shown)
         print(f"{_line(made).rpartition(', ')[0]} in {made.seconds:.1f} s", flush=True)
     if left := missing(plan):
         print(f"part {part} of {parts} is done; {left} shards of other parts are missing", flush=True)
@@ -199,8 +199,8 @@ def run(options: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
-    said = "stopped by a signal; the same command goes on with what is missing"
+    """Runs the command and returns its exit code."""
+    said = "stopped by a signal; the same command resumes with what is missing"
     return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, stopped=(said, PREEMPTED))
 
 

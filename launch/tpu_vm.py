@@ -54,13 +54,13 @@ class Options:
     project: str = option("", "of the TPU VMs; else that of gcloud")
     hosts: str = option("", "machines, as a,b,c, for plain ssh; the first is process 0")
     cluster: str = option(
-        "auto", "auto: each machine of a slice knows the others; manual: any machines", choices=("auto", "manual")
+        "auto", "auto: the machines of a slice find each other; manual: any machines", choices=("auto", "manual")
     )
-    coordinator: str = option("", "HOST:PORT of process 0 as the others reach it; port 8476 of the first of hosts")
-    dir: str = option("", "the folder of each machine in which the command is started", free=True)
+    coordinator: str = option("", "HOST:PORT of process 0 for the others; default: port 8476 of the first of hosts")
+    dir: str = option("", "the folder on each machine to start the command in", free=True)
     sync: bool = option(False, "copy this project's code into dir first, by rsync")
     ssh: str = option("ssh", "how ssh is started", program=True)
-    python: str = option("python3", "how Python is started on a machine", program=True)
+    python: str = option("python3", "the Python command on a machine", program=True)
     env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     command: str = command_option()
 
@@ -73,7 +73,7 @@ class Options:
         return self.tpu.split(",") if self.tpu else []
 
 
-def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the machines, the run's arguments). Raises ValueError, naming the argument."""
     o, rest = read(Options, argv)
     if bool(o.tpu) == bool(o.hosts):
@@ -87,9 +87,7 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
         if not all(given) or len(set(given)) < len(given):
             raise ValueError(f"{name} = {','.join(given)!r} must name each once, with a comma between two")
         if any(one.startswith("-") for one in given):
-            raise ValueError(
-                f"{name} = {','.join(given)!r}: what begins with a dash is an option of ssh, and names no machine"
-            )
+            raise ValueError(f"{name} = {','.join(given)!r}: a name that begins with a dash would be an ssh option")
     if o.coordinator and o.cluster != "manual":
         raise ValueError("coordinator= is of cluster=manual, which is not given")
     if o.coordinator:
@@ -98,12 +96,12 @@ def options_of(argv: Sequence[str]) -> tuple[Options, list[str]]:
         check_address("coordinator", o.coordinator)
     if o.sync and not o.dir:
         raise ValueError("sync=true needs dir=, the folder of each machine that the code is copied to")
-    check_run(rest, "launch.tpu_vm says how the processes find each other")
+    check_run(rest, "launch.tpu_vm sets how the processes find each other")
     return o, rest
 
 
 def remote(o: Options, arguments: Sequence[str], index: int) -> str:
-    """Returns what the shell of a machine is to run."""
+    """Returns the command line for a machine's shell."""
     facts = ["cluster=auto"]
     if o.cluster == "manual":
         first = o.machines[0].rpartition("@")[2]
@@ -138,7 +136,7 @@ def _workers(o: Options, name: str) -> int:
         count, state = len(told.get("networkEndpoints", ())), told.get("state", "unknown")
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is no TPU VM"
+            f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is not a TPU VM"
         ) from error
     if not count:
         raise ValueError(f"tpu = {name!r} has no machines; its state is {state}: start this again once it is READY")
@@ -180,7 +178,7 @@ class Connections:
     """The commands on all machines: their lines are printed as they come, and signals go to all of them."""
 
     def __init__(self, commands: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Starts them: (the name of a machine, a command line) of each."""
+        """Starts the commands: a list of (machine name, command line)."""
         self._names, self._told, self._unread = [name for name, _ in commands], 0, False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
@@ -249,14 +247,14 @@ class Connections:
         if code == _NO_CONNECTION:
             print(
                 f"error: the connection to host {index} ({self._names[index]}) cannot be made, or has ended; the others are "
-                "told to stop, and the same command goes on from the last checkpoint",
+                "told to stop, and the same command resumes from the last checkpoint",
                 file=sys.stderr,
             )
             if self._told == 0:
                 self.stop()
 
     def close(self) -> None:
-        """Ends what is left of the connections."""
+        """Closes the remaining connections."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -269,13 +267,13 @@ class Connections:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
-    usage = f"{__doc__}\nthe machines, with what holds by default:\n{help_of(Options)}"
+    """Runs the command and returns its exit code."""
+    usage = f"{__doc__}\nmachine options, with their defaults:\n{help_of(Options)}"
     return run_command(argv, _main, lambda _: usage)
 
 
 def _main(arguments: list[str]) -> int:
-    options, rest = options_of(arguments)
+    options, rest = parse(arguments)
     try:
         if options.sync:
             copy_code(options)

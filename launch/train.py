@@ -1,4 +1,4 @@
-"""`python -m launch.train recipe=long_context [KEY=VALUE ...]`: trains a recipe, or goes on with a run that is there."""
+"""`python -m launch.train recipe=long_context [KEY=VALUE ...]`: trains a recipe, or resumes a run."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
   python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence
   python -m launch.train -m recipe=long_context optimizer.learning_rate=1e-3,3e-3 run.seed=range(0,3)
 
-A run that is in run.dir goes on from its last checkpoint.
+If run.dir holds a run, it resumes from its last checkpoint.
 
 flags:
-  --config-dir DIR, -cd     variants of your own: DIR/recipe/mine.yaml is recipe=mine, DIR/model/big.yaml is model=big
-  --cfg job, -c             prints the composed recipe, which may itself be a recipe; --package SECTION only that, and
-                            --resolve with the values of ${...}
-  --multirun, -m            a run for every combination of the values given, each in a folder of its own in run.dir
+  --config-dir DIR, -cd     your own variants: DIR/recipe/mine.yaml is recipe=mine, DIR/model/big.yaml is model=big
+  --cfg job, -c             prints the composed recipe, which you can save as a recipe; --package SECTION prints only that,
+                            and --resolve substitutes the values of ${...}
+  --multirun, -m            a run for every combination of the given values, each in its own folder in run.dir
 """
 
 
 def _usage(arguments: Sequence[str]) -> str:
     from recipes.arguments import read
-    from recipes.schema import GROUPS, keys_of, options_of
+    from recipes.schema import GROUPS, keys_of, variants_of
 
     given = read([a for a in arguments if a not in ("-h", "--help")], every=True).config_dir
-    groups = "\n".join(f"  {g}={{{','.join(options_of(g, given))}}}" for g in GROUPS)
+    groups = "\n".join(f"  {g}={{{','.join(variants_of(g, given))}}}" for g in GROUPS)
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
 
 
 def _virtual_cpus(recipe, only: bool) -> int:
-    """Returns how many CPU devices this process is to have, should there be no accelerator: its share of the mesh.
+    """Returns the number of virtual CPU devices of this process if there is no accelerator: its share of the mesh.
 
     Raises:
-      ValueError: there is `only` the CPU, and they are more than one machine can play. Elsewhere a large mesh is of chips.
+      ValueError: there is `only` the CPU, and the mesh is too large for one machine.
     """
     meshes = [mesh.sizes for mesh in (recipe.mesh, *(stage.mesh for stage in recipe.curriculum if stage.mesh))]
     count, sizes = max(
@@ -50,8 +50,8 @@ def _virtual_cpus(recipe, only: bool) -> int:
     if count > _MOST_CPUS and only:
         written = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
         raise ValueError(
-            f"{written} is {count:,} devices, and there is no accelerator here: at most {_MOST_CPUS} virtual CPU devices are "
-            "made; make an axis smaller, or see whether it fits a TPU slice with python -m launch.plan"
+            f"{written} is {count:,} devices, but there is no accelerator here and at most {_MOST_CPUS} virtual CPU devices "
+            "are allowed; make an axis smaller, or check whether it fits a TPU slice with python -m launch.plan"
         )
     return min(max(1, count // (recipe.cluster.num_processes or 1)), _MOST_CPUS)
 
@@ -61,10 +61,10 @@ def _devices_of(sizes: dict[str, int], cpu_devices: int) -> int:
     return fixed * max(1, cpu_devices // fixed) if -1 in sizes.values() else fixed
 
 
-# Each costs memory and threads of one machine.
+# Each one costs memory and threads.
 _MOST_CPUS = 512
 
-# Of XLA's pool, where programs have collectives.
+# In XLA's thread pool, for programs with collectives.
 _LEAST_THREADS = 16
 
 # Device files of NVIDIA and AMD GPUs and of TPUs.
@@ -72,7 +72,7 @@ ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def start_jax(recipe) -> None:
-    """Joins the cluster, and says how many CPU devices there are to be; the devices are made after this."""
+    """Joins the cluster and configures JAX's CPU devices, before the devices are created."""
     import glob
 
     import jax
@@ -88,8 +88,8 @@ def start_jax(recipe) -> None:
         # runs them in another order. Seen in gdb with jaxlib 0.11.2; without a cache never.
         jax.config.update("jax_enable_compilation_cache", False)
     elif only and (devices := _virtual_cpus(recipe, only=False)) > 1:
-        # In one process no order is wrong, but whoever waits in a collective holds a thread of XLA's pool, which has as many
-        # as there are cores or devices: with more collectives begun than that, all may wait for a device without a thread.
+        # In one process any order is fine, but a device that waits in a collective blocks a thread of XLA's pool, which has
+        # as many as cores or devices: with more pending collectives than threads, all may wait for a device without one.
         os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, 4 * devices, os.cpu_count() or 1)))
     join(recipe.cluster)
 
@@ -104,8 +104,8 @@ def _hints(arguments: Sequence[str], recipe) -> list[str]:
     cache = jax.config.jax_compilation_cache_dir
     off = cache is not None and not jax.config.jax_enable_compilation_cache and jax.process_count() > 1
     without = (
-        f"{cache} is no cache for this run (jax_compilation_cache_dir): CPU devices of several processes may hang with what is "
-        "read from one"
+        f"the compilation cache {cache} is off for this run (jax_compilation_cache_dir): with several CPU processes, programs "
+        "loaded from it may hang"
     )
     return [hint for hint in (without if off else "", _how_to_scale(), *unread(arguments, recipe)) if hint]
 
@@ -122,10 +122,10 @@ def _how_to_scale() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command."""
-    # What is not on disk yet is given up: before the first step, or at the second Ctrl-C.
-    said = "stopped at once by SIGINT; the same command goes on from the last complete checkpoint"
-    return run_command(argv, _main, _usage, needs_arguments=False, stopped=(said, PREEMPTED))
+    """Runs the command and returns its exit code."""
+    # Before the first step, or at the second Ctrl-C, unsaved work is lost.
+    message = "stopped at once by SIGINT; the same command resumes from the last complete checkpoint"
+    return run_command(argv, _main, _usage, needs_arguments=False, stopped=(message, PREEMPTED))
 
 
 def _main(arguments: list[str]) -> int:
@@ -149,8 +149,8 @@ def _main(arguments: list[str]) -> int:
     start_jax(recipe)
     for hint in _hints(arguments, recipe):
         print(hint, flush=True)
-    outcome = train(recipe, say=lambda line: print(line, flush=True), began=began)
-    # A signal may come before run.stop_after too, and then the run is to go on.
+    outcome = train(recipe, log=lambda line: print(line, flush=True), began=began)
+    # A signal may come before run.stop_after too; then the run is not done.
     stopped_early = outcome.step < min(recipe.run.steps, recipe.run.stop_after or recipe.run.steps)
     if outcome.summary is not None:
         s = outcome.summary
@@ -158,15 +158,15 @@ def _main(arguments: list[str]) -> int:
         first, last = ("none" if x is None else f"{x:.3f}" for x in (s["loss_first"], s["loss_last"]))
         print(
             f"loss {first} -> {last} in {s['steps']} steps, "
-            f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s a device{mfu}; "
+            f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s per device{mfu}; "
             f"written to {recipe.run.dir}"
         )
     return PREEMPTED if stopped_early else DONE
 
 
 def unraisable(told) -> None:
-    """A checkpoint that fails is told once; what TensorStore had begun beside it ends after its event loop, as tracebacks.
-    A Ctrl-C that came while Python collected is lost in JAX's callback there, so it comes again."""
+    """Silences the tracebacks of TensorStore tasks that outlive their event loop after a failed checkpoint, which is reported
+    already. Repeats a Ctrl-C that JAX's garbage-collection callback swallowed."""
     if isinstance(told.exc_value, KeyboardInterrupt):
         import signal
         import threading
@@ -179,14 +179,14 @@ def unraisable(told) -> None:
 
 
 def command(before: Callable[[], object] = lambda: None, body: Callable[[], int] = main) -> None:
-    """Runs `main`, or another command of the same processes, as a process of its own, after `before`, and ends it."""
+    """Runs `main`, or another command that trains, as the main program of this process, after `before`, and exits."""
     import signal
 
-    if {"-m", "--multirun"} & set(sys.argv[1:]):  # its runs are processes of their own, each of which does what follows
+    if {"-m", "--multirun"} & set(sys.argv[1:]):  # each run is a process of its own, which does what follows
         sys.exit(body())
     sys.unraisablehook = unraisable
-    # First of all: threads that start from here on leave SIGTERM to the one that listens. SIGINT waits for the frame of the
-    # command, which says what it means: until then it would be a traceback of whatever is being imported.
+    # First, so that threads started from here on leave SIGTERM to the one that listens. SIGINT is blocked until the command
+    # can handle it: until then it would print a traceback of some import.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     from ejdist.cluster.ending import Codes, listen
     from ejdist.cluster.hosts import end_with
@@ -200,13 +200,13 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     sys.exit(code)
 
 
-# Seconds in which the other hosts of a run that fails find out why, before its coordinator may be gone.
+# Seconds for the other hosts to learn why this one fails, before its coordinator goes away.
 _FAREWELL = 20
 
 
 def _end_now(code: int) -> None:
-    """Ends this process, not waiting for others that may never end: JAX waits minutes for them, and then ends the process with
-    a code of its own. Nor for steps that were started: a thread of XLA that comes to Python while that ends is an abort."""
+    """Exits without waiting for other hosts, for which JAX would wait minutes and then exit with its own code, or for
+    dispatched steps: an XLA thread that enters Python during shutdown aborts the process."""
     import threading
 
     import jax

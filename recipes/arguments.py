@@ -1,4 +1,4 @@
-"""What may stand on a command line beside KEY=VALUE: the flags, which are Hydra's, and several values of a key."""
+"""The parts of a command line other than KEY=VALUE: flags, as in Hydra, and several values of a key."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def key_of(word: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(f"{message}; --help lists what there is")
+        raise RecipeError(f"{message}; --help lists the keys")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,11 +81,11 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
     more = {"--cfg": found.cfg, "--package": found.package, "--resolve": found.resolve, "--multirun": found.multirun}
     given = [name for name, value in more.items() if value]
     if given and not every:
-        raise RecipeError(f"{given[0]} has no place here: it is a flag of python -m launch.train")
+        raise RecipeError(f"{given[0]} is not valid here: it is a flag of python -m launch.train")
     if (found.package or found.resolve) and not found.cfg:
-        raise RecipeError(f"{given[0]} says what --cfg job prints, which is not given")
+        raise RecipeError(f"{given[0]} selects what --cfg job prints, but --cfg job is missing")
     if found.cfg and found.multirun:
-        raise RecipeError("--cfg job prints one recipe, and --multirun makes several: give one of them")
+        raise RecipeError("--cfg job prints one recipe, but --multirun makes several: give one of them")
     folder = None if found.config_dir is None else _folder(found.config_dir)
     return Arguments(tuple(rest), folder, bool(found.cfg), found.package, found.resolve, found.multirun)
 
@@ -143,9 +143,7 @@ def jobs_of(overrides: Sequence[str], texts: Collection[str] = ()) -> list[Job]:
         try:
             values = list(parsed.sweep_string_iterator())
         except HydraException as error:  # of an interval, which has no first value, and of glob
-            raise RecipeError(
-                f"{override}: the values of a sweep are listed here: {key}=A,B or {key}=range(1,4)"
-            ) from error
+            raise RecipeError(f"{override}: give the values of a sweep as {key}=A,B or {key}=range(1,4)") from error
         swept[key_of(override)] = override
         if key_of(override) in texts and not re.search(r"[][(){}'\"\\]", override):
             # With nothing in brackets or quotes each word between commas is a value.
@@ -216,7 +214,7 @@ def check_values(overrides: Sequence[str], texts: Collection[str] = (), switches
             raise RecipeError(unreadable(override))
         key, value = key_of(override), parsed.value()
         if key in switches and type(value) is int and value not in (0, 1):
-            raise RecipeError(f"{override}: {key} is true or false")
+            raise RecipeError(f"{override}: {key} must be true or false")
         if key in texts and isinstance(value, int | float):
             name, _, written = override.partition("=")
             override = f"{name}={quoted(written.strip())}"

@@ -21,12 +21,22 @@ from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
 
-__all__ = ["GROUPS", "ClusterSection", "Recipe", "RecipeError", "compose", "keys_of", "options_of", "text_of", "unread"]
+__all__ = [
+    "GROUPS",
+    "ClusterSection",
+    "Recipe",
+    "RecipeError",
+    "compose",
+    "keys_of",
+    "variants_of",
+    "text_of",
+    "unread",
+]
 
 
 @dataclass
 class Recipe(TrainSections):
-    """Everything that a run is made from."""
+    """The complete recipe of a run."""
 
     model: DecoderConfig = field(default_factory=DecoderConfig)
     cluster: ClusterSection = field(default_factory=ClusterSection)
@@ -42,7 +52,7 @@ def _variants(folder: Any) -> list[str]:
     )
 
 
-def options_of(group: str, config_dir: Path | None = None) -> list[str]:
+def variants_of(group: str, config_dir: Path | None = None) -> list[str]:
     """Returns the names of a group's variants: its yaml files, and those of the user's folder."""
     own = [] if config_dir is None else _variants(config_dir / group)
     return sorted({*_variants(resources.files("recipes") / group), *own})
@@ -85,7 +95,7 @@ def _check_folder(folder: Path) -> None:
             f"--config-dir {folder} has no variant: name a folder with files such as recipe/mine.yaml or model/mine.yaml, in "
             f"folders with the names of groups: {', '.join(GROUPS)}"
         )
-    both = [f"{group}/{name}.yaml" for group in GROUPS for name in own[group] if name in options_of(group)]
+    both = [f"{group}/{name}.yaml" for group in GROUPS for name in own[group] if name in variants_of(group)]
     if both:
         raise RecipeError(f"--config-dir {folder} has {both[0]}, and so does the project; give it another name")
 
@@ -99,9 +109,9 @@ def check_overrides(overrides: Sequence[str], config_dir: Path | None = None) ->
             raise RecipeError(f"cannot read {override!r}: write KEY=VALUE, for example run.steps=500")
         name = name.lstrip("+~")
         if name in GROUPS:
-            known = options_of(name, config_dir)
+            known = variants_of(name, config_dir)
             if value not in known:
-                raise RecipeError(f"{name}={value} is unknown; there are {', '.join(known)}{_nearest(value, known)}")
+                raise RecipeError(f"{name}={value} is unknown; use one of {', '.join(known)}{_nearest(value, known)}")
         elif name not in keys:
             inside = [k for k in keys if k.startswith(f"{name}.")]
             if inside:
@@ -134,7 +144,9 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
             ("model.head_dim", "model.num_kv_heads"), "all layers have latent attention: see model.latent"
         )
     if recipe.optimizer.schedule != "wsd":
-        why["optimizer.decay_fraction"] = f"optimizer.schedule = {recipe.optimizer.schedule} has no such part; wsd has"
+        why["optimizer.decay_fraction"] = (
+            f"optimizer.schedule = {recipe.optimizer.schedule} has no decay phase; wsd has"
+        )
     if recipe.optimizer.schedule == "constant":
         why["optimizer.final_ratio"] = "optimizer.schedule = constant keeps its rate"
     given = [
@@ -146,10 +158,10 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     return [f"{word} changes nothing: {reason}" for word, reason in given]
 
 
-# How processes find each other is of the place where a run is made, and differs between two that are the same.
+# How processes find each other depends on where a run runs, and may differ between equal runs.
 _HEAD = """# @package _global_
 # Composed by python -m launch.train --cfg job; saved as DIR/recipe/NAME.yaml it is recipe=NAME with --config-dir DIR.
-# The section cluster is not in it: it is of the place where a run is made.
+# The section cluster is left out: it describes where a run runs.
 """
 
 
@@ -167,12 +179,12 @@ def text_of(a: Arguments) -> str:
         return _HEAD + OmegaConf.to_yaml(composed, resolve=a.resolve)
     sections = [f.name for f in dataclasses.fields(Recipe) if OmegaConf.is_dict(composed[f.name])]
     if a.package not in sections:
-        raise RecipeError(f"--package {a.package} is no section; there are {', '.join(sections)}")
+        raise RecipeError(f"--package {a.package} is not a section; use one of {', '.join(sections)}")
     return f"# @package {a.package}\n" + OmegaConf.to_yaml(composed[a.package], resolve=a.resolve)
 
 
 def _composed(a: Arguments) -> tuple[Any, Recipe]:
-    """Returns what Hydra composes, and the recipe made of it."""
+    """Returns Hydra's composed config, and the recipe built from it."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -209,7 +221,7 @@ def _check_integers(found: Any, key: str = "") -> None:
         for i, value in enumerate(found):
             _check_integers(value, f"{key}[{i}]")
     elif isinstance(found, int) and not -(2**63) <= found < 2**63:
-        raise RecipeError(f"{key} = {found} has more than 64 bits; give a smaller number")
+        raise RecipeError(f"{key} = {found} does not fit in 64 bits; give a smaller number")
 
 
 def _check_order(a: Arguments, composed: Any) -> None:
@@ -228,7 +240,7 @@ def _check_order(a: Arguments, composed: Any) -> None:
                 who = f"recipe={given['recipe']}" if "recipe" in given else "the recipe"
                 raise RecipeError(
                     f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
-                    "the command line, or take it out of the recipe"
+                    "the command line, or remove it from the recipe"
                 )
 
 
@@ -264,7 +276,7 @@ def _alone(group: str, variant: str, config_dir: Path | None) -> Any:
     """Returns what a variant says itself, and what it is made from."""
     import hydra
 
-    if variant in options_of(group):
+    if variant in variants_of(group):
         where = hydra.initialize_config_module("recipes", version_base="1.3")
     else:
         where = hydra.initialize_config_dir(str(config_dir), version_base="1.3")
@@ -295,7 +307,7 @@ def _explain(error: BaseException) -> str:
     first = lines[1] if file and "raised while composing" in lines[0] and len(lines) > 1 else lines[0]
     if not key:
         return first
-    first = re.sub(r"Invalid value assigned: (\w+) is not a ListConfig.*", r"\1 is no list; write [a,b]", first)
+    first = re.sub(r"Invalid value assigned: (\w+) is not a ListConfig.*", r"\1 is not a list; write [a,b]", first)
     if "not in" not in first:
         return f"{f'{file}: ' if file else ''}{key[1]}: {first}"
     if key[1] in GROUPS and key[1] not in keys_of() and file.startswith(f"{key[1]}/"):
@@ -308,5 +320,5 @@ def _remedy(missing: str) -> str:
     if inner.partition("/")[0] in GROUPS:
         return f"; from inside a group write '/{inner.replace('/', ': ', 1)}', with override in front where it has a default"
     group, _, name = missing.partition("/")
-    known = options_of(group) if group in GROUPS else []
+    known = variants_of(group) if group in GROUPS else []
     return f"; the project has {', '.join(known)}{_nearest(name, known)}" if known else ""

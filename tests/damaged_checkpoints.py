@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection, DamagedCheckpoint
-from ejdist.training.leaves import name_of
+from ejdist.training.pytree_io import name_of
 from ejdist.training.step import TrainState
 
 BESIDE = {"recipe": {"run.steps": 20, "model.num_layers": 2}, "data": {"step": 7, "corpus": "5c0ffee5", "seed": 0}}

@@ -39,7 +39,7 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_not_damaged_storage
     checkpoints.wait()
     assert checkpoints.latest() == 1
     shutil.rmtree(checkpoints.directory / "1")
-    with pytest.raises(DamagedCheckpoint, match=r"1 cannot be read \(it is there no more: .* checkpoint.keep\)"):
+    with pytest.raises(DamagedCheckpoint, match=r"1 cannot be read \(it no longer exists: .* checkpoint.keep\)"):
         checkpoints.run_of(1)
     checkpoints.close()
 
@@ -282,5 +282,5 @@ def test_a_host_that_is_lost_while_arrays_are_read_has_damaged_nothing(at, error
 def test_what_is_the_disk_is_no_lost_host(error, hosts, tmp_path, monkeypatch):
     saves = Checkpoints(tmp_path, CheckpointSection())
     fails(monkeypatch, type(saves._manager()), "save", error, hosts)
-    with pytest.raises(CheckpointError, match="check that the disk is there"):
+    with pytest.raises(CheckpointError, match="check that the disk is mounted"):
         saves.save(1, {"w": jnp.ones(3)}, {})

@@ -120,7 +120,7 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="argument 'block' must be a positive integer, got 0"):
         compressed_checkpoint(layer, block=0)
     for places in (0, ("x",), None):
-        with pytest.raises(ValueError, match="argument 'arguments' must be places of positional arguments"):
+        with pytest.raises(ValueError, match="argument 'arguments' must be indices of positional arguments"):
             compressed_checkpoint(layer, arguments=places)
-    with pytest.raises(ValueError, match=r"argument 'arguments' = \(3,\) names places that a call with 3"):
+    with pytest.raises(ValueError, match=r"argument 'arguments' = \(3,\) names indices that a call with 3"):
         compressed_checkpoint(layer, arguments=(3,))({"h": normal(2, 4)}, {"w": normal(4, 4)}, jnp.arange(2))

@@ -22,15 +22,15 @@ from ejdist.operations import bind_ops
 from ejdist.training import steps
 from ejdist.training.curriculum import check_history, history, stage_of, stages_of
 from ejdist.training.data import build as build_data
-from ejdist.training.guards import Passed
+from ejdist.training.guards import SkippedBatches
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
-from ejdist.training.opening import open_run, resume
 from ejdist.training.optimizer import make_schedule
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.runs import Run
 from ejdist.training.runs import nested as tree_of
+from ejdist.training.setup import open_run, resume
 from ejdist.weights.tensors import declared_leaves
 from launch import rehearse
 from launch.errors import DONE
@@ -45,7 +45,7 @@ PLAN = [*TINY, "run.steps=6", "optimizer.warmup_steps=1", f"curriculum=[{FIRST},
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*PLAN, *corpus, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*PLAN, *corpus, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 
@@ -85,7 +85,7 @@ def test_a_run_whose_first_stage_has_just_ended_goes_on_bit_for_bit_in_the_secon
     parts = shutil.copytree(whole, tmp_path / "parts")
     shutil.rmtree(parts / "checkpoints" / "6")
     outcome, said = run(parts, corpus)
-    assert outcome.finished and "going on from step 3" in said and "stage 2 of 2" in said and "stage 1 of 2" not in said
+    assert outcome.finished and "resuming from step 3" in said and "stage 2 of 2" in said and "stage 1 of 2" not in said
     assert losses(parts) == losses(whole), "every loss must be the same number"
     (_, one), (_, other) = state_of(parts), state_of(whole)
     assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -133,9 +133,7 @@ def test_the_plan_ahead_may_change_and_what_was_made_may_not(tmp_path):
     later = compose([*TINY, "run.steps=6", "curriculum=[{until: 4}, {sequence_length: 128, rope_base: 5e5}]"])
     check_history(single, stages_of(later), 4, tmp_path)
     check_same_run(single["recipe"], stage_of(stages_of(later), 4).sections, 4, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"step 5 with data.sequence_length = 64, and with this curriculum that would be 128"
-    ):
+    with pytest.raises(ValueError, match=r"step 5 with data.sequence_length = 64, but this curriculum has 128"):
         check_history(single, stages_of(later), 5, tmp_path)
 
 
@@ -149,15 +147,15 @@ def test_a_checkpoint_of_other_positions_than_the_stage_has_is_refused(corpus, w
     for keys, words in (
         (
             ["model.rope_base=20000.0"],
-            "step 6 with model.rope_base = 10000.0, and with this curriculum that would be 20000.0",
+            "step 6 with model.rope_base = 10000.0, but this curriculum has 20000.0",
         ),
-        (["curriculum=[]"], "step 3 with data.sequence_length = 32, and with this curriculum that would be 64"),
+        (["curriculum=[]"], "step 3 with data.sequence_length = 32, but this curriculum has 64"),
         (["optimizer.b1=0.5"], "optimizer.b1: was 0.9, is 0.5"),
         (["run.seed=1"], "run.seed: was 0, is 1"),
     ):
         opened = open_run(compose([*PLAN, *corpus, f"run.dir={whole}", *keys]), hosts)
         with pytest.raises(ValueError, match=re.escape(words)):
-            resume(opened, opened.found, str)
+            resume(opened, opened.checkpoints_found, str)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +225,7 @@ def test_the_recipe_is_a_plan_and_one_program_says_that_it_is_none_of_its_stages
     assert _virtual_cpus(compose([*PLAN, f"curriculum=[{SHORT}, {{mesh: {{sp: 6}}}}]"]), only=True) == 6
     sections = compose([*PLAN, "mesh.sp=1"])
     mesh = make_mesh(devices=jax.devices()[:1])
-    assert any("stages this is none" in note for note in make_program(sections, mesh).notes)
+    assert any("not one of the curriculum's" in note for note in make_program(sections, mesh).notes)
     assert not any("stages" in note for note in make_program(stages_of(sections)[1].sections, mesh).notes)
 
 
@@ -238,9 +236,9 @@ def test_a_rewind_goes_back_to_the_stage_before(corpus, tmp_path, monkeypatch, d
     rewinds = ["guards.nonfinite=rewind", "checkpoint.every=2", "checkpoint.keep=5"]
     calm, there = tmp_path / "calm", tmp_path / "rewound"
     calm.mkdir()
-    Passed([[4, 1]]).write(calm)
+    SkippedBatches([[4, 1]]).write(calm)
     run(calm, corpus, *rewinds)
-    make, bad = steps.make_steps, [4]
+    make, bad = steps.run_steps, [4]
 
     def with_a_bad_step(run, train_step, state, writer, start, *rest):
         made = itertools.count(start + 1)
@@ -255,10 +253,10 @@ def test_a_rewind_goes_back_to_the_stage_before(corpus, tmp_path, monkeypatch, d
 
         return make(run, step, state, writer, start, *rest)
 
-    monkeypatch.setattr(steps, "make_steps", with_a_bad_step)
+    monkeypatch.setattr(steps, "run_steps", with_a_bad_step)
     outcome, said = run(there, corpus, *rewinds)
-    assert outcome.finished and "going back to step 3 and past batches 3 to 3" in said, said
-    assert ("going on from step 2" in said) == bool(damaged) and said.count("stage 1 of 2") == 1 + bool(damaged), said
+    assert outcome.finished and "rewinding to step 3 and skipping batches 3 to 3" in said, said
+    assert ("resuming from step 2" in said) == bool(damaged) and said.count("stage 1 of 2") == 1 + bool(damaged), said
     assert losses(there) == losses(calm)
 
 
@@ -297,5 +295,5 @@ def test_hosts_go_through_the_stages_together(corpus, tmp_path):
     length = ["run.steps=14", "checkpoint.every=4", "run.host_timeout=120"]
     small = [a for a in TINY if not a.startswith(("run.", "checkpoint.", "mesh."))]
     arguments = [*small, *corpus, *length, plan, "mesh.dp=2", "mesh.sp=2", "fault=kill,sigterm", f"run.dir={tmp_path}"]
-    assert rehearse.main(arguments, say=lines.append) == DONE, "\n".join(lines)
+    assert rehearse.main(arguments, log=lines.append) == DONE, "\n".join(lines)
     assert [row["stage"] for row in read_rows(tmp_path / "calm" / "run" / "metrics.jsonl")] == [1] * 7 + [2] * 7

@@ -8,8 +8,8 @@ from damaged_checkpoints import BESIDE, REFUSED, RIGHT, described, save, small_s
 from shared import once
 
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
+from ejdist.training.checkpoint_format import DamagedCheckpoint
 from ejdist.training.integrity import RUN_FILE
-from ejdist.training.stored import DamagedCheckpoint
 
 
 @pytest.fixture

@@ -350,7 +350,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, monkeypatch):
         places = range(0, len(content), 7 if len(content) < 500 else len(content) // 20)
         for damaged in [b"", content[:-1], content + b"x", b"damaged", *(_flip(content, i) for i in places)]:
             path.write_bytes(damaged)
-            with pytest.warns(UserWarning, match=rf"corpus cache .* is damaged \({path.name} .*made again"):
+            with pytest.warns(UserWarning, match=rf"corpus cache .* is damaged \({path.name} .*to be rebuilt"):
                 assert made() == first
             assert path.read_bytes() == content
         path.unlink()

@@ -250,8 +250,8 @@ def test_only_what_is_read_is_verified_and_damage_names_shard_and_remedy(tmp_pat
     assert np.array_equal(damaged.tokens(0, 300), good[:300])  # bytes 0 to 600
     with pytest.raises(OSError) as error:
         damaged.tokens(310, 360)  # begins in the block before
-    words = [str(shard.folder), "tokens.bin has other bytes than were written, from 640 to 704", "python -m launch.tokenize",
-             "made.jsonl", "copy it again"]  # fmt: skip
+    words = [str(shard.folder), "tokens.bin does not hold the bytes that were written, from 640 to 704",
+             "python -m launch.tokenize", "made.jsonl", "copy it again"]  # fmt: skip
     assert all(w in str(error.value) for w in words) and "\n" not in str(error.value), str(error.value)
     data = build(section_of(source), seed=0)
     with pytest.raises(OSError, match=r"tokens.bin has other bytes"):
@@ -270,7 +270,7 @@ def test_only_what_is_read_is_verified_and_damage_names_shard_and_remedy(tmp_pat
     opened = again()
     assert np.array_equal(opened.tokens(0, 5), good[:5])
     os.truncate(file, 100)
-    with pytest.raises(OSError, match=r"tokens.bin (has other bytes|is shorter)"):
+    with pytest.raises(OSError, match=r"tokens.bin (does not hold the bytes|is shorter)"):
         opened.tokens(100, 110)
     file.write_bytes(content)
     meta = shard.folder / "meta.json"

@@ -16,7 +16,7 @@ from ejdist.cluster import bandwidth, health
 from ejdist.cluster import hosts as hosts_module
 from ejdist.cluster.hosts import Hosts
 from ejdist.training.curriculum import stages_of
-from ejdist.training.opening import stage_program
+from ejdist.training.setup import stage_program
 from launch import doctor, local
 from launch.errors import DONE, HOST_LOST, WRONG
 from recipes.schema import compose
@@ -114,15 +114,15 @@ def test_room_for_the_checkpoints(free, there, fits):
     """Three stay, and a fourth is written before the first of them goes."""
     failures = health.disk_failures(free * 10**9, 10 * 10**9, 3, there)
     assert (failures == []) is fits
-    assert fits or f"the folder of the checkpoints has {free} GB free, and" in failures[0]
+    assert fits or f"the checkpoint folder has {free} GB free, but" in failures[0]
 
 
 @pytest.mark.parametrize(
     ("address", "listens", "message"),
     [
         ("localhost", True, None),
-        ("localhost", False, "is this machine itself, where nobody listens"),
-        ("no-such-host.invalid", False, "has a name that this host does not know"),
+        ("localhost", False, "is this machine itself, where nothing listens"),
+        ("no-such-host.invalid", False, "has a name that this host cannot resolve"),
     ],
 )
 def test_why_the_coordinator_cannot_be_reached(address, listens, message):
@@ -135,7 +135,7 @@ def test_why_the_coordinator_cannot_be_reached(address, listens, message):
 
 
 def test_refused_and_silent_are_not_the_same(monkeypatch):
-    for error, message in ((ConnectionRefusedError(), "on which nobody listens"), (TimeoutError(), "a firewall")):
+    for error, message in ((ConnectionRefusedError(), "refuses connections"), (TimeoutError(), "the firewall")):
 
         def connect(*_, error=error, **__):
             raise error
@@ -185,7 +185,7 @@ def test_alone(tmp_path, capsys, monkeypatch):
     arguments = [*TINY, f"run.dir={tmp_path / 'run'}", f"bandwidth={kept}"]
     assert doctor.main(arguments) == DONE
     out = capsys.readouterr().out
-    assert out.endswith("fit for the run\n") and "ok      sp (2, inside of a host): GB/s a device" in out
+    assert out.endswith("fit for the run\n") and "ok      sp (2, inside of a host): GB/s per device" in out
     assert "6 devices are left idle" in out and not (tmp_path / "run").exists()
     row = json.loads(kept.read_text())["axes"]["sp"]["measured"][0]
     assert row["seconds"] > 0 and row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"], rel=1e-3)
@@ -195,7 +195,7 @@ def test_a_mesh_that_does_not_fit_is_a_failure(tmp_path, capsys):
     assert doctor.main([*TINY, f"run.dir={tmp_path}", "mesh.sp=16", "data.sequence_length=512"]) == WRONG
     out = capsys.readouterr().out
     assert "FAILED  mesh.sp=16 needs 16 devices, but there are 8" in out and out.endswith(
-        "1 failure: mend the first, and ask again\n"
+        "1 failure: fix the first, and run it again\n"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -204,7 +204,7 @@ def test_a_host_that_has_no_device_of_the_mesh_is_named(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     stages = stages_of(compose([*TINY, "curriculum=[{until: 3}, {}]"]))
     with pytest.raises(
-        ValueError, match=r"curriculum\[0\]: the mesh {'sp': 2} has 2 of 8 devices, and host 1 has none of them"
+        ValueError, match=r"curriculum\[0\]: the mesh {'sp': 2} uses 2 of 8 devices, and none of host 1"
     ):
         stage_program(stages[0])
 
@@ -224,7 +224,7 @@ def test_called_wrongly(capsys):
 
 def test_a_single_host_waits_for_nobody_before_it_has_devices():
     hosts = Hosts(1, before_devices=True)
-    assert (hosts.index, hosts.count) == (0, 1) and hosts.judged("x", 3, lambda said: said[0][1] + 1) == 4
+    assert (hosts.index, hosts.count) == (0, 1) and hosts.reduce("x", 3, lambda said: said[0][1] + 1) == 4
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_two_processes(tmp_path, capfd):
     found = json.loads((tmp_path / "run" / "bandwidth.json").read_text())
     assert found["processes"] == 2 and {r["collective"] for r in found["axes"]["dp"]["measured"]} >= {"all_reduce"}
     assert local.main([*arguments, "cluster.timeout=60", "mesh.dp=1"]) == WRONG
-    assert "host 1 has none of them" in capfd.readouterr().out
+    assert "none of host 1" in capfd.readouterr().out
 
 
 def test_nothing_is_left_in_the_environment(monkeypatch):

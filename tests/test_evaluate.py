@@ -22,9 +22,9 @@ from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
-from ejdist.training.opening import open_run
+from ejdist.training.setup import open_run
 from launch.errors import DONE, WRONG
-from launch.evaluate import _held_out, _lengths, _recipe_of, asked_of, evaluate, main
+from launch.evaluate import _held_out, _lengths, _recipe_of, evaluate, main, parse
 from launch.processes import Job
 from recipes.schema import compose
 
@@ -223,7 +223,7 @@ def trained(corpus, tmp_path_factory):
 
     def make(folder):
         run = open_run(compose([*TINY, *corpus, "model.init_std=0.2", f"run.dir={folder}"]), Hosts(60))
-        run.checkpoints.save(2, run.program.init(), run.kept(2))
+        run.checkpoints.save(2, run.program.init(), run.checkpoint_metadata(2))
         run.checkpoints.close()
         arguments = [f"run.dir={folder}", *corpus, *SMALL, *TASKS, "mesh.sp=4", f"to={folder}/evaluation.json"]
         assert main(arguments) == DONE
@@ -239,9 +239,9 @@ def check_same_cells(found, wanted):
 
 
 def test_four_devices_find_what_one_does(trained, corpus):
-    asked, where, keys = asked_of([f"run.dir={trained}", *corpus, *SMALL, *TASKS, "mesh=single"])
+    args, where, keys = parse([f"run.dir={trained}", *corpus, *SMALL, *TASKS, "mesh=single"])
     said = []
-    four, one = json.loads((trained / "evaluation.json").read_text()), evaluate(asked, where, keys, said.append)
+    four, one = json.loads((trained / "evaluation.json").read_text()), evaluate(args, where, keys, said.append)
     told = "\n".join(said)
     assert four["mesh"]["sp"] == 4 and one["mesh"]["sp"] == 1
     for place in ("document", "row"):
@@ -309,8 +309,8 @@ def test_rows_are_as_long_as_is_asked_for_or_as_in_training():
         (["data.sequence_length=96"], [96]),
         (["lengths=32", "data.sequence_length=96"], [32]),
     ):
-        asked, _, given = asked_of(["run.dir=a", *words])
-        assert _lengths(asked, weights, compose(given), given) == lengths
+        args, _, given = parse(["run.dir=a", *words])
+        assert _lengths(args, weights, compose(given), given) == lengths
 
 
 def test_what_the_model_was_trained_on_is_said(corpus):
@@ -331,7 +331,7 @@ def test_what_the_model_was_trained_on_is_said(corpus):
     [
         ([], "give run.dir=DIR, or model.init_from=DIR"),
         (["run.dir=a", "model.init_from=b"], "one of the two"),
-        (["run.dir=a", "model=8b"], "the model is that of the weights"),
+        (["run.dir=a", "model=8b"], "the model comes from the weights"),
         (["run.dir=a", "curriculum=[{until: 3}]"], "an evaluation has no stages"),
         (["run.dir=a", "tasks=loss,hay"], "must be some of loss,needle,recall"),
         (["run.dir=a", "lengths=1,2"], "lengths = '1,2' must be different numbers from 2 on"),
@@ -342,18 +342,18 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         (["run.dir=a", "depths=0,2"], "depths = '0,2' must be from 0"),
         (["run.dir=a", "examples=0"], "examples = '0' must be a positive number"),
         (["run.dir=a", "step=1", "step=2"], "step is given twice"),
-        (["run.dir=a", "to=/nowhere/at/all.json"], "a folder that is there"),
+        (["run.dir=a", "to=/nowhere/at/all.json"], "an existing folder"),
         (["run.dir=a", "to=found.txt"], "must be a file .json"),
         (["run.dir=a", "lenghts=64"], "unknown key 'lenghts'; did you mean 'lengths'"),
     ],
 )
 def test_a_wrong_key_is_named(arguments, words):
     with pytest.raises(ValueError, match=words):
-        asked_of(arguments)
+        parse(arguments)
 
 
 def test_a_recipe_of_stages_is_evaluated_on_the_mesh_that_is_given():
-    keys = asked_of(["run.dir=a", "recipe=length_curriculum", "mesh.sp=2"])[2]
+    keys = parse(["run.dir=a", "recipe=length_curriculum", "mesh.sp=2"])[2]
     recipe = compose(keys)  # which refuses mesh.sp where every stage has a mesh of its own
     assert recipe.mesh.sp == 2 and recipe.curriculum == []
 

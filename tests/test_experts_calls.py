@@ -16,8 +16,9 @@ from experts_loop import DEEPSEEK, IDS, SHARED, B, D, E, F, Fs, T, chosen, input
 
 import ejdist
 import kernels
-from ejdist import moe, route
+from ejdist import make_mesh, moe, route
 from ejdist.experts import balance_loss, sequence_balance_loss, update_bias, z_loss
+from ejdist.operations import bind_ops
 
 ARRAYS = chosen(inputs())
 
@@ -308,3 +309,28 @@ def test_the_example_of_a_function_runs(name):
     function = getattr(ejdist.experts, name)
     example = doctest.DocTestParser().get_doctest(function.__doc__, {name: function}, name, None, None)
     assert example.examples and doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_told_still_works_under_its_old_name_and_warns():
+    x, router = jnp.ones((1, 4, 4)), jnp.zeros((4, 2))
+    gate, down = jnp.ones((2, 4, 5)), jnp.ones((2, 5, 4))
+    mesh, lines = make_mesh(ep=2, devices=jax.devices()[:2]), {}
+    for name, warns in (("told", pytest.warns(DeprecationWarning, match="moe: argument 'told' is now 'on_choice'")),
+                        ("on_choice", contextlib.nullcontext())):  # fmt: skip
+        with warns:
+            moe(
+                jnp.tile(x, (2, 1, 1)),
+                router,
+                gate,
+                gate,
+                down,
+                top_k=1,
+                mesh=mesh,
+                **{name: lines.setdefault(name, []).append},
+            )
+    assert lines["told"] and lines["told"] == lines["on_choice"]
+    lines = []
+    with pytest.warns(DeprecationWarning, match="bind_ops: argument 'told' is now 'on_choice'"):
+        ops = bind_ops(mesh, told=lines.append)
+    ops.moe(jnp.tile(x, (2, 1, 1)), router, gate, gate, down, top_k=1)
+    assert lines

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import ejdist
 import kernels
 from ejdist import moe
-from ejdist.experts.placed import _compiled, place_of
+from ejdist.experts.placed import _compiled, expert_sharding
 from kernels.framework.interpret import interpret
 
 B, T, D, E, F, K = 8, 8, 8, 8, 8, 3
@@ -280,7 +280,7 @@ def test_the_gradients_of_arrays_that_lay_on_no_mesh_are_of_explicit_axes():
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
     given = inputs()
     with jax.set_mesh(mesh):
-        place = place_of(given["x"], given["gate"], E, axis=None, mesh=None, in_specs=None, stored=None)
+        place = expert_sharding(given["x"], given["gate"], E, axis=None, mesh=None, in_specs=None, stored=None)
         routed = place.automatic(jax.jit(ejdist.experts.route, static_argnames="top_k"))
         gradient = jax.grad(lambda router: routed(given["x"], router, top_k=1).stats.z_loss)(given["router"])
         assert (given["router"] - gradient).shape == gradient.shape

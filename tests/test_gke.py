@@ -28,7 +28,7 @@ GPU = ["image=example.com/ejdist:1", "nodes=4", "gpus_per_node=8", *RUN]
 
 @functools.cache
 def text_of(*arguments):
-    return gke.text(*gke.options_of(arguments))
+    return gke.text(*gke.parse(arguments))
 
 
 def made(*arguments):
@@ -160,9 +160,9 @@ def test_machines_of_a_topology(topology, more, pods, chips):
 
 def test_a_chip_may_be_two_devices():
     words = [TPU[0], "topology=tpu7x:2x2x1", *RUN, "data.global_batch=8"]
-    assert gke.options_of([*words, "mesh.fsdp=8", "mesh.sp=1"])[0].chips == 4
+    assert gke.parse([*words, "mesh.fsdp=8", "mesh.sp=1"])[0].chips == 4
     with pytest.raises(ValueError, match="needs 16 devices, but there are 8"):
-        gke.options_of([*words, "mesh.fsdp=16", "mesh.sp=1"])
+        gke.parse([*words, "mesh.fsdp=16", "mesh.sp=1"])
 
 
 def test_what_gke_sets_is_what_jax_asks_for(monkeypatch):
@@ -222,7 +222,7 @@ def test_the_doctor_is_not_started_again():
         ([*TPU, "slices=0"], "slices must be a number from 1 on"),
         ([*TPU, "name=My_Run"], "name = 'My_Run' must be a lower-case letter, then such letters"),
         ([*TPU[:3], "volume=My_Claim", "run.dir=/mnt/runs/a"], "volume = 'My_Claim' must be the name of"),
-        ([*TPU, "service_account=a$b"], "service_account = 'a$b' must be the name of"),
+        ([*TPU, "service_account=a$b"], "service_account = 'a$b' must be a Kubernetes service account"),
         ([*TPU, "env.A=1", "env.A=2"], "env.A is given twice"),
         (["image=", *TPU[1:]], "image is empty; write image=VALUE, or leave it out"),
         ([*GPU, "port=70000"], "port must be a number from 1 to 65535"),
@@ -234,8 +234,8 @@ def test_the_doctor_is_not_started_again():
             "mesh.sp=128 needs 128 devices, but there are 64",
         ),
         ([*TPU, f"name={'a' * 50}"], "is too long: a pod would be called"),
-        ([*TPU, "cluster=auto"], "cluster=auto cannot be given here"),
-        ([*TPU, "cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here"),
+        ([*TPU, "cluster=auto"], "cluster=auto cannot be set here"),
+        ([*TPU, "cluster.num_processes=3"], "cluster.num_processes=3 cannot be set here"),
         ([*TPU, "modle=8b"], "did you mean 'model'"),
         ([*TPU, "env.A-B=3"], "env.A-B must be written env.NAME=VALUE"),
         ([*TPU, "env=A"], "env must be written env.NAME=VALUE"),
@@ -246,7 +246,7 @@ def test_the_doctor_is_not_started_again():
             [*TPU, "checkpoint.local=/tmp/a", "checkpoint.local_every=5"],
             "checkpoint.local = '/tmp/a' would be a folder of a",
         ),
-        ([*TPU, "command=plan"], "command=plan is unknown; there are train, doctor"),
+        ([*TPU, "command=plan"], "command=plan is unknown; use one of train, doctor"),
     ],
 )
 def test_called_wrongly(arguments, message, capsys):
@@ -284,7 +284,7 @@ def test_launchers_take_what_the_documentation_shows():
         shown += re.findall(r"^python -m (launch\.(?:gke|slurm|tpu_vm)) ([^>\n]*)", text, re.MULTILINE)
     assert {name for name, _ in shown} >= {"launch.gke", "launch.tpu_vm"}
     for name, words in shown:
-        rest = importlib.import_module(name).options_of(shlex.split(words))[1]
+        rest = importlib.import_module(name).parse(shlex.split(words))[1]
         check_run(rest, "the documentation", 128 if "mesh.dp=2" in rest else 64)
 
 

@@ -192,7 +192,7 @@ def test_signs_of_life_grow_seldom(tmp_path, monkeypatch):
     ledger.open(tmp_path)
     for step in range(200_000):
         now[0] += 0.1
-        if ledger.sign(step, 0.0):
+        if ledger.heartbeat(step, 0.0):
             signs.append(now[0])
     ledger.close()
     gaps = [b - a for a, b in itertools.pairwise(signs)]

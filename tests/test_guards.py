@@ -18,9 +18,9 @@ from small_run import TINY, losses
 from ejdist.cluster import Hosts, ending, watchdog
 from ejdist.mesh import make_mesh
 from ejdist.models.model import Metric
-from ejdist.training import pace, steps
+from ejdist.training import step_timer, steps
 from ejdist.training.goodput import NAME, Ledger, account, read
-from ejdist.training.guards import LAG, PASSED, Finite, GuardsSection, Passed, Rewind, Watch
+from ejdist.training.guards import LAG, SKIPPED_FILE, Finite, GuardsSection, Rewind, SkippedBatches, Watch
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
@@ -37,7 +37,7 @@ ONE = [*TINY, "mesh.sp=1", "model.num_layers=1", "run.steps=14", "checkpoint.eve
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*ONE, *corpus, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*ONE, *corpus, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 
@@ -183,7 +183,7 @@ def watched(values, tmp_path, saves=(), first=0, kept=None, **section):
     watch, limits = Watch(GuardsSection(**section), tmp_path, None, kept), {}
     for step, value in enumerate(values, first + 1):
         limits[step] = watch.limits(step).tolist()
-        watch.add(step, numbers(*value), all_of_them=step in saves)
+        watch.add(step, numbers(*value), wait=step in saves)
     return watch, limits
 
 
@@ -209,7 +209,7 @@ def test_limits_are_the_same_bits_whenever_the_run_saved_and_began_again(tmp_pat
     values = some_values(60)
     _, whole = watched(values, tmp_path)
     watch, parts = watched(values[: saves[0]], tmp_path, saves)
-    kept = json.loads(json.dumps(watch.keep()))
+    kept = json.loads(json.dumps(watch.to_json()))
     _, rest = watched(values[saves[0] :], tmp_path, saves, saves[0], kept)
     assert parts | rest == whole
 
@@ -222,13 +222,13 @@ def test_what_is_done_about_a_bad_step(tmp_path, bad, action):
     watch, _ = watched(values, tmp_path, **section)
     wanted = {"stop": Diverged, "rewind": Rewind}.get(action)
     if wanted is None:
-        watch.add(29, numbers(3.0), all_of_them=False)
-        assert watch.keep()["skips"] == 1
-        watch.add(30, numbers(3.0), all_of_them=False)
-        assert watch.keep()["skips"] == 0, "in a row"
+        watch.add(29, numbers(3.0), wait=False)
+        assert watch.to_json()["skips"] == 1
+        watch.add(30, numbers(3.0), wait=False)
+        assert watch.to_json()["skips"] == 0, "in a row"
         return
     with pytest.raises(wanted, match=r"step 21 has loss .* and gradient norm") as found:
-        watch.add(29, numbers(3.0), all_of_them=False)
+        watch.add(29, numbers(3.0), wait=False)
     assert action != "rewind" or found.value.step == 21
     assert action != "stop" or "nothing was saved since" in str(found.value)
 
@@ -236,9 +236,9 @@ def test_what_is_done_about_a_bad_step(tmp_path, bad, action):
 def test_too_many_skips_in_a_row_stop_the_run_also_over_a_restart(tmp_path):
     values = [(math.nan, math.nan)] * 3
     watch, _ = watched(values, tmp_path, saves=(3,), nonfinite="skip", most_skips=4)
-    again, _ = watched(values[:1], tmp_path, (4,), 3, watch.keep(), nonfinite="skip", most_skips=4)
-    with pytest.raises(Diverged, match=r"updates of 5 steps in a row were left out \(guards.most_skips\)") as found:
-        again.add(5, numbers(math.nan), all_of_them=True)
+    again, _ = watched(values[:1], tmp_path, (4,), 3, watch.to_json(), nonfinite="skip", most_skips=4)
+    with pytest.raises(Diverged, match=r"5 updates in a row were skipped \(guards.most_skips\)") as found:
+        again.add(5, numbers(math.nan), wait=True)
     assert exit_code_of(found.value) == DIVERGED
 
 
@@ -255,9 +255,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, action):
         watch.before_save(4, params)
     assert str(found.value).startswith("after step 4 second.own and 1 more parameters are not finite")
     if action != "rewind":
-        assert exit_code_of(found.value) == DIVERGED and "guards.nonfinite=rewind to go past the data" in str(
-            found.value
-        )
+        assert exit_code_of(found.value) == DIVERGED and "guards.nonfinite=rewind to skip the data" in str(found.value)
 
 
 def test_a_run_does_not_end_well_with_parameters_that_are_none(corpus, tmp_path, capsys):
@@ -276,7 +274,8 @@ def test_a_run_does_not_end_well_with_parameters_that_are_none(corpus, tmp_path,
     assert main([*bad, "guards.nonfinite=rewind", "guards.most_rewinds=2"]) == DIVERGED
     said = capsys.readouterr()
     assert (
-        said.out.count("not finite: going back to step 0 and past batches") == 2 and "guards.most_rewinds" in said.err
+        said.out.count("not finite: rewinding to step 0 and skipping batches") == 2
+        and "guards.most_rewinds" in said.err
     )
 
 
@@ -286,56 +285,56 @@ def test_a_run_does_not_end_well_with_parameters_that_are_none(corpus, tmp_path,
 @pytest.mark.parametrize("seed", range(20))
 def test_no_step_takes_a_batch_that_a_rewind_went_past(tmp_path, seed):
     """A run that is rewound and killed at random, as it would be with a list of the batches that each step took."""
-    chance, passed, gone, saved, step, taken = random.Random(seed), Passed(), set(), 0, 0, {}
+    chance, skipped, gone, saved, step, taken = random.Random(seed), SkippedBatches(), set(), 0, 0, {}
     for _ in range(40):
         step += 1
-        taken[step] = passed.number(step)
+        taken[step] = skipped.number(step)
         assert taken[step] not in gone and taken[step] > max((taken[s] for s in range(1, step)), default=-1)
         what = chance.random()
         if what < 0.2:
             saved = step
         elif what < 0.4:
             gone |= {taken[s] for s in range(saved + 1, step + 1)}
-            passed = passed.past(step, saved)
-            assert passed.number(saved + 1) == taken[step] + 1
-            passed.write(tmp_path)
+            skipped = skipped.after_rewind(step, saved)
+            assert skipped.number(saved + 1) == taken[step] + 1
+            skipped.write(tmp_path)
             step = saved
         elif what < 0.6:  # killed: what is known is the checkpoint and the folder
-            passed, step = Passed.read(tmp_path, passed.until(saved), saved), saved
-    assert Passed().number(7) == 6
+            skipped, step = SkippedBatches.read(tmp_path, skipped.until(saved), saved), saved
+    assert SkippedBatches().number(7) == 6
 
 
 def test_a_file_of_rewinds_that_is_none_is_named(tmp_path):
-    (tmp_path / PASSED).write_text('{"rewinds": [[1')
-    with pytest.raises(ValueError, match=f"{PASSED} cannot be read .* restore it, or remove it"):
-        Passed.read(tmp_path, [], 0)
-    assert Passed.read(tmp_path / "none", [[3, 2]], 4).rewinds == [[3, 2]]
+    (tmp_path / SKIPPED_FILE).write_text('{"rewinds": [[1')
+    with pytest.raises(ValueError, match=f"{SKIPPED_FILE} cannot be read .* restore it, or remove it"):
+        SkippedBatches.read(tmp_path, [], 0)
+    assert SkippedBatches.read(tmp_path / "none", [[3, 2]], 4).rewinds == [[3, 2]]
 
 
 @pytest.mark.parametrize("restored", [[8, 8], [8, 12], [12, 4], [8, 4, 4], [4, 12, 8]])
 def test_rewinds_after_each_other_take_every_batch_once_and_leave_out_the_bad(restored, tmp_path):
     """To the same checkpoint, a later one, or an earlier one, where those after it were damaged. Whichever checkpoint a run
     goes on from knows of them all."""
-    passed, made = Passed(), {}
+    skipped, made = SkippedBatches(), {}
     for to in restored:
         bad = to + 3
-        made |= {step: passed.number(step) for step in range(1, bad + 1) if step not in made}
-        last = passed.number(bad)
-        passed = passed.past(bad, to)
+        made |= {step: skipped.number(step) for step in range(1, bad + 1) if step not in made}
+        last = skipped.number(bad)
+        skipped = skipped.after_rewind(bad, to)
         made = {step: batch for step, batch in made.items() if step <= to}
         # From the checkpoint on, one batch after another, from the one after the bad step's.
-        after = [passed.number(step) for step in range(to + 1, to + 20)]
+        after = [skipped.number(step) for step in range(to + 1, to + 20)]
         assert after == list(range(last + 1, last + 20))
-        assert {step: passed.number(step) for step in made} == made, "what the checkpoint was made from"
-    passed.write(tmp_path)
+        assert {step: skipped.number(step) for step in made} == made, "what the checkpoint was made from"
+    skipped.write(tmp_path)
     for step in range(20):
-        assert Passed.read(tmp_path, passed.until(step), step).rewinds == passed.rewinds
+        assert SkippedBatches.read(tmp_path, skipped.until(step), step).rewinds == skipped.rewinds
 
 
 @pytest.fixture
 def poison(monkeypatch):
     """Returns a function that makes batches, by their numbers, turn the parameters into NaN."""
-    make, place, state = steps.make_steps, steps.place_batch, {"bad": False, "taken": []}
+    make, place, state = steps.run_steps, steps.place_batch, {"bad": False, "taken": []}
 
     def of(data, wrong):
         def with_place(batch, program, first):
@@ -352,7 +351,7 @@ def poison(monkeypatch):
             return make(run, step, *rest)
 
         monkeypatch.setattr(steps, "place_batch", with_place)
-        monkeypatch.setattr(steps, "make_steps", with_steps)
+        monkeypatch.setattr(steps, "run_steps", with_steps)
         return state["taken"]
 
     return of
@@ -365,15 +364,15 @@ def test_a_rewind_goes_past_the_data_and_every_start_after_it_has_the_same_bits(
     rewinds = "guards.nonfinite=rewind"
     # The same batches in a run in which nothing was ever wrong.
     (tmp_path / "calm").mkdir()
-    Passed([[9, 2]]).write(tmp_path / "calm")
+    SkippedBatches([[9, 2]]).write(tmp_path / "calm")
     _, said = run(tmp_path / "calm", corpus)
-    assert f"{PASSED}: steps from 9 on go past 2 batches" in said, "of a rewind that no checkpoint knows of"
+    assert f"{SKIPPED_FILE}: 2 batches are skipped from step 9 on" in said, "of a rewind that no checkpoint knows of"
     calm = losses(tmp_path / "calm")
 
     taken = poison(build(recipe.data, seed=recipe.run.seed), {9})
     outcome, said = run(tmp_path / "whole", corpus, rewinds)
     assert outcome.finished and losses(tmp_path / "whole") == calm
-    assert "step 10 has loss nan" in said and "going back to step 8 and past batches 8 to 9" in said
+    assert "step 10 has loss nan" in said and "rewinding to step 8 and skipping batches 8 to 9" in said
     assert taken == [*range(12), *range(10, 16)], "steps 9 to 12, and then again from the batch after the bad one"
     spent = account(read(tmp_path / "whole" / NAME))
     assert spent.rewinds == 1 and spent.rewound > 0 == spent.lost and outcome.summary["goodput"]["rewinds"] == 1
@@ -384,9 +383,9 @@ def test_a_rewind_goes_past_the_data_and_every_start_after_it_has_the_same_bits(
         shutil.rmtree(whole / "checkpoints" / name)
     del taken[:]
     _, said = run(whole, corpus, rewinds)
-    assert losses(whole) == calm and "going back" not in said and taken == [*range(4, 8), *range(10, 16)]
+    assert losses(whole) == calm and "rewinding" not in said and taken == [*range(4, 8), *range(10, 16)]
     # Where nobody wrote the rewind down, it is found again; the checkpoints after it know of it themselves.
-    (whole / PASSED).unlink()
+    (whole / SKIPPED_FILE).unlink()
     shutil.rmtree(whole / "checkpoints" / "14")
     del taken[:]
     run(whole, corpus, rewinds)
@@ -394,7 +393,7 @@ def test_a_rewind_goes_past_the_data_and_every_start_after_it_has_the_same_bits(
     for name in ("14", "12"):
         shutil.rmtree(whole / "checkpoints" / name)
     _, said = run(whole, corpus, rewinds)
-    assert losses(whole) == calm and "going back to step 8" in said
+    assert losses(whole) == calm and "rewinding to step 8" in said
 
 
 def test_a_run_that_rewinds_in_vain_stops(corpus, tmp_path, poison, capsys):
@@ -405,8 +404,8 @@ def test_a_run_that_rewinds_in_vain_stops(corpus, tmp_path, poison, capsys):
     rewinds = ["guards.nonfinite=rewind", "guards.most_rewinds=2", f"run.dir={tmp_path}"]
     assert main([*ONE, *corpus, *rewinds]) == DIVERGED
     said = capsys.readouterr()
-    assert said.out.count("going back to step 4") == 2
-    assert "the run has gone back to step 4 2 times (guards.most_rewinds)" in said.err
+    assert said.out.count("rewinding to step 4") == 2
+    assert "the run has rewound to step 4 2 times (guards.most_rewinds)" in said.err
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["4"]
 
 
@@ -495,30 +494,35 @@ def test_who_differs_over_hosts():
 
 def test_slow_hosts_are_named_with_what_they_need():
     even = {h: {"host": 0.01, "data_wait": 0.001, "waits": 0.9, "step_time": 1.0} for h in range(4)}
-    assert pace.stragglers(even) == {} == pace.stragglers({0: even[0] | {"host": 9}})
-    slow = pace.stragglers(even | {2: even[2] | {"data_wait": 0.4}})
+    assert step_timer.stragglers(even) == {} == step_timer.stragglers({0: even[0] | {"host": 9}})
+    slow = step_timer.stragglers(even | {2: even[2] | {"data_wait": 0.4}})
     assert list(slow) == [2] and "host 2 needs 0.410 s of its own for a step of 1.000 s" in slow[2]
-    assert "0.400 s for its data and 0.010 s to make it ready" in slow[2]
-    assert pace.stragglers(even | {2: even[2] | {"host": 0.05}}) == {}, "too little to matter"
-    assert list(pace.stragglers({0: even[0], 1: even[1] | {"host": 0.5}})) == [1], "of two hosts too"
+    assert "0.400 s for its data and 0.010 s to prepare it" in slow[2]
+    assert step_timer.stragglers(even | {2: even[2] | {"host": 0.05}}) == {}, "too little to matter"
+    assert list(step_timer.stragglers({0: even[0], 1: even[1] | {"host": 0.5}})) == [1], "of two hosts too"
 
 
 def test_what_the_loop_does_is_counted_and_told(tmp_path, monkeypatch):
     now, lines = [100.0], []
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(step_timer.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other = {"host": 3.0, "data_wait": 0.0, "waits": 0.9, "step_time": 4.0}
-    monkeypatch.setattr(pace, "posted", lambda name: {1: ["node1", other]})
+    monkeypatch.setattr(step_timer, "posted", lambda name: {1: ["node1", other]})
     ledger = Ledger(True)
     ledger.open(tmp_path)
-    watched = pace.Pace(0, Hosts(5), ledger, 4, lines.append)
-    watched.begins(0)
+    watched = step_timer.StepTimer(0, Hosts(5), ledger, 4, lines.append)
+    watched.start(0)
     for step in range(1, 8):
-        for doing, seconds in ((pace.DATA, 0.5), (pace.HOST, 0.25), (pace.CALLS, 3), (pace.WAITS, 0.25)):
-            with watched.at(doing):
+        for doing, seconds in (
+            (step_timer.DATA, 0.5),
+            (step_timer.HOST, 0.25),
+            (step_timer.CALLS, 3),
+            (step_timer.WAITS, 0.25),
+        ):
+            with watched.during(doing):
                 assert watched.doing == doing
                 now[0] += seconds
-        watched.ends(step)
+        watched.end_step(step)
     with watched.saving(7):
         now[0] += 2
     watched.close()
@@ -539,24 +543,24 @@ def posts(*hosts):
     ("first", "later", "words"),
     [
         (
-            [(20, pace.WAITS, 1), (12, pace.HOST, 1)],
-            [(20, pace.WAITS, 2), (12, pace.HOST, 2)],
-            r"held up by host 1 \(node1\), behind: at step 12 where others are at 20, making a step ready",
+            [(20, step_timer.WAITS, 1), (12, step_timer.HOST, 1)],
+            [(20, step_timer.WAITS, 2), (12, step_timer.HOST, 2)],
+            r"held up by host 1 \(node1\), behind: at step 12 while others are at 20, preparing a step",
         ),
         (
-            [(20, pace.WAITS, 1), (20, pace.WAITS, 1)],
-            [(20, pace.WAITS, 2), (20, pace.WAITS, 1)],
+            [(20, step_timer.WAITS, 1), (20, step_timer.WAITS, 1)],
+            [(20, step_timer.WAITS, 2), (20, step_timer.WAITS, 1)],
             r"held up by host 1 \(node1\), with no sign of life",
         ),
         (
-            [(20, pace.WAITS, 1), (20, pace.DATA, 1), (20, pace.WAITS, 1)],
-            [(20, pace.WAITS, 2), (20, pace.DATA, 2), (20, pace.WAITS, 2)],
-            r"held up by host 1 \(node1\), waiting for data, and others are not",
+            [(20, step_timer.WAITS, 1), (20, step_timer.DATA, 1), (20, step_timer.WAITS, 1)],
+            [(20, step_timer.WAITS, 2), (20, step_timer.DATA, 2), (20, step_timer.WAITS, 2)],
+            r"held up by host 1 \(node1\), waiting for data, while others are not",
         ),
         (
-            [(20, pace.WAITS, 1)] * 2,
-            [(20, pace.WAITS, 2)] * 2,
-            "all hosts have handed over step 20 and are waiting for its devices: a device or the network hangs",
+            [(20, step_timer.WAITS, 1)] * 2,
+            [(20, step_timer.WAITS, 2)] * 2,
+            "all hosts have dispatched step 20 and are waiting for its devices: a device or the network hangs",
         ),
     ],
 )
@@ -564,17 +568,17 @@ def test_who_holds_up_the_others(first, later, words):
     import re
 
     assert re.search(words, watchdog.behind(posts(*first), posts(*later)))
-    assert watchdog.behind({}, {}) == "no host says where it is"
+    assert watchdog.behind({}, {}) == "no host has posted its position"
 
 
 @pytest.mark.parametrize(
     ("doing", "made", "ago", "ends"),
     [
-        (pace.WAITS, 5, 3.0, True),
-        (pace.WAITS, 5, -9.0, False),  # steps end
-        (pace.WAITS, 0, 3.0, False),  # the first step connects, and may take longer
-        (pace.SAVES, 5, 3.0, False),  # a save has a limit of its own
-        (pace.SAVES, 5, 70.0, True),
+        (step_timer.WAITS, 5, 3.0, True),
+        (step_timer.WAITS, 5, -9.0, False),  # steps end
+        (step_timer.WAITS, 0, 3.0, False),  # the first step connects, and may take longer
+        (step_timer.SAVES, 5, 3.0, False),  # a save has a limit of its own
+        (step_timer.SAVES, 5, 70.0, True),
     ],
 )
 def test_a_command_whose_steps_do_not_end_is_ended(monkeypatch, doing, made, ago, ends, capfd):
@@ -587,7 +591,7 @@ def test_a_command_whose_steps_do_not_end_is_ended(monkeypatch, doing, made, ago
     monkeypatch.setattr(ending, "_codes", ending.Codes(75, 69))
     monkeypatch.setattr(watchdog, "leave", leave)
     where = collections.namedtuple("Where", "step doing ended made")(7, doing, watchdog.time.monotonic() - ago, made)
-    with watchdog.ending_hangs(where, Hosts(60), 0.4, pace.SAVES):
+    with watchdog.ending_hangs(where, Hosts(60), 0.4, step_timer.SAVES):
         assert said.wait(9 if ends else 1.2) is ends
     if ends:
         message, code = left[0]
@@ -599,5 +603,5 @@ def test_a_command_whose_steps_do_not_end_is_ended(monkeypatch, doing, made, ago
 def test_outside_of_a_command_nothing_watches(monkeypatch):
     monkeypatch.setattr(ending, "_codes", None)
     before = threading.active_count()
-    with watchdog.ending_hangs(None, Hosts(60), 0.01, pace.SAVES):
+    with watchdog.ending_hangs(None, Hosts(60), 0.01, step_timer.SAVES):
         assert threading.active_count() == before

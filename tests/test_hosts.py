@@ -13,7 +13,7 @@ import pytest
 
 import ejdist.cluster.hosts as hosts_module
 from ejdist.cluster import HostLost, Hosts, HostsDiffer, agreement, ending
-from ejdist.training.stored import CheckpointError
+from ejdist.training.checkpoint_format import CheckpointError
 from launch.errors import BAD_CHECKPOINT, HOST_LOST, WRONG, exit_code_of
 
 HERE = threading.local()
@@ -76,7 +76,7 @@ def test_hosts_with_the_same_facts_go_on_together(together):
         time.sleep(0.05 * hosts.index)
         for moment in ("the start", "the first step", "the start"):
             hosts.compare(moment, {"recipe": [1, 2.5, None], "package jax": "0.11"})
-        return hosts.say("a name", f"of host {hosts.index}")
+        return hosts.broadcast("a name", f"of host {hosts.index}")
 
     assert together(3, act) == ["of host 0"] * 3
 
@@ -106,12 +106,12 @@ def test_a_fact_that_only_some_hosts_have_is_a_difference(together, odd):
 )
 def test_who_does_not_come_is_named_after_the_limit(together, monkeypatch, come, missing):
     if 0 not in come:  # the others give host 0 more time, to hear from it who else is missing
-        monkeypatch.setattr(hosts_module, "_FOR_THE_VERDICT", 0.0)
+        monkeypatch.setattr(hosts_module, "_FOR_RESULT", 0.0)
     start = time.monotonic()
     found = together(3, lambda hosts: hosts.compare("the first step", {}), limit=0.5, come=come)
     assert time.monotonic() - start < 3
     for error in found:
-        assert isinstance(error, HostLost) and f"{missing} not come to the first step within 0.5 s" in str(error)
+        assert isinstance(error, HostLost) and f"{missing} not reached the first step within 0.5 s" in str(error)
         assert "run.host_timeout" in str(error) and exit_code_of(error) == HOST_LOST
 
 
@@ -157,13 +157,13 @@ def test_all_hosts_end_with_the_code_of_the_one_that_failed(together, monkeypatc
     assert [exit_code_of(found[i]) for i in (0, 2)] == [code, code]
 
 
-@pytest.mark.parametrize(("code", "ends", "words"), [(3, 3, "no room"), (None, 69, "the same command goes on")])
+@pytest.mark.parametrize(("code", "ends", "words"), [(3, 3, "no room"), (None, 69, "the same command resumes")])
 def test_a_step_that_waits_for_a_host_that_failed_ends_with_its_code(monkeypatch, code, ends, words):
     left = []
     monkeypatch.setattr(ending, "_EVERY", 0.01)
     monkeypatch.setattr(ending, "_GRACE", 0.01)
     monkeypatch.setattr(ending, "leave", lambda message, code: left.append((message, code)) or sys.exit())
-    failed = hosts_module.Failed("host 1 (b) ended, and so do all: no room", False, code)
+    failed = hosts_module.Failed("host 1 (b) failed, which ends all hosts: no room", False, code)
     with pytest.raises(SystemExit):
         ending._watch(ending.Codes(75, 69), lambda: failed, threading.Event())
     assert len(left) == 1 and left[0][1] == ends and words in left[0][0]
@@ -175,8 +175,8 @@ def test_a_step_that_waits_for_a_host_that_failed_ends_with_its_code(monkeypatch
 
 def test_the_first_host_that_says_something_is_heard_by_all(together):
     def act(hosts):
-        quiet = hosts.first("a moment", None)
-        return quiet, hosts.first("the reading", f"chunk {hosts.index} is odd" if hosts.index > 0 else None)
+        quiet = hosts.first_error("a moment", None)
+        return quiet, hosts.first_error("the reading", f"chunk {hosts.index} is odd" if hosts.index > 0 else None)
 
     found = together(3, act)
     assert {quiet for quiet, _ in found} == {None}
@@ -186,7 +186,9 @@ def test_the_first_host_that_says_something_is_heard_by_all(together):
 def test_a_host_that_is_alone_waits_for_nobody():
     hosts = Hosts(1)
     hosts.compare("the start", {"a": 1, "b": float("nan")})
-    assert hosts.first("x", None) is None and hosts.first("x", "odd") == "odd" and hosts.say("x", 3) == 3
+    assert (
+        hosts.first_error("x", None) is None and hosts.first_error("x", "odd") == "odd" and hosts.broadcast("x", 3) == 3
+    )
     assert hosts.failed() is None
 
 
@@ -237,9 +239,9 @@ def test_telling_others_makes_no_device(monkeypatch):
         raise AssertionError("devices are made")
 
     monkeypatch.setattr(jax, "process_index", waits)
-    hosts_module.tell_others("it was stopped")
+    hosts_module.notify_failure("it was stopped")
     store = Store()
     monkeypatch.setattr(hosts_module, "_index", lambda: 3)
     monkeypatch.setattr(hosts_module, "_store", lambda: store)
-    hosts_module.tell_others("it was stopped")
+    hosts_module.notify_failure("it was stopped")
     assert list(store.values) == ["ejdist/failed/3"]

@@ -249,14 +249,15 @@ def test_stages_are_a_split_of_the_layers(cuts):
 
 @pytest.mark.parametrize("which", [range(2, 2), range(0, 7), range(0, 6, 2), range(-1, 3)], ids=str)
 def test_a_stage_is_a_range_of_layers(which):
-    with pytest.raises(ValueError, match="must be a range of some of the 6 layers"):
+    with pytest.raises(ValueError, match="must be a contiguous range of the 6 layers"):
         stack.run_layers(jnp.zeros((1, 4, 16)), {}, {}, STAGED, None, which)
 
 
 def test_a_stage_has_no_rows_of_other_layers():
     params, buffers = state_of(STAGED)
     with pytest.raises(
-        ValueError, match=r"attention_norm has 6 rows, and layers 1 to 2 need 2, those with the part 'attention'"
+        ValueError,
+        match=r"attention_norm has 6 rows, but layers 1 to 2 need 2, one per layer with the part 'attention'",
     ):
         stack.run_layers(jnp.zeros((1, 4, 16)), params["layers"], buffers, STAGED, None, range(1, 3))
 
@@ -276,7 +277,7 @@ RUN = [*TINY, "model.layer_pattern=[full,none+probe]", "model.num_layers=3", "ru
 
 
 def run(directory, corpus, *overrides):
-    train(compose([*RUN, *corpus, f"run.dir={directory}", *overrides]), say=lambda line: None)
+    train(compose([*RUN, *corpus, f"run.dir={directory}", *overrides]), log=lambda line: None)
     return read_rows(directory / "metrics.jsonl")
 
 
@@ -414,9 +415,9 @@ def giving(name, metric, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "name", "how", "words"),
     [
-        ("full+probe", "loss", "mean", "'loss', which is the model's own"),
-        ("other+probe", "probe_tokens", "sum", "two parts of a layer give the metric 'probe_tokens'"),
-        ("other+twin", "x", "sum", "'other.twin' has two parts of one name"),
+        ("full+probe", "loss", "mean", "'loss', which the model uses itself"),
+        ("other+probe", "probe_tokens", "sum", "two parts of a layer return the metric 'probe_tokens'"),
+        ("other+twin", "x", "sum", "'other.twin' has two parts with the same name"),
         ("other+clash", "x", "sum", "declare the parameter 'other_scale'"),
     ],
 )

@@ -12,9 +12,9 @@ from small_run import TINY, losses
 
 from ejdist.cluster.hosts import Hosts
 from ejdist.training.checkpoint import CheckpointError, CheckpointSection
+from ejdist.training.checkpoint_format import DamagedCheckpoint
+from ejdist.training.checkpoint_policy import Clock, Saves
 from ejdist.training.local_tier import LocalCheckpoints
-from ejdist.training.saves import Clock, Saves
-from ejdist.training.stored import DamagedCheckpoint
 from launch.errors import DONE, WRONG
 from launch.processes import Job
 from launch.train import main
@@ -167,10 +167,10 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
 
         return make(run, step, state, writer, start, *rest)
 
-    make = steps.make_steps
+    make = steps.run_steps
     assert main([*TINY, *corpus, f"run.dir={tmp_path / 'calm'}"]) == DONE
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "make_steps", dies)
+        patch.setattr(steps, "run_steps", dies)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="dies"):
                 command(tmp_path, corpus)
@@ -178,12 +178,12 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
     capsys.readouterr()
     assert command(tmp_path, corpus) == DONE
     said = capsys.readouterr().out
-    assert f"going on from step 8 of {tmp_path}/run, as this host has it in" in said
+    assert f"resuming from step 8 of {tmp_path}/run, as this host has it in" in said
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
     # A copy of the run is another run: what is on the disk is not its own.
     assert command(tmp_path, corpus, run="copy") == DONE
     said = capsys.readouterr().out
-    assert f"going on from step 6 of {tmp_path}/copy\n" in said
+    assert f"resuming from step 6 of {tmp_path}/copy\n" in said
     assert losses(tmp_path / "copy") == losses(tmp_path / "calm")
 
 
@@ -200,8 +200,8 @@ def test_a_lost_or_damaged_local_checkpoint_falls_back_and_says_so(corpus, tmp_p
     capsys.readouterr()
     assert command(tmp_path, corpus, "run.stop_after=6") == DONE
     said = capsys.readouterr().out
-    assert "going on from step 3" in said
-    assert "no checkpoint is read from checkpoint.local" in said or "it is removed on every host" in said
+    assert "resuming from step 3" in said
+    assert "is not used to resume" in said or "it was removed on every host" in said
 
 
 @pytest.mark.parametrize(
@@ -245,14 +245,14 @@ def test_two_hosts_go_on_from_their_own_disks_and_a_replaced_one_from_what_lasts
     for folder in ("run", "fast"):
         shutil.copytree(tmp_path / folder, tmp_path / "before" / folder)
     codes, said = start("again", *tiers)
-    assert codes == [DONE, DONE] and "going on from step 8" in said and "host-0-of-2" in said, said
+    assert codes == [DONE, DONE] and "resuming from step 8" in said and "host-0-of-2" in said, said
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
     for folder in ("run", "fast"):
         shutil.rmtree(tmp_path / folder)
         shutil.copytree(tmp_path / "before" / folder, tmp_path / folder)
     shutil.rmtree(next((tmp_path / "fast").glob("*/host-1-of-2")))
     codes, said = start("replaced", *tiers)
-    assert codes == [DONE, DONE] and "going on from step 6" in said, said
+    assert codes == [DONE, DONE] and "resuming from step 6" in said, said
     assert "host 1 has none that fits this mesh" in said
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old_and_hosts_meet_at_few_
     now, said = [0.0], []
 
     class Said(Hosts):
-        def say(self, name, value=None):
+        def log(self, name, value=None):
             said.append(value)
             return value
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old_and_hosts_meet_at_few_
 
 def test_what_another_host_says_decides():
     class Other(Hosts):
-        def say(self, name, value=None):
+        def log(self, name, value=None):
             return [True, 5]
 
     clock = Clock(1000.0, Other(60))

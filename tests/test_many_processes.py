@@ -29,15 +29,15 @@ LENGTH = ["run.steps=14", "checkpoint.every=4", "run.host_timeout=120"]
 def rehearsed(folder, *arguments):
     """Returns the exit code of a rehearsal, and what it said."""
     lines = []
-    return rehearse.main([*SMALL, f"run.dir={folder}", *arguments], say=lines.append), "\n".join(lines)
+    return rehearse.main([*SMALL, f"run.dir={folder}", *arguments], log=lines.append), "\n".join(lines)
 
 
 def test_a_killed_host_goes_on_bit_for_bit_and_hosts_refuse_to_differ(corpus, tmp_path):
     """And one host makes the losses of two. A signal to two processes is in tests/test_slurm.py, every fault below."""
     faults = "fault=kill,other_recipe"
     code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", faults)
-    assert code == DONE and "2 of 2 drills ended as they should" in said, said
-    assert said.count("losses and final state are those of the run without") == 1 and "exit codes [2, 2]" in said
+    assert code == DONE and "2 of 2 drills ended as expected" in said, said
+    assert said.count("losses and final state match the run without") == 1 and "exit codes [2, 2]" in said
     alone = tmp_path / "alone"
     assert train([*TINY, *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", f"run.dir={alone}"]) == DONE
     together = tmp_path / "two" / "calm" / "run"
@@ -70,8 +70,8 @@ def test_twenty_in_a_row(corpus, tmp_path, fault, steps, every):
         "devices_per_host=1",
     ]
     code, said = rehearsed(tmp_path / "r", *corpus, *length, "mesh.dp=2", "mesh.sp=1", f"fault={fault}")
-    assert code == DONE and "20 of 20 ended as they should" in said, said
-    assert "losses and final state are those of the run without" in said
+    assert code == DONE and "20 of 20 ended as expected" in said, said
+    assert "losses and final state match the run without" in said
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ def test_local_ends_as_the_process_that_failed(ends, code, monkeypatch):
     [
         (["devices=2"], "processes= is missing"),
         (["processes=0"], "processes must be a number from 1 on, got '0'"),
-        (["processes=2", "cluster.process_id=0"], "cluster.process_id=0 cannot be given here"),
-        (["processes=2", "cluster=auto"], "cluster=auto cannot be given here"),
+        (["processes=2", "cluster.process_id=0"], "cluster.process_id=0 cannot be set here"),
+        (["processes=2", "cluster=auto"], "cluster=auto cannot be set here"),
         (["processes=2", "gpus=0"], "names one GPU for each of 2 processes"),
         (["processes=2", "gpus=0,1", "devices=1"], "excludes devices="),
         (["processes=2", "gpus=0,0"], "gpus=0,0 must name a GPU for each process, and each once"),
@@ -144,19 +144,19 @@ def test_local_called_wrongly(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fault=earthquake"], "fault=earthquake is unknown; there are sigterm, kill"),
+        (["fault=earthquake"], "fault=earthquake is unknown; use one of sigterm, kill"),
         (["fault=other_code", "hosts=1"], "fault=other_code needs hosts=2 or more"),
-        (["fault=kill,nan,kill"], "fault=kill,nan,kill names kill twice; times=2 makes each of them so often"),
+        (["fault=kill,nan,kill"], "fault=kill,nan,kill names kill twice; use times=2 to repeat each fault"),
         (["hosts=2", "hosts=4"], "hosts is given twice"),
         (["checkpoint.dir=/tmp/all"], "checkpoint.dir = '/tmp/all' cannot be given to a rehearsal"),
         (["hosts=many"], "hosts must be a number from 1 on, got 'many'"),
         (["device_per_host=4"], "unknown key 'device_per_host'; did you mean 'devices_per_host'?"),
         (["times=0"], "times must be a number from 1 on"),
-        (["series=3", "fault=nan"], "fault=nan is none of a series; there are kill, kill_in_save, sigterm"),
+        (["series=3", "fault=nan"], "fault=nan cannot be used in a series; use kill, kill_in_save, sigterm"),
         (["seed=-1"], "seed must be a number from 0 on"),
         (["run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
         (["++run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
-        (["+cluster.num_processes=3"], "cluster.num_processes=3 cannot be given here: a rehearsal says itself"),
+        (["+cluster.num_processes=3"], "cluster.num_processes=3 cannot be set here: a rehearsal says itself"),
         (["times=2", "series=3"], "times = 2 is of drills, and series = 3 makes one run"),
         (["run.steps=10", "checkpoint.every=5"], r"at least 2 * checkpoint.every + 2 steps"),
         (["modle.num_layers=2"], "did you mean 'model.num_layers'"),
@@ -172,15 +172,13 @@ def test_a_rehearsal_called_wrongly_starts_nothing(arguments, message, capsys, t
 def test_a_rehearsal_touches_no_folder_that_is_there(capsys, tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
     assert rehearse.main(["recipe=long_context", f"run.dir={tmp_path}"]) == WRONG
-    assert "is there already" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
+    assert "already exists" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
 
 
 def test_a_rehearsal_writes_to_no_place_of_the_recipe(tmp_path):
     """All its runs would have the checkpoints of the first."""
     with pytest.raises(ValueError, match=r"checkpoint\.dir = .* cannot be given to a rehearsal"):
-        rehearse.options_of(
-            ["recipe=long_context", f"run.dir={tmp_path / 'r'}", f"checkpoint.dir={tmp_path / 'durable'}"]
-        )
+        rehearse.parse(["recipe=long_context", f"run.dir={tmp_path / 'r'}", f"checkpoint.dir={tmp_path / 'durable'}"])
 
 
 def test_a_rehearsal_takes_any_folder(monkeypatch, tmp_path):
@@ -188,7 +186,7 @@ def test_a_rehearsal_takes_any_folder(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(Job, "start", lambda self, arguments, **rest: given.extend(arguments))
     folder = tmp_path / "my runs, [2]"
-    o = rehearse.options_of(["recipe=long_context", "hosts=1", f"run.dir='{folder}'"])
+    o = rehearse.parse(["recipe=long_context", "hosts=1", f"run.dir='{folder}'"])
     (o.folder / "calm" / "logs").mkdir(parents=True)
     (o.folder / "calm" / "logs" / "host-0.log").touch()
     rehearse.run(o, o.folder / "calm", None)
@@ -245,9 +243,9 @@ def test_sigterm_before_the_first_step_ends_at_once(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("loss", "digest", "codes", "ok", "word"),
     [
-        (2.0, 7, [69, -9], True, "losses and final state are those of the run without"),
+        (2.0, 7, [69, -9], True, "losses and final state match the run without"),
         (2.5, 7, [69, -9], False, "the loss of step 2 is 2.5, and 2.0 without a fault (1 steps differ)"),
-        (2.0, 8, [69, -9], False, "the losses are the same, and an array of the last checkpoint is not"),
+        (2.0, 8, [69, -9], False, "the losses are the same, but an array of the last checkpoint is not"),
         (2.0, 7, [1, -9], False, "exit codes [1, -9], which are not of [-9, -6, 69]"),
     ],
 )
@@ -260,12 +258,12 @@ def test_a_rehearsal_tells_a_run_apart(tmp_path, monkeypatch, loss, digest, code
         rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0 if calm else loss}]
         (folder / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows[: 1 if d else 2])))
         (kept / "metadata").write_text(json.dumps({"digest": {"x": 7 if calm else digest}}))
-        return codes if d else [DONE] * 2, "" if d or calm else "going on from step 1 of here", 3.0 if d else 2.0
+        return codes if d else [DONE] * 2, "" if d or calm else "resuming from step 1 of here", 3.0 if d else 2.0
 
     monkeypatch.setattr(rehearse, "run", run)
     code, said = rehearsed(tmp_path / "r", *LENGTH, "fault=kill")
     assert (code == DONE) is ok and word in said
-    assert "started again from step 1, 0 steps made twice; 3.0 s more than without" in said
+    assert "started again from step 1, 0 steps rerun; 3.0 s more than without" in said
 
 
 @pytest.mark.slow

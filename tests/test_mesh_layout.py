@@ -52,7 +52,7 @@ def test_a_smaller_mesh_takes_the_first_devices():
     [
         ({"sp": 16}, ["mesh.sp=16", "16 devices", "there are 8"]),
         ({"fsdp": 3, "tp": 4}, ["mesh.fsdp=3", "mesh.tp=4", "12"]),
-        ({"dp": -1, "sp": 3}, ["mesh.sp=3", "8 devices", "divided"]),
+        ({"dp": -1, "sp": 3}, ["mesh.sp=3", "8 devices", "not divisible by 3"]),
         ({"dp": -1, "sp": -1}, ["at most one -1"]),
         ({"tp": 0}, ["positive"]),
         ({"tp": -2}, ["positive"]),
@@ -232,11 +232,11 @@ def test_machines_with_gpus_are_no_slices():
     ("sizes", "devices", "words"),
     [
         ({"sp": 16}, chips(16, 2), ["mesh.sp=16 over 2 TPU slices of 8 devices", "only mesh.dp", "a multiple of 2"]),
-        ({"ep": 4, "sp": 4}, chips(16, 2), ["only mesh.dp goes over the network"]),
+        ({"ep": 4, "sp": 4}, chips(16, 2), ["only mesh.dp crosses the network"]),
         ({"fsdp": 16}, chips(16, 2), ["mesh.fsdp_across_slices=true"]),
         ({"dp": 2, "sp": 8}, chips(16, 4), ["mesh.dp=2 x mesh.sp=8 over 4 TPU slices", "a multiple of 4"]),
         ({"fsdp": 3, "sp": 4, "fsdp_across_slices": True}, chips(12, 2), ["and mesh.fsdp of 2"]),
-        ({"dp": 3, "sp": 4}, chips(16, 2), ["is 12 devices, and a TPU slice has 8", "all devices of each"]),
+        ({"dp": 3, "sp": 4}, chips(16, 2), ["is 12 devices, but a TPU slice has 8", "all devices of each"]),
         ({"dp": 3, "sp": 5}, [*chips(15, 2)], ["the TPU slices have 7 and 8 devices"]),
     ],
 )

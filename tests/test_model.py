@@ -20,7 +20,7 @@ from ejdist.operations import bind_ops
 from ejdist.projection import parsed, project
 from kernels.framework.dims import VOCABULARY
 from kernels.ops.rotary_embedding import RopeScaling
-from recipes.schema import compose, options_of
+from recipes.schema import compose, variants_of
 
 TINY = DecoderConfig(
     vocab_size=61, num_layers=4, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, tie_embeddings=False
@@ -357,11 +357,11 @@ def test_the_size_of_qwen3_8b():
         ({"layer_pattern": ("full",) * 5}, "shorten them or add layers"),
         ({"layer_pattern": ("window",)}, "give model.sliding_window"),
         ({"rope_scaling": "dynamic"}, "linear, ntk, yarn or llama3"),
-        ({"rope_low": 2.0}, "model.rope_low is of model.rope_scaling, which is null"),
+        ({"rope_low": 2.0}, "model.rope_low belongs to model.rope_scaling, which is null"),
         ({"rope_scaling": "linear", "rope_factor": 2.0, "rope_high": 2.0}, "'linear'.*high is model.rope_high"),
         (
             {"rope_scaling": "ntk", "rope_factor": 2.0, "rope_original_length": 9},
-            "model.rope_original_length is of yarn",
+            "model.rope_original_length is for yarn",
         ),
         ({"rope_scaling": "yarn", "rope_factor": 0.5}, "factor must be at least 1.*factor is model.rope_factor"),
         ({"rope_scaling": "yarn", "rope_low": 9.0, "rope_high": 2.0}, "below high.*low is model.rope_low"),
@@ -439,7 +439,7 @@ def test_dims_are_of_the_vocabulary(monkeypatch):
         Param((4, 4), "D")
 
 
-@pytest.mark.parametrize("name", options_of("model"))
+@pytest.mark.parametrize("name", variants_of("model"))
 def test_every_part_of_every_model_has_dims_of_the_vocabulary(name):
     model = compose([f"model={name}"]).model.build()
     declared = jax.tree.leaves([model.declared, model.buffers], is_leaf=lambda x: isinstance(x, Param))

@@ -34,7 +34,7 @@ def corpus(tmp_path_factory):
 def run(directory, corpus, *more, devices=DEVICES):
     said = []
     outcome = train(
-        compose([*MOE, corpus, f"run.dir={directory}", *more]), devices=jax.devices()[:devices], say=said.append
+        compose([*MOE, corpus, f"run.dir={directory}", *more]), devices=jax.devices()[:devices], log=said.append
     )
     return outcome, said
 
@@ -51,7 +51,7 @@ def test_what_a_run_says_and_writes(first):
     directory, outcome, said = first
     assert outcome.finished
     [reason] = [line for line in said if "(chosen)" in line]
-    assert "over 8 ranks of cpu" in reason and "ms a layer and step" in reason
+    assert "over 8 ranks of cpu" in reason and "ms per layer and step" in reason
     rows = read_rows(directory / "metrics.jsonl")
     tokens = 8 * 64
     for row in rows:
@@ -95,7 +95,7 @@ def test_it_goes_on_where_experts_lie_otherwise(first, corpus, tmp_path, devices
     (copy / "checkpoints").mkdir(parents=True)
     (copy / "checkpoints" / "4").symlink_to(directory / "checkpoints" / "4")
     _, said = run(copy, corpus, *more, *where, devices=devices)
-    assert any("going on from step 4" in line for line in said)
+    assert any("resuming from step 4" in line for line in said)
     assert not any("(chosen)" in line for line in said)  # named, or of one rank
     np.testing.assert_allclose(losses(copy), losses(directory)[4:], rtol=2e-5)
 
@@ -193,7 +193,7 @@ def test_the_recipes_train(recipe, corpus, tmp_path):
         "checkpoint.every=0",
         "experts.load_every=1",
     ]
-    outcome = train(compose(more), devices=jax.devices()[:4], say=lambda line: None)
+    outcome = train(compose(more), devices=jax.devices()[:4], log=lambda line: None)
     assert outcome.summary["loss_last"] < outcome.summary["loss_first"] - 1.5
     # One step may leave an expert out while scores still move; ten may not.
     counts = np.array([row["experts/counts"] for row in read_rows(folder / "metrics.jsonl")[-10:]])

@@ -164,7 +164,7 @@ def inside(function, *arrays, over="stage", **layout):
 
 
 def test_axes_that_nobody_placed_are_refused():
-    with pytest.raises(ValueError, match=r"the axes 'seq', and nothing says which dims lie on them"):
+    with pytest.raises(ValueError, match=r"the axes 'seq', and nothing says which dims are sharded over them"):
         inside(ejdist.rms_norm, X, B="data")
 
 

@@ -89,7 +89,7 @@ def test_a_run_in_a_bucket_goes_on_is_exported_and_started_from(bucket, corpus, 
     assert main([*run, "run.stop_after=6", "checkpoint.every=3"]) == DONE
     assert main([*TINY, *corpus, f"run.dir={tmp_path / 'calm'}"]) == DONE
     assert main(run) == DONE
-    assert "going on from step 6" in capsys.readouterr().out
+    assert "resuming from step 6" in capsys.readouterr().out
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
     assert not (tmp_path / "run" / "checkpoints").exists()
     there, here = Run(URL), Run(tmp_path / "calm" / "checkpoints")
@@ -172,5 +172,5 @@ def test_a_path_is_no_url():
 
 
 def test_a_folder_without_checkpoints_is_no_run(tmp_path):
-    with pytest.raises(WeightsError, match=r"no checkpoint of a run; give the run\.dir of one that has"):
+    with pytest.raises(WeightsError, match=r"holds no checkpoint; give the run\.dir of a run that has one"):
         Run(tmp_path)

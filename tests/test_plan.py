@@ -204,14 +204,14 @@ def test_what_was_not_measured_is_said_to_be_assumed(bandwidth, capsys):
     assert main([*H200S, f"bandwidth={bandwidth({'sp': 8})}"]) == 0
     said = capsys.readouterr().out
     assert "speed of sp: measured over 8 devices" in said
-    assert "speed of fsdp: assumed: data sheet (400 Gbit/s a device), as nothing was measured between hosts" in said
+    assert "speed of fsdp: assumed: data sheet (400 Gbit/s per device), as nothing was measured between hosts" in said
     assert main([*H200S, f"bandwidth={bandwidth({'sp': 4})}"]) == 0
     assert "speed of sp: assumed: as measured along sp, over 4 devices" in capsys.readouterr().out
     # Where processes are a device each, whether they share a host is not in the file.
     assert main([*H200S, f"bandwidth={bandwidth({'sp': 8}, crosses='hosts')}"]) == 0
     assert "its processes are taken for ones of a host of 8" in capsys.readouterr().out
     assert main(H200S) == 0
-    assert re.search(r"speed of sp: assumed: [\d,]+ Gbit/s a device, measured elsewhere\n", capsys.readouterr().out)
+    assert re.search(r"speed of sp: assumed: [\d,]+ Gbit/s per device, measured elsewhere\n", capsys.readouterr().out)
     # A host of eight was measured, and half of one is planned for.
     few = ["devices=4", "device=h200", *SMALL, "mesh.sp=4", "finalists=0"]
     assert main([*few, f"bandwidth={bandwidth({'sp': 8})}"]) == 0
@@ -230,7 +230,7 @@ def _first(found):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ({"kind": "NVIDIA H100 80GB HBM3"}, "was measured on NVIDIA H100 80GB HBM3, and the plan is for NVIDIA H200"),
+        ({"kind": "NVIDIA H100 80GB HBM3"}, "was measured on NVIDIA H100 80GB HBM3, but the plan is for NVIDIA H200"),
         ({"kind": "cpu"}, "was measured on cpu"),
         ({"change": lambda f: f["axes"].clear()}, "axes.sp is missing"),
         ({"change": lambda f: f.pop("mesh")}, "mesh is missing"),
@@ -287,8 +287,10 @@ def test_only_dp_goes_between_slices(compiler, capsys):
     said = capsys.readouterr().out
     asked = compiler.asked[0]
     assert asked.mesh.dp % 2 == 0 and math.prod(asked.mesh.sizes.values()) == 128
-    assert "2 slices of v5p:4x4x4: looked at" in said and "and between slices, over the data-centre network: 0." in said
-    assert "speed of network: assumed: data sheet (50 Gbit/s a device)" in said
+    assert (
+        "2 slices of v5p:4x4x4: considered" in said and "and between slices, over the data-centre network: 0." in said
+    )
+    assert "speed of network: assumed: data sheet (50 Gbit/s per device)" in said
 
 
 def test_bytes_between_slices_are_those_of_sums_that_were_made_inside(capsys):
@@ -325,7 +327,7 @@ def test_slices_that_the_compiler_does_not_know_are_predicted(monkeypatch, capsy
     words.remove("data.global_batch=2")
     assert main(["topology=v5p:2x2x1", "slices=2", *words]) == 0
     said = capsys.readouterr().out
-    assert "memory is an estimate: the compiler knows v5p:2x2x1, and not 2 slices of it" in said
+    assert "memory is an estimate: the compiler supports v5p:2x2x1, but not 2 slices of it" in said
 
 
 @pytest.mark.slow  # a minute of the TPU compiler
@@ -413,7 +415,7 @@ def test_what_it_says_of_eight_chips(capsys):
         (["topology=v9:2x2"], "v9:2x2"),
         (["topology=v5p:2x2x1", "mesh.sp=8"], "8"),
         (["topology=v5p:2x2x1", "mesh.sp=2", "search=false", "finalists=0"], "2 devices, and v5p:2x2x1 has 4"),
-        (["topology=v5p:2x2x1", "mesh.sp=3"], "4 devices cannot be divided by 3"),
+        (["topology=v5p:2x2x1", "mesh.sp=3"], "4 devices are not divisible by 3"),
         (["topology=v5p:2x2x1", "devices=4", "device=h200"], "not both"),
         (["devices=four", "device=h200"], "devices must be a number"),
         (["devices=\u00b2", "device=h200"], "devices must be a number"),
@@ -435,10 +437,10 @@ def test_what_it_says_of_eight_chips(capsys):
             "experts.dispatch = 'local'",
         ),
         (["topology=v5p:2x2x1", "slices=0"], "slices must be a number from 1 on"),
-        (["topology=v5p:2x2x1", "slices=2", "mesh.fsdp=8"], "only mesh.dp goes over the network"),
-        (["devices=8", "device=h200", "slices=2"], "slices= is of TPUs"),
+        (["topology=v5p:2x2x1", "slices=2", "mesh.fsdp=8"], "only mesh.dp crosses the network"),
+        (["devices=8", "device=h200", "slices=2"], "slices= is for TPUs"),
         (["devices=0", "device=h200"], "devices must be a number from 1 on"),
-        (["devices=8", "device=foo"], "device = 'foo' is not known; use one of h100, h200, b200"),
+        (["devices=8", "device=foo"], "device = 'foo' is unknown; use one of h100, h200, b200"),
         (["devices=8", "device=h200", "data.sequence_length=0"], "data.sequence_length must be at least 2, got 0"),
         (["devices=8", "device=h200", "mesh.sp=0"], "mesh.sp must be a positive number"),
         (["devices=8", "device=h200", "optimizer.schedule=foo"], "optimizer.schedule = 'foo' is unknown"),

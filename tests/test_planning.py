@@ -421,11 +421,11 @@ def test_a_plugin_that_is_not_there_is_said_to_be_and_other_faults_are_raised(mo
 @pytest.mark.parametrize(
     ("words", "given", "said"),
     [
-        ("mesh.sp=7", {"mesh.sp"}, "64 devices cannot be divided by 7"),
+        ("mesh.sp=7", {"mesh.sp"}, "64 devices are not divisible by 7"),
         ("mesh.sp=-1 mesh.fsdp=-1", {"mesh.sp", "mesh.fsdp"}, "at most one -1"),
-        ("data.global_batch=3 mesh.fsdp=64", {BATCH, "mesh.fsdp"}, "data.global_batch = 3 cannot be split"),
+        ("data.global_batch=3 mesh.fsdp=64", {BATCH, "mesh.fsdp"}, "data.global_batch = 3 does not divide"),
         # Over heads and a sequence of this length it goes no more than over rows, and yet it is the batch that is wrong.
-        ("data.global_batch=3 data.sequence_length=100001", {BATCH}, "data.global_batch = 3 cannot be split"),
+        ("data.global_batch=3 data.sequence_length=100001", {BATCH}, "data.global_batch = 3 does not divide"),
         ("mesh.tp=64 data.global_batch=3", {"mesh.tp", BATCH}, "num_heads|num_kv_heads"),
         ("mesh.tp=64", {"mesh.tp"}, "num_heads|num_kv_heads"),
         ("data.sequence_length=100001 mesh.sp=64", {"mesh.sp"}, "100001"),

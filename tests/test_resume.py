@@ -9,7 +9,7 @@ from small_run import TINY, losses
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_schedule
-from ejdist.training.resume import changed_rate, check_same_run, fingerprint, how_to_go_on
+from ejdist.training.resume import changed_rate, check_same_run, fingerprint, how_to_continue
 from launch.errors import DONE, WRONG
 from launch.train import main
 from recipes.schema import compose
@@ -17,7 +17,7 @@ from recipes.schema import compose
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*TINY, *corpus, "mesh.sp=1", f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*TINY, *corpus, "mesh.sp=1", f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 
@@ -29,7 +29,7 @@ def test_a_constant_rate_goes_on_bit_for_bit_past_its_end(corpus, tmp_path):
     assert "nothing to do" in said and "raise run.steps, or choose" in said
     outcome, said = run(tmp_path / "parts", corpus, constant, "run.steps=5")
     assert outcome.finished and outcome.summary["steps"] == 5
-    assert "going on from step 3" in said and "run.steps was 3 and is 5" in said
+    assert "resuming from step 3" in said and "run.steps changed from 3 to 5" in said
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole"), "every loss must be the same number"
     _, said = run(tmp_path / "parts", corpus, constant, "run.steps=5")
     assert "has 5 of 5 steps" in said and "was 3" not in said, "what is stored is the new total"
@@ -51,7 +51,13 @@ def test_a_cosine_goes_on_past_its_end_only_when_told_to(corpus, tmp_path, capsy
     arguments = [*TINY, *corpus, "mesh.sp=1", f"run.dir={parts}", "run.steps=6"]
     assert main(arguments) == WRONG
     message = capsys.readouterr().err
-    words = ["run.steps: was 4, is 6", "other learning rates", "warmup_cosine", "step 4 had", "run.extend=true"]
+    words = [
+        "run.steps: was 4, is 6",
+        "their learning rates would differ",
+        "warmup_cosine",
+        "step 4 had",
+        "run.extend=true",
+    ]
     assert all(w in message for w in words), message
     assert (parts / "metrics.jsonl").read_text() == before
     shutil.copytree(parts, tmp_path / "at_once")
@@ -129,4 +135,4 @@ def test_what_the_key_does_not_allow(overrides, made, words, tmp_path):
 )
 def test_what_is_said_of_a_run_with_nothing_to_do(overrides, made, words):
     recipe = compose([*TINY, *overrides])
-    assert how_to_go_on(recipe.run, recipe.optimizer, made) == words
+    assert how_to_continue(recipe.run, recipe.optimizer, made) == words

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from small_run import TINY, losses
 
-from ejdist.training import integrity, lock, loop
+from ejdist.training import integrity, loop, run_lock
 from ejdist.training.checkpoint import CheckpointError
-from ejdist.training.metrics import read_rows, summarise, write_whole
+from ejdist.training.metrics import read_rows, summarise, write_atomic
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
 from ejdist.weights.writer import save
 from kernels import Unsupported
@@ -122,12 +122,12 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):
 
 
 def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, monkeypatch):
-    from ejdist.training import opening
+    from ejdist.training import setup
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening, "make_program", interrupted)
+    monkeypatch.setattr(setup, "make_program", interrupted)
     assert main([*TINY, *corpus, f"run.dir={tmp_path}/run"]) == PREEMPTED
     assert "stopped at once by SIGINT" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
@@ -194,7 +194,7 @@ def test_metrics_that_cannot_be_written_end_the_run_and_do_not_block_it(full, co
         patch.setattr(full, fails)
         assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == WRONG
     message = capsys.readouterr().err
-    assert f"run.dir = '{tmp_path}' cannot be written: No space left" in message and "make room" in message
+    assert f"run.dir = '{tmp_path}' cannot be written: No space left" in message and "free space" in message
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == DONE
     assert len(losses(tmp_path)) == 60
 
@@ -280,7 +280,7 @@ def test_a_full_disk_is_told_with_the_file_that_was_written(tmp_path, monkeypatc
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
     with pytest.raises(OSError, match=f"No space left.*{tmp_path}/page.html"):
-        write_whole(tmp_path / "page.html", "")
+        write_atomic(tmp_path / "page.html", "")
     with pytest.raises(OSError, match=f"No space left.*{tmp_path}/out"):
         save(tmp_path / "out", compose([]).model, dict[str, np.ndarray]().get)
     assert not list(tmp_path.iterdir())
@@ -317,7 +317,7 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     take = [sys.executable, "-c", _TAKES, str(tmp_path)]
     assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds nothing"
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     with taken(tmp_path):
         assert main([*given, "run.stop_after=3"]) == WRONG
         assert "another process trains in it" in capsys.readouterr().err
@@ -332,7 +332,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, 
         assert main([*given, f"run.dir={first}"]) == DONE
     else:
         where.mkdir()
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     with taken(where):
         assert main([*given, f"run.dir={tmp_path / 'second'}"]) == WRONG
         assert f"checkpoint.dir = '{where}': another process trains in it" in capsys.readouterr().err
@@ -342,7 +342,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, 
 def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp_path, monkeypatch, capsys):
     first, given = tmp_path / "first", [*TINY, *corpus, "checkpoint.every=1", "run.steps=1"]
     assert main([*given, f"run.dir={first}"]) == DONE
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     other = [*given, f"run.dir={tmp_path / 'second'}", f"checkpoint.dir={first}/checkpoints"]
     with taken(first):
         assert main(other) == WRONG
@@ -353,7 +353,7 @@ def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp
 def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, tmp_path, capsys):
     run, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "2"
     last.mkdir(parents=True)
-    write_whole(run / "recipe.json", '{"checkpoint.dir": null}')
+    write_atomic(run / "recipe.json", '{"checkpoint.dir": null}')
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n')
     given = [*TINY, *corpus, f"run.dir={run}", f"checkpoint.dir={tmp_path / 'other'}", "run.stop_after=1"]
     assert main(given) == WRONG
@@ -362,12 +362,12 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, t
     assert losses(run) == [5.0, 4.0] and not (tmp_path / "other").exists()
     last.rmdir()
     assert main(given) == DONE and len(losses(run)) == 1
-    assert "beginning at step 1, in place of the 2 rows of metrics.jsonl" in capsys.readouterr().out
+    assert "starting at step 1 and discarding the 2 rows of metrics.jsonl" in capsys.readouterr().out
 
 
 def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):
     assert main([*TINY, *corpus, f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path}/."]) == WRONG
-    assert "is run.dir: a folder of checkpoints holds nothing else" in capsys.readouterr().err
+    assert "is run.dir, but a checkpoint folder must hold nothing else" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -396,12 +396,12 @@ def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus,
         (tmp_path / "2").rename(last)
         os.close(held)
 
-    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends))
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends))
     capsys.readouterr()
     assert main([*given, "run.stop_after=3"]) == DONE
     said = capsys.readouterr().out
     assert "waiting for another process that trains in" in said
-    assert "going on from step 2" in said and "removing" not in said and len(losses(tmp_path / "run")) == 3
+    assert "resuming from step 2" in said and "removing" not in said and len(losses(tmp_path / "run")) == 3
 
 
 def test_a_folder_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):

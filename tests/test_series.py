@@ -10,8 +10,8 @@ from launch.errors import DONE, HOST_LOST, PREEMPTED
 from launch.series import IN_SERIES, Left, faults_of, left_by, rehearse_series, round_of
 
 HOSTS, STEPS, EVERY = 2, 40, 4
-SAVED = "stopped by SIGTERM after step 9; the same command goes on"
-AT_ONCE = "stopped at once by SIGTERM, as no step was being made"
+SAVED = "stopped by SIGTERM after step 9; the same command resumes"
+AT_ONCE = "stopped at once by SIGTERM, as no step was running"
 
 
 def a_round(fault, saved=4, seed=0, steps=STEPS):
@@ -50,7 +50,7 @@ def test_a_round_hits_the_run_before_its_end(fault, saved):
         ("sigterm", [75, 75], SAVED, Left(8, None, 9), "it stopped after step 9 with [75, 75]"),
         ("sigterm", [75, 69], SAVED, Left(9, None, 9), "it stopped after step 9 with [75, 69]"),
         ("sigterm", [75, 69], AT_ONCE, Left(4, None, 4), None),
-        ("sigterm", [75, 69], AT_ONCE, Left(8, None, 9), "a checkpoint was written all the same"),
+        ("sigterm", [75, 69], AT_ONCE, Left(8, None, 9), "a checkpoint was written anyway"),
         ("sigterm", [75, 69], "", Left(4, None, 4), "no host said that it was stopped at once"),
     ],
 )
@@ -74,7 +74,7 @@ def test_what_is_left_is_read_from_the_run(tmp_path):
     ("goes_on_from", "unlike", "codes", "words"),
     [
         (8, None, [DONE, DONE], None),
-        (4, None, [DONE, DONE], "it went on from step 4, and the last complete checkpoint was of 8"),
+        (4, None, [DONE, DONE], "it resumed from step 4, but the last complete checkpoint was of 8"),
         (8, "an array is not", [DONE, DONE], "an array is not"),
         (8, None, [DONE, 1], "left alone it ended with [0, 1]"),
     ],
@@ -84,7 +84,7 @@ def test_a_series_tells_a_run_apart(tmp_path, goes_on_from, unlike, codes, words
 
     def start(folder, r):
         if r is None:
-            return codes, f"going on from step {goes_on_from} of here"
+            return codes, f"resuming from step {goes_on_from} of here"
         (folder / "run" / "checkpoints" / "8").mkdir(parents=True, exist_ok=True)
         (folder / "run" / "metrics.jsonl").write_text(json.dumps({"step": 9}))
         return [-9, 69], ""
@@ -93,10 +93,8 @@ def test_a_series_tells_a_run_apart(tmp_path, goes_on_from, unlike, codes, words
     same = lambda folder: unlike  # noqa: E731
     ok = rehearse_series(tmp_path / "s", 3, ("kill",), shape, 30.0, random.Random(0), start, same, lines.append)
     said = "\n".join(lines)
-    assert ok is (words is None) and (words is None or f"NOT AS IT SHOULD BE: {words}" in said), said
-    assert (
-        "3 of 3 ended as they should, 3 of them while steps were made; 3 steps lost in all, at most 1 at once" in said
-    )
+    assert ok is (words is None) and (words is None or f"UNEXPECTED: {words}" in said), said
+    assert "3 of 3 ended as expected, 3 of them while steps were made; 3 steps lost in all, at most 1 at once" in said
 
 
 def test_a_run_that_is_done_before_its_rounds_are_is_told(tmp_path):
@@ -105,7 +103,7 @@ def test_a_run_that_is_done_before_its_rounds_are_is_told(tmp_path):
     def start(folder, r):
         starts.append(r)
         (folder / "run" / "checkpoints" / str(STEPS)).mkdir(parents=True, exist_ok=True)
-        return [DONE] * HOSTS, "" if r else f"going on from step {STEPS} of here"
+        return [DONE] * HOSTS, "" if r else f"resuming from step {STEPS} of here"
 
     shape, chance = (HOSTS, STEPS, EVERY), random.Random(0)
     assert not rehearse_series(
@@ -114,5 +112,5 @@ def test_a_run_that_is_done_before_its_rounds_are_is_told(tmp_path):
     assert (
         f"the run had made its {STEPS} steps after 0 of 5 rounds: give it more" in "\n".join(lines)
         and len(starts) == 2
-        and sum("NOT AS IT SHOULD BE" in line for line in lines) == 1
+        and sum("UNEXPECTED" in line for line in lines) == 1
     )

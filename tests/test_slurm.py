@@ -52,7 +52,7 @@ def cluster(tmp_path):
 
 
 def batch(*arguments):
-    return slurm.script(*slurm.options_of(arguments))
+    return slurm.script(*slurm.parse(arguments))
 
 
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_path):
@@ -130,8 +130,8 @@ def test_the_doctor_is_started_once():
         (["time=tomorrow"], "time = 'tomorrow' must be as Slurm writes it"),
         (["gpus_per_node=8", "tasks_per_node=3"], "gpus_per_node = 8 must be a multiple of tasks_per_node = 3"),
         (["submit=yes"], "submit must be true or false, got 'yes'"),
-        (["cluster=manual"], "cluster=manual cannot be given here"),
-        (["cluster.process_id=3"], "cluster.process_id=3 cannot be given here"),
+        (["cluster=manual"], "cluster=manual cannot be set here"),
+        (["cluster.process_id=3"], "cluster.process_id=3 cannot be set here"),
         (["modle=8b"], "did you mean 'model'"),
         (["optimizer.learning_rate=nan"], "optimizer.learning_rate must be positive, got nan"),
         (["checkpoint.dir=s3://bucket/run"], "Orbax writes checkpoints to folders and to gs://BUCKET/FOLDER"),

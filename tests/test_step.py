@@ -191,10 +191,10 @@ def test_the_last_step_has_the_last_rate(name, warmup, steps):
         ({"clip_norm": -1.0}, "optimizer.clip_norm"),
         ({"weight_decay": -1.0}, "optimizer.weight_decay"),
         ({"b2": 1.0}, "optimizer.b2"),
-        ({"b1": 0.99999999999}, "optimizer.b1.* which float32 has as 1"),
-        ({"eps": 1e39}, "optimizer.eps.* which float32 has as inf"),
-        ({"clip_norm": 1e-50}, "optimizer.clip_norm.* which float32 has as 0"),
-        ({"learning_rate": 1e39}, "optimizer.learning_rate.* which float32 has as inf"),
+        ({"b1": 0.99999999999}, "optimizer.b1.* which is 1 in float32"),
+        ({"eps": 1e39}, "optimizer.eps.* which is inf in float32"),
+        ({"clip_norm": 1e-50}, "optimizer.clip_norm.* which is 0 in float32"),
+        ({"learning_rate": 1e39}, "optimizer.learning_rate.* which is inf in float32"),
     ],
 )
 def test_a_wrong_section_names_the_field(change, words):

@@ -377,7 +377,7 @@ def test_processes_killed_and_at_once_make_the_same_bytes(tmp_path):
     runs = [started(source, out, f"processes={n}") for n in (1, 2)]  # two commands at once
     told = [r.communicate() for r in runs]
     assert [r.returncode for r in runs] == [0, 0], told
-    assert "of them there already" in told[0][0] and "fingerprint" in told[1][0]
+    assert "of them done already" in told[0][0] and "fingerprint" in told[1][0]
     assert bytes_of(out) == wanted and not list(out.glob("*.tmp"))
 
 
@@ -389,7 +389,7 @@ def test_a_run_that_is_told_to_stop_leaves_nothing_half_done(tmp_path):
         time.sleep(0.005)
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate()
-    assert run.returncode == 75 and said == "stopped by a signal; the same command goes on with what is missing\n"
+    assert run.returncode == 75 and said == "stopped by a signal; the same command resumes with what is missing\n"
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["settings.json"]
 
 
@@ -426,7 +426,10 @@ def test_a_process_that_is_killed_is_named(tmp_path):
         (["source=a.txt", "to=out", "tokenizer=bpe:x"], ["bpe:SIZE"]),
         (["source=a.txt", "to=out", "tokenizer=none.json"], ["error: tokenizer = 'none.json': no such file"]),
         (["source=hf:", "to=out"], ["hf:NAME"]),
-        (["source=a.txt", "to=/proc/out"], ["cannot write /proc/out: No such file", "name a folder in to="]),
+        (
+            ["source=a.txt", "to=/proc/out"],
+            ["cannot write /proc/out: No such file", "name a writable folder with enough space in to="],
+        ),
         (["source=a.txt", "to=a.txt/out"], ["a.txt is a file; name a folder"]),
     ],
 )

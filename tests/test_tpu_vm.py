@@ -112,7 +112,7 @@ def test_a_folder_may_be_of_the_home_of_the_machine(tmp_path, monkeypatch, given
     home = tmp_path / "home"
     (home / given[2:]).mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
-    options = tpu_vm.options_of(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
+    options = tpu_vm.parse(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
     line = tpu_vm.remote(options, [], 0).replace("pwd -m launch.train cluster=auto", "pwd")
     with subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
         assert Path(ran.stdout.read().strip()) == home / given[2:]
@@ -141,7 +141,7 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
     assert tpu_vm.main(["tpu=there-soon", *given[1:]]) == WRONG
     assert "tpu = 'there-soon' has no machines; its state is CREATING" in capfd.readouterr().err
     assert tpu_vm.main(["tpu=there-odd", *given[1:]]) == WRONG
-    assert "gcloud describes it as 'null', which is no TPU VM" in capfd.readouterr().err
+    assert "gcloud describes it as 'null', which is not a TPU VM" in capfd.readouterr().err
 
 
 def test_it_ends_with_the_first_bad_code_after_the_others(machines, program, capfd):
@@ -187,7 +187,7 @@ def test_a_connection_that_ends_stops_its_command(machines, program, tmp_path):
     waits = program(
         f"trap 'touch {tmp_path}/told; exit 75' TERM; touch {tmp_path}/up; for i in {{1..600}}; do sleep 0.1; done"
     )
-    ((_, line),) = tpu_vm.connections_of(*tpu_vm.options_of(["hosts=a", "recipe=long_context", waits]))
+    ((_, line),) = tpu_vm.connections_of(*tpu_vm.parse(["hosts=a", "recipe=long_context", waits]))
     made = subprocess.Popen(line, stdin=subprocess.PIPE)
     deadline = time.monotonic() + 20
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
@@ -223,10 +223,10 @@ def test_the_code_is_copied_first(machines, program, capfd, monkeypatch):
         (["tpu=a,a", "zone=z"], "tpu = 'a,a' must name each once"),
         (["tpu=a"], "tpu= needs zone="),
         (["tpu=a", "zone=z", "cluster=manual"], "tpu= needs zone=, and cluster=auto"),
-        (["hosts=a", "cluster=slurm"], "cluster=slurm is unknown; there are auto, manual"),
+        (["hosts=a", "cluster=slurm"], "cluster=slurm is unknown; use one of auto, manual"),
         (["hosts=a", "coordinator=a:1"], "coordinator= is of cluster=manual"),
         (["hosts=a", "sync=true"], "sync=true needs dir="),
-        (["hosts=a", "cluster.process_id=2"], "cluster.process_id=2 cannot be given here"),
+        (["hosts=a", "cluster.process_id=2"], "cluster.process_id=2 cannot be set here"),
         (["hosts=a", "modle=8b"], "did you mean 'model'"),
         (["hosts=-oProxyCommand=x,b"], "begins with a dash"),
         (["hosts=a", "cluster=manual", "coordinator=a:99999"], "coordinator = 'a:99999' must be HOST:PORT"),

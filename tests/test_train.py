@@ -25,12 +25,12 @@ from ejdist.training.metrics import read_rows
 from ejdist.training.program import make_program
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import main
-from recipes.schema import GROUPS, RecipeError, compose, keys_of, options_of
+from recipes.schema import GROUPS, RecipeError, compose, keys_of, variants_of
 
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*TINY, *corpus, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*TINY, *corpus, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, said
 
 
@@ -96,7 +96,7 @@ def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(corpus, tmp_path):
         outcome, _ = run(tmp_path / "parts", corpus, "run.steps=6", f"run.stop_after={stop}")
         assert outcome.step == stop and not outcome.finished
     outcome, said = run(tmp_path / "parts", corpus, "run.steps=6")
-    assert outcome.finished and any("going on from step 5" in line for line in said)
+    assert outcome.finished and any("resuming from step 5" in line for line in said)
     assert losses(tmp_path / "parts") == whole, "every loss must be the same number"
     outcome, said = run(tmp_path / "parts", corpus, "run.steps=6")
     assert any("nothing to do" in line for line in said) and losses(tmp_path / "parts") == whole
@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(stopped_run, co
     assert [command(d, corpus) for d in (directory, whole)] == [DONE, DONE]
     said = capsys.readouterr().out
     assert "checkpoints/3 cannot be read" in said and "checkpoints/3.damaged" in said
-    assert f"going on from step 2 of {directory}" in said
+    assert f"resuming from step 2 of {directory}" in said
     assert losses(directory) == losses(whole)
     assert (directory / "checkpoints" / "3.damaged").is_dir() and (directory / "checkpoints" / "6").is_dir()
     assert command(directory, corpus) == DONE, "what was set aside is no checkpoint, and no stranger"
@@ -391,13 +391,13 @@ def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(stopped_run, c
     """Its moments and rates would go on from one step, and its batches from another."""
     run(tmp_path / "whole", corpus, "run.steps=6")
     shutil.copytree(stopped_run / "checkpoints" / "2", stopped_run / "checkpoints" / "5")
-    with pytest.raises(ValueError, match=r"checkpoints/5 is of step 2, by what it holds: .* give another step"):
+    with pytest.raises(ValueError, match=r"checkpoints/5 holds the state of step 2: .* give another step"):
         open_weights(str(stopped_run))
     assert open_weights(str(stopped_run), 3).what.startswith("step 3 of")
     assert command(stopped_run, corpus) == DONE
     said = capsys.readouterr().out
-    assert "checkpoints/5 is of step 2, by what it holds: going on from the one before it" in said
-    assert "5.damaged" in said and "going on from step 3" in said
+    assert "checkpoints/5 holds the state of step 2: resuming from the one before it" in said
+    assert "5.damaged" in said and "resuming from step 3" in said
     assert losses(stopped_run) == losses(tmp_path / "whole")
 
 
@@ -406,7 +406,7 @@ def test_an_interrupted_save_is_ignored(stopped_run, corpus, capsys):
     shutil.copytree(directory / "checkpoints" / "3", directory / "checkpoints" / "4.orbax-checkpoint-tmp-0")
     assert command(directory, corpus, "run.stop_after=4") == DONE
     said = capsys.readouterr().out
-    assert "going on from step 3" in said and "a save that was cut off" in said
+    assert "resuming from step 3" in said and "an interrupted save" in said
 
 
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(corpus, tmp_path, monkeypatch, capsys):
@@ -435,7 +435,7 @@ def test_checkpoint_errors_are_of_one_kind():
 # -- recipes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", options_of("model"))
+@pytest.mark.parametrize("model", variants_of("model"))
 def test_every_model_composes_and_is_sound(model):
     recipe = compose([f"model={model}"])
     recipe.model.validate()
@@ -444,7 +444,7 @@ def test_every_model_composes_and_is_sound(model):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_variant_composes(group):
-    for option in options_of(group):
+    for option in variants_of(group):
         extra = ["data.source=x"] if option == "files" else []
         compose([f"{group}={option}", *extra])
 

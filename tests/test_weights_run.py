@@ -17,10 +17,10 @@ from ejdist.training import integrity
 from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from ejdist.training.loop import train
-from ejdist.training.opening import start_from
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.runs import Run
+from ejdist.training.setup import start_from
 from ejdist.training.start import open_source
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError
@@ -34,7 +34,7 @@ MODEL = ["model.vocab_size=320", "mesh.sp=1", "sequence.order=contiguous"]
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*TINY, *corpus, *MODEL, f"run.dir={directory}", *overrides]), say=said.append)
+    outcome = train(compose([*TINY, *corpus, *MODEL, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 
@@ -77,8 +77,8 @@ def test_a_run_starts_from_another_and_from_its_files_alike(trained, corpus, tmp
     before = losses(tmp_path / "one")
     constant = [tokenizer, "run.steps=3", "run.extend=true", *keys[2:]]
     _, said = run(tmp_path / "one", corpus, *constant, "model.init_from=moved/since")
-    assert "model.init_from = 'moved/since' is not read: the run goes on from its own checkpoint" in said
-    assert "going on from step 2" in said and losses(tmp_path / "one")[:2] == before
+    assert "model.init_from = 'moved/since' is not read: the run resumes from its own checkpoint" in said
+    assert "resuming from step 2" in said and losses(tmp_path / "one")[:2] == before
 
 
 def test_where_parameters_came_from_does_not_stop_a_run(tmp_path):
@@ -203,13 +203,13 @@ WRONG_CALLS = [
     (["run.dir={run}", "to={tmp}/to", "to={tmp}/other"], ["to is given twice"]),
     (["from={run}", "to={tmp}/to"], ["takes no other key"]),
     (["from={run}"], ["config.json cannot be read"]),
-    (["run.dir={tmp}/none", "to={tmp}/to"], ["has no checkpoint of a run"]),
+    (["run.dir={tmp}/none", "to={tmp}/to"], ["holds no checkpoint"]),
     (["run.dir={run}", "to={tmp}/to", "step=7"], ["no checkpoint of step 7", "2, 3"]),
     (["run.dir={run}", "to={tmp}/to", "step=x"], ["step = 'x' must be a positive number"]),
     (["run.dir={run}", "to={tmp}/to", "max_position_embeddings=0"], ["max_position_embeddings = '0'"]),
     (["run.dir={run}", "to={tmp}/to", "dtype=int8"], ["dtype = 'int8'", "bfloat16"]),
-    (["run.dir={run}", "to={run}"], ["is there already"]),
-    (["run.dir={run}", "to={run}/checkpoints/hf"], ["checkpoints and nothing else", "beside it"]),
+    (["run.dir={run}", "to={run}"], ["already exists"]),
+    (["run.dir={run}", "to={run}/checkpoints/hf"], ["checkpoints and nothing else", "next to it"]),
     (["run.dir={run}", "to={tmp}/to", "data.tokenizer={tmp}/no.json"], ["no such file"]),
     (["run.dir={run}", "to={tmp}/to", "data.tokenizer={tmp}/other.json"], ["not the file that the run was trained with"]),
 ]  # fmt: skip

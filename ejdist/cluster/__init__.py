@@ -1,4 +1,4 @@
-"""What the hosts of a run say to each other beside the program: that they are there, and that they mean the same."""
+"""Communication between the hosts of a run outside the compiled program: liveness checks, comparisons and shutdown."""
 
 from ejdist.cluster.hosts import HostLost, Hosts, HostsDiffer
 

@@ -1,4 +1,4 @@
-"""What must be the same on every host of a run, as facts that can be compared and shown."""
+"""Facts that must be the same on every host of a run, in a form that can be compared and printed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PACKAGES = (
     "tokenizers",
 )  # fmt: skip
 CODE = ("ejdist", "kernels", "launch", "recipes")
-# Flags that change no program, and may name a place of their own on each host.
+# Flags that do not change the program, and may name a different path on each host.
 _NO_PROGRAM = ("--xla_dump",)
 _SEEN_WITHIN = 30.0  # seconds after which a network file system shows a new file to every host
 
 
 def code_digest() -> str:
-    """Returns a digest of the sources of this project that are installed here."""
+    """Returns a digest of this project's installed sources."""
     digest = hashlib.sha256()
     for name in CODE:
         spec = importlib.util.find_spec(name)
@@ -39,17 +39,17 @@ def code_digest() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Returns what a program is made with: packages, this project's code, devices and compiler flags."""
+    """Returns name -> value of everything that a program depends on: packages, this project's code, devices, flags."""
     return software() | devices()
 
 
 def devices() -> dict[str, Any]:
-    """Returns what the devices of this host are, which are made if there are none yet."""
+    """Returns the kind and number of this host's devices. Initialises the JAX backend if it is not yet."""
     return {"device kind": jax.local_devices()[0].device_kind, "devices of a host": jax.local_device_count()}
 
 
 def software() -> dict[str, Any]:
-    """Returns what a program is made with, but for the devices."""
+    """Returns `environment` without the devices."""
     facts: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -64,20 +64,22 @@ def software() -> dict[str, Any]:
 
 
 def program_digest(lowered: Any) -> str:
-    """Returns a digest of a program as it is given to the compiler."""
+    """Returns a digest of a lowered program, the compiler's input."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 
 def check_shared(hosts: Hosts, directory: Any, key: str = "run.dir", *, alone: bool = False) -> None:
-    """Returns when every host sees what host 0 writes to a folder. The folder is made; nothing else stays in it.
+    """Checks that a folder is shared: that every host sees a file that host 0 writes there. Creates the folder, and
+    leaves nothing in it.
 
     Args:
-      directory: a `pathlib.Path`, or one of `etils.epath`.
-      key: that names it.
-      alone: whether a single host tries to write too.
+      directory: a `pathlib.Path` or `etils.epath.Path`.
+      key: the recipe key that names it.
+      alone: check that a single host can write, too.
 
     Raises:
-      HostsDiffer: one of them has another folder under this name. HostLost: one does not answer. OSError: host 0 cannot write.
+      HostsDiffer: a host has another folder under this name. HostLost: a host does not answer. OSError: host 0 cannot
+        write.
     """
     if hosts.count == 1 and not alone:
         return
@@ -87,11 +89,11 @@ def check_shared(hosts: Hosts, directory: Any, key: str = "run.dir", *, alone: b
         name = f".seen-by-all-{token}"
         (directory / name).touch()
     try:
-        name = hosts.say(f"a file in {key}", name)
+        name = hosts.broadcast(f"a file in {key}", name)
         end = time.monotonic() + min(_SEEN_WITHIN, hosts.limit / 2)
         while not (seen := _exists(directory / name)) and time.monotonic() < end:
             time.sleep(0.2)
-        folder = "the folder of host 0" if seen else f"{directory}, in which a file that host 0 has made cannot be seen"
+        folder = "the folder of host 0" if seen else f"{directory}, where a file written by host 0 does not appear"
         hosts.compare(f"the check of {key}", {key: folder})
     finally:
         if hosts.index == 0:
@@ -100,7 +102,7 @@ def check_shared(hosts: Hosts, directory: Any, key: str = "run.dir", *, alone: b
 
 def _exists(path: Any) -> bool:
     try:
-        list(path.parent.iterdir())  # a network file system may remember for a while that a file was not there
+        list(path.parent.iterdir())  # a network file system may cache that a file was missing
         return path.exists()
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""How fast a mesh communicates, measured: seconds of each collective along each axis, by the bytes that a device sends."""
+"""Measures the bandwidth of a mesh: the time of each collective along each axis, by the bytes that a device sends."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ejdist.mapped import map_shards
 from ejdist.mesh import slices_of
 
 UNITS = {
-    "message_bytes": "of a device's array where it is whole: gathered, or not yet reduced or exchanged",
-    "bytes": "that each device sends, at the least that the collective can do with",
-    "seconds": "of one collective, of many started one after the other: the median of the rounds",
-    "bytes_per_second": "bytes / seconds, of one device",
+    "message_bytes": "size of a device's whole array: gathered, or before it is reduced or exchanged",
+    "bytes": "bytes that each device sends: the minimum for the collective",
+    "seconds": "of one collective out of many started in sequence: the median over rounds",
+    "bytes_per_second": "bytes / seconds, per device",
 }
 ON_ACCELERATORS, ON_CPUS = (2**20, 2**24, 2**27), (2**16, 2**20)
 
 
 def _collectives(axis: str, size: int) -> dict[str, tuple[Callable[[Any], Any], float, int]]:
-    """Returns name -> (the collective on a device's array, bytes that a device sends for each byte of the whole array, in how
-    many parts of that the devices' arrays are given)."""
+    """Returns name -> (the collective on a local array, bytes that a device sends for each byte of the whole array,
+    number of shards that the whole array is passed in)."""
     ring = [(i, (i + 1) % size) for i in range(size)]
     others = (size - 1) / size
     return {
@@ -40,12 +40,12 @@ def _collectives(axis: str, size: int) -> dict[str, tuple[Callable[[Any], Any], 
 
 
 def crosses(mesh: jax.sharding.Mesh, axis: str) -> str:
-    """Returns what two devices that differ along an axis alone may be apart by: "slices", "hosts", or nothing: "devices"."""
+    """Returns the widest boundary between two neighbours along an axis: "slices", "hosts", or "devices" of one host."""
     number = {d: i for i, one in enumerate(slices_of(list(mesh.devices.flat))) for d in one}
-    at = mesh.axis_names.index(axis)
-    for word, of in (("slices", number.__getitem__), ("hosts", lambda d: d.process_index)):
-        found = np.vectorize(of, otypes=[int])(mesh.devices)
-        if (found != np.take(found, [0], axis=at)).any():
+    dim = mesh.axis_names.index(axis)
+    for word, owner in (("slices", number.__getitem__), ("hosts", lambda d: d.process_index)):
+        owners = np.vectorize(owner, otypes=[int])(mesh.devices)
+        if (owners != np.take(owners, [0], axis=dim)).any():
             return word
     return "devices"
 
@@ -53,18 +53,18 @@ def crosses(mesh: jax.sharding.Mesh, axis: str) -> str:
 def measure(
     mesh: jax.sharding.Mesh, messages: Sequence[int] | None = None, *, calls: int = 10, rounds: int = 5
 ) -> dict[str, Any]:
-    """Returns what was measured, as JSON holds it; `UNITS` says what its numbers are. Every process of the mesh calls this.
+    """Returns the measurements as JSON-compatible values; `UNITS` documents them. Every process of the mesh must call
+    this.
 
-    Each collective runs along one axis on all devices at once, as in a step: rings that share links share them here too.
+    Each collective runs along one axis on all devices at once, as in a training step, so rings compete for shared
+    links.
 
     Args:
       messages: bytes of a device's whole array; default: three sizes, or two small ones on CPUs.
-      calls, rounds: how many collectives are started one after the other, and how often that is timed, after one round that is
-        not.
+      calls, rounds: collectives started in sequence, and how many timed rounds of them follow one warmup round.
     """
-    if (
-        mesh.devices.flat[0].platform == "cpu"
-    ):  # its devices share threads, and several collectives at once may wait for them
+    # CPU devices share a thread pool, where concurrent collectives may deadlock.
+    if mesh.devices.flat[0].platform == "cpu":
         messages, calls = ON_CPUS if messages is None else messages, 1
     elif messages is None:
         messages = ON_ACCELERATORS
@@ -97,12 +97,12 @@ def _measure_axis(
     for name, (collective, sent, parts) in _collectives(axis, size).items():
         run = jax.jit(map_shards(collective, mesh, lies, lies))
         for message in messages:
-            elements = max(message // 4 // size, 1) * size  # of float32, so many that they can be split
-            given = jax.jit(
+            elements = max(message // 4 // size, 1) * size  # of float32, a multiple of the axis size
+            array = jax.jit(
                 lambda n=elements // parts * mesh.size: jnp.ones(n, jnp.float32),
                 out_shardings=jax.sharding.NamedSharding(mesh, lies),
             )()
-            seconds = _seconds(run, given, calls, rounds)
+            seconds = _seconds(run, array, calls, rounds)
             moved = 4 * elements * sent
             rows.append(
                 {
@@ -116,10 +116,10 @@ def _measure_axis(
     return rows
 
 
-def _seconds(run: Callable[[Any], Any], given: Any, calls: int, rounds: int) -> float:
+def _seconds(run: Callable[[Any], Any], array: Any, calls: int, rounds: int) -> float:
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        jax.block_until_ready([run(given) for _ in range(calls)][-1])
+        jax.block_until_ready([run(array) for _ in range(calls)][-1])
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times[1:])

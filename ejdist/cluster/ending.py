@@ -1,8 +1,8 @@
-"""How a command ends when it cannot end by itself: told to while it compiles or waits, or left alone by another host.
+"""Ends a command that cannot end on its own: SIGTERM while it compiles or waits, or another host is gone.
 
-Python hears a signal only between two of its own instructions, and a thread that waits inside XLA has none. So a command gives
-SIGTERM to a thread of its own, which ends the process where nothing is lost by that, and else passes the signal on to whoever
-saves. Only a command asks for this, by `listen`; in somebody else's program none of it happens.
+Python handles signals only between bytecode instructions, and a thread that blocks inside XLA executes none. So a
+command handles SIGTERM in a dedicated thread, which exits the process if that loses nothing, and otherwise forwards the
+signal to the training loop, which saves. Only commands opt in, by calling `listen`; as a library none of this happens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ejdist.cluster.hosts import Failed, tell_others
+from ejdist.cluster.hosts import Failed, notify_failure
 
 _EVERY = 2.0  # seconds between two looks at the other hosts
-_GRACE = 15.0  # seconds in which this host may find out for itself what another one has told
+_GRACE = 15.0  # seconds for this host to find the cause itself after another host reported a failure
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Exit codes: stopped by a signal, and another host is gone."""
+    """Exit codes: stopped by a signal; another host is gone."""
 
     stopped: int
     lost: int
@@ -38,11 +38,11 @@ _limit = 0.0  # seconds that a step may take after SIGTERM
 
 
 def listen(codes: Codes) -> None:
-    """From here on SIGTERM is heard at any time. To be called once, by a main thread that blocked it before any other was
-    started, so that they have it blocked too.
+    """Handles SIGTERM from now on, at any time. Call it once, from a main thread that blocked SIGTERM before any other
+    thread started, so that all threads inherit the block.
 
-    While steps are made it finishes the step and saves, as ever; if that takes too long, because the step waits for a host that
-    is gone, the process ends without a save. At any other time it ends at once: what is on disk is all that there was.
+    During training SIGTERM finishes the step and saves; if that takes too long, because the step waits for a lost host,
+    the process exits without saving. At any other time it exits at once: there is nothing to save.
     """
     global _codes
     _codes = codes
@@ -50,35 +50,36 @@ def listen(codes: Codes) -> None:
 
 
 def codes() -> Codes | None:
-    """Returns what a command has given to `listen`, None outside of one."""
+    """Returns the codes passed to `listen`, None outside a command."""
     return _codes
 
 
 def _hear(codes: Codes) -> None:
     signal.sigwait({signal.SIGTERM})
     if not _stepping.is_set():
-        tell_others("it was stopped by SIGTERM")
-        leave("stopped at once by SIGTERM, as no step was being made; the same command goes on", codes.stopped)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # of this thread, in which the handler then runs
+        notify_failure("it was stopped by SIGTERM")
+        leave("stopped at once by SIGTERM, as no step was running; the same command resumes", codes.stopped)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # for this thread, which then runs the handler
     signal.raise_signal(signal.SIGTERM)
     time.sleep(_limit)
     if _stepping.is_set():
         faulthandler.dump_traceback(all_threads=True)
         leave(
-            f"error: SIGTERM came {_limit:g} s ago (run.host_timeout), and the step has not ended: another host is gone, or "
-            "hangs; ending without a save. The stack of every thread is above; the same command goes on from the last "
-            "checkpoint",
+            f"error: SIGTERM came {_limit:g} s ago (run.host_timeout) and the step has not ended: another host is gone "
+            "or hangs; exiting without a save. The stack of every thread is above; the same command resumes from the "
+            "last checkpoint",
             codes.lost,
         )
 
 
 @contextlib.contextmanager
 def stepping(failed: Callable[[], Failed | None] | None, limit: float) -> Iterator[None]:
-    """While steps are made: SIGTERM is for whoever saves, and a host that says that it has failed ends this one too.
+    """During training: SIGTERM goes to the training loop, which saves, and a failure reported by another host ends this
+    one.
 
     Args:
-      failed: returns what another host has said, None if nothing. None where there is no other.
-      limit: seconds after SIGTERM in which the step is to end and to be saved.
+      failed: returns the failure that another host reported, or None. None if there is only one host.
+      limit: seconds after SIGTERM for the step to end and be saved.
     """
     global _limit
     _limit = limit
@@ -96,20 +97,21 @@ def stepping(failed: Callable[[], Failed | None] | None, limit: float) -> Iterat
 def _watch(codes: Codes, failed: Callable[[], Failed | None], ended: threading.Event) -> None:
     while not ended.wait(_EVERY):
         try:
-            said = failed()
-        except Exception:  # the coordinator is gone: JAX ends this process, and says so
+            failure = failed()
+        except Exception:  # the coordinator is gone: JAX ends this process and reports it
             return
-        if said is not None:
+        if failure is not None:
             if not ended.wait(_GRACE) and not _finding_out.is_set():
-                if said.code is not None:
-                    leave(f"error: {said.text}", said.code)
-                leave(f"error: {said.text}; the same command goes on from the last checkpoint", codes.lost)
+                if failure.code is not None:
+                    leave(f"error: {failure.text}", failure.code)
+                leave(f"error: {failure.text}; the same command resumes from the last checkpoint", codes.lost)
             return
 
 
 @contextlib.contextmanager
 def finding_out() -> Iterator[None]:
-    """Whoever is in here ends this process, and has more to say than that another host has ended, however long it takes."""
+    """While open, the caller is about to end this process with a better message than "another host ended", however long
+    that takes."""
     _finding_out.set()
     try:
         yield
@@ -119,8 +121,8 @@ def finding_out() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within(seconds: float, otherwise: Callable[[], str]) -> Iterator[None]:
-    """What is done in here ends the process, with a message, if it takes longer: for a wait that Python cannot end otherwise.
-    Outside of a command it may take as long as it likes."""
+    """Exits the process with a message if the body takes longer: for waits that Python cannot interrupt. Has no effect
+    outside a command."""
     done = threading.Event()
 
     def watch(codes: Codes) -> None:
@@ -136,7 +138,7 @@ def within(seconds: float, otherwise: Callable[[], str]) -> Iterator[None]:
 
 
 def leave(message: str, code: int) -> None:
-    """Ends the process now: no thread is waited for, no other host, and nothing is written but the message."""
+    """Exits the process now, without waiting for threads or other hosts. Writes nothing but the message."""
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)

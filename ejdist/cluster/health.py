@@ -1,6 +1,6 @@
-"""What may be wrong with the hosts of a run, one sentence each: which host, what, and what to do.
+"""Checks on the hosts of a run. Each failure is one sentence: which host, what is wrong, and the remedy.
 
-Hosts say facts; the functions that judge them take what all hosts said, host -> [its name, facts], and run on host 0.
+Hosts report facts; the functions that check them run on host 0 and take the reports of all, host -> [its name, facts].
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Said = dict[int, Any]
+Reports = dict[int, Any]
 CLOCKS = 1.0  # seconds that two clocks may differ
 _SEEN_WITHIN = 30.0  # seconds after which a network file system shows a new file to every host
 
 
 def why_unreachable(coordinator: str, seconds: float) -> str | None:
-    """Returns None once the address of the coordinator takes a connection, and after so many seconds why it does not."""
+    """Returns None once the coordinator's address accepts a connection, or the reason if it does not within
+    `seconds`."""
     name, _, port = coordinator.rpartition(":")
     end, here = time.monotonic() + seconds, socket.gethostname()
     while True:
@@ -36,33 +37,32 @@ def why_unreachable(coordinator: str, seconds: float) -> str | None:
             if isinstance(error, socket.gaierror):
                 return (
                     what
-                    + f"has a name that this host does not know ({error.strerror}): give an address, or mend its DNS"
+                    + f"has a name that this host cannot resolve ({error.strerror}): give an address, or fix its DNS"
                 )
             if is_loopback(coordinator):
                 return (
                     what
-                    + "is this machine itself, where nobody listens: give the address by which others know process 0"
+                    + "is this machine itself, where nothing listens: give the address at which others reach process 0"
                 )
             if isinstance(error, ConnectionRefusedError):
                 return (
-                    what
-                    + "is a machine on which nobody listens: start process 0 there, or name the machine where it is"
+                    what + "refuses connections: start process 0 there, or give the address of the machine that runs it"
                 )
-            return what + "does not answer: let this host reach that port (a firewall, or another network)"
+            return what + "does not answer: open that port to this host (check the firewall and the network)"
 
 
 def is_loopback(coordinator: str) -> bool:
-    """Returns whether an address is, on this host, this host itself and no other can mean it."""
+    """Returns whether an address resolves, on this host, only to loopback addresses."""
     name = coordinator.rpartition(":")[0].strip("[]")
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except OSError:
         return False
-    return bool(found) and all(address.startswith("127.") or address == "::1" for address in found)
+    return bool(addresses) and all(address.startswith("127.") or address == "::1" for address in addresses)
 
 
 def machine() -> str:
-    """Returns what two processes have in common if they are on one machine."""
+    """Returns an id that is the same for all processes on one machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -70,34 +70,34 @@ def machine() -> str:
 
 
 class SharedFolder:
-    """Whether a folder is the same one for all hosts, and all may write to it. Leaves no trace.
+    """Checks that a folder is shared by all hosts and writable by each. Leaves no trace.
 
-    Each host writes a file of its own, and looks for that of host 0, which has written first.
+    Each host writes its own file, and looks for the file of host 0, which is written first.
     """
 
     def __init__(self, folder: Any, index: int, token: str) -> None:
         """Writes this host's file to a folder: a `Path`, or an `etils.epath.Path` of an object store."""
         self._folder, self._index, self._token = folder, index, token
         self.failure: str | None = None
-        self._made: list[Path] = []
+        self._created: list[Path] = []
         try:
             if isinstance(folder, Path):
-                self._made = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
+                self._created = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._file(index).write_bytes(b"seen")
-        except Exception as error:  # a library of an object store raises what it likes
+        except Exception as error:  # object store libraries raise arbitrary types
             self.failure = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
 
     def _file(self, index: int) -> Any:
         return self._folder / f".doctor-{self._token}-{index}"
 
     def sees_first(self, seconds: float = _SEEN_WITHIN) -> bool:
-        """Returns whether the file of host 0 is here, or comes within so many seconds."""
+        """Returns whether the file of host 0 appears within `seconds`."""
         end = time.monotonic() + seconds
         while True:
             with contextlib.suppress(Exception):
                 if isinstance(self._folder, Path):
-                    os.listdir(self._folder)  # a network file system may remember for a while that a file was not there
+                    os.listdir(self._folder)  # a network file system may cache that a file was missing
                 if self._file(0).exists():
                     return True
             if time.monotonic() > end:
@@ -105,85 +105,86 @@ class SharedFolder:
             time.sleep(0.2)
 
     def free_bytes(self) -> float:
-        """Returns the bytes that may still be written there, or to where it would be; an object store has no end."""
+        """Returns the free bytes of the folder's disk; infinity for an object store."""
         if not isinstance(self._folder, Path):
             return math.inf
         there = next(p for p in (self._folder, *self._folder.absolute().parents) if p.exists())
         return shutil.disk_usage(there).free
 
     def close(self) -> None:
-        """Removes this host's file, and the folders that were made for it, unless something has come into them."""
+        """Removes this host's file, and the folders created for it that are empty."""
         with contextlib.suppress(Exception):
             self._file(self._index).unlink(missing_ok=True)
-            for path in self._made:
+            for path in self._created:
                 path.rmdir()
 
 
-def folder_failures(key: str, folder: Any) -> Callable[[Said], list[str]]:
-    """Returns the judge of `{"writes": None or why not, "sees": whether it sees the file of host 0}`."""
+def folder_failures(key: str, folder: Any) -> Callable[[Reports], list[str]]:
+    """Returns the function that checks `{"writes": None or why not, "sees": whether it sees the file of host 0}`."""
 
-    def judge(said: Said) -> list[str]:
+    def judge(reports: Reports) -> list[str]:
         cannot = [
-            f"host {i} ({name}) cannot write to {key} = {folder}: {facts['writes']}; mend its permissions, or mount it there"
-            for i, (name, facts) in sorted(said.items())
+            f"host {i} ({name}) cannot write to {key} = {folder}: {facts['writes']}; fix its permissions, or mount it "
+            "there"
+            for i, (name, facts) in sorted(reports.items())
             if facts["writes"] is not None
         ]
         blind = [
-            f"host {i} ({name}) does not see in {key} = {folder} what host 0 ({said[0][0]}) writes: it must be one folder "
-            "for all, on storage that all of them mount"
-            for i, (name, facts) in sorted(said.items())
-            if facts["writes"] is None and said[0][1]["writes"] is None and not facts["sees"]
+            f"host {i} ({name}) does not see what host 0 ({reports[0][0]}) writes to {key} = {folder}: it must be the "
+            "same folder on every host, on storage that all of them mount"
+            for i, (name, facts) in sorted(reports.items())
+            if facts["writes"] is None and reports[0][1]["writes"] is None and not facts["sees"]
         ]
         return cannot + blind
 
     return judge
 
 
-def clock_failures(said: Said) -> list[str]:
-    """Judges `{"ahead": seconds that its clock is ahead of host 0's}`."""
+def clock_failures(reports: Reports) -> list[str]:
+    """Checks `{"ahead": seconds that its clock is ahead of host 0's}`."""
     found = []
-    for i, (name, facts) in sorted(said.items()):
+    for i, (name, facts) in sorted(reports.items()):
         if abs(facts["ahead"]) > CLOCKS:
             way = "ahead of" if facts["ahead"] > 0 else "behind"
             found.append(
-                f"the clock of host {i} ({name}) is {abs(facts['ahead']):.1f} s {way} that of host 0 ({said[0][0]}): let both "
-                "follow one time server (timedatectl set-ntp true)"
+                f"the clock of host {i} ({name}) is {abs(facts['ahead']):.1f} s {way} that of host 0 "
+                f"({reports[0][0]}): sync both with a time server (timedatectl set-ntp true)"
             )
     return found
 
 
-def device_failures(said: Said) -> list[str]:
-    """Judges `{"platform", "kind", "count": of its own devices, "accelerators": device files of accelerators that it has}`."""
+def device_failures(reports: Reports) -> list[str]:
+    """Checks `{"platform", "kind", "count": of local devices, "accelerators": device files of accelerators}`."""
     found = []
-    for i, (name, facts) in sorted(said.items()):
+    for i, (name, facts) in sorted(reports.items()):
         if facts["platform"] == "cpu" and facts["accelerators"]:
             found.append(
-                f"host {i} ({name}) has {facts['accelerators'][0]}, but JAX finds only its CPU: install there what the "
-                "accelerator needs (pip install 'ejdist[cuda]' or 'ejdist[tpu]'), and unset JAX_PLATFORMS"
+                f"host {i} ({name}) has {facts['accelerators'][0]}, but JAX finds only its CPU: install the "
+                "accelerator's packages there (pip install 'ejdist[cuda]' or 'ejdist[tpu]'), and unset JAX_PLATFORMS"
             )
-    first, theirs = said[0]
-    for i, (name, facts) in sorted(said.items()):
+    first, theirs = reports[0]
+    for i, (name, facts) in sorted(reports.items()):
         if (facts["kind"], facts["count"]) != (theirs["kind"], theirs["count"]):
             found.append(
-                f"host {i} ({name}) has {facts['count']} x {facts['kind']}, and host 0 ({first}) has {theirs['count']} x "
-                f"{theirs['kind']}: give every host the same, or leave out the one that has lost some"
+                f"host {i} ({name}) has {facts['count']} x {facts['kind']}, and host 0 ({first}) has {theirs['count']} "
+                f"x {theirs['kind']}: give every host the same devices, or leave out the one that lost some"
             )
     return found
 
 
 def disk_failures(free: float, checkpoint: int, keep: int, there: int) -> list[str]:
-    """Returns whether what will be written does not fit.
+    """Returns a failure if the checkpoints to be written do not fit on the disk, otherwise nothing.
 
     Args:
-      free: bytes of the folder of the checkpoints. checkpoint: bytes of one.
-      keep: how many stay; one more is written before the oldest goes. there: how many there are.
+      free: free bytes in the checkpoint folder. checkpoint: bytes of one checkpoint.
+      keep: how many are kept; one more is written before the oldest is removed. there: how many exist.
     """
     more = max(1, keep + 1 - there)
     if free >= more * checkpoint:
         return []
     return [
-        f"the folder of the checkpoints has {_size(free)} free, and {more} more of {_size(checkpoint)} are to be there at a "
-        "time: make room, choose another folder, or lower checkpoint.keep"
+        f"the checkpoint folder has {_size(free)} free, but {more} more checkpoints of {_size(checkpoint)} must fit: "
+        "free space, choose another folder, or lower checkpoint.keep"
     ]
 
 

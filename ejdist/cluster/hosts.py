@@ -1,7 +1,7 @@
-"""Hosts talk through the store of JAX's coordinator: no collective, so nothing hangs where they differ; every wait has an end.
+"""Communication between hosts through the key-value store of JAX's coordinator.
 
-Each host says what it has, host 0 reads all of it, and says the outcome: what goes over the network grows with the number of
-hosts, not with its square. All of them raise the same error.
+It uses no collectives, so it cannot hang when hosts differ, and every wait has a timeout. Each host publishes its value, host 0
+reads them all and publishes the result, so traffic grows linearly with the number of hosts. All hosts raise the same error.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-_SLICE = 1.0  # seconds of one request; between two of them Python hears signals
-_FOR_THE_VERDICT = 30.0  # seconds more than host 0 has, in which the others hear from it who is missing
+_SLICE = 1.0  # seconds per request; Python handles signals between requests
+_FOR_RESULT = 30.0  # seconds that the others wait beyond host 0's limit, to learn from it who is missing
 _FAILED = "ejdist/failed/"
 _POSTS = "ejdist/posts/"
-_NOTHING = "nothing"  # a fact that a host does not know
-# In the errors of Gloo, NCCL and JAX's coordinator where the other side has ended.
+_NOTHING = "nothing"  # shown for a fact that a host lacks
+# Words in the errors of Gloo, NCCL and JAX's coordinator when the peer has exited.
 _OF_ANOTHER = ("gloo", "nccl", "connection", "peer", "socket", "coordination service", "barrier")
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
-_numbers = itertools.count()  # of comparisons in this process: all hosts make them in the same order
+_numbers = itertools.count()  # numbers the rounds of this process: all hosts make them in the same order
 
 
 class HostsDiffer(ValueError):
@@ -33,11 +33,11 @@ class HostsDiffer(ValueError):
 
 
 class HostLost(RuntimeError):
-    """A host of the run does not answer, or has ended; the message names it, or says what is known.
+    """A host of the run does not answer, or has exited; the message names it, or says what is known.
 
     Attributes:
-      code: the exit code with which it ends, where it has said so: this one ends with it too. None: the same command may go on.
-      known: the others know of it, or find out: not so where only this one was talking with the host.
+      code: the exit code that the host reported, which this host exits with too. None: the same command can resume.
+      known: whether the other hosts know, or will find out. False if only this host was talking to the lost one.
     """
 
     def __init__(self, message: str, code: int | None = None, *, known: bool = True) -> None:
@@ -46,130 +46,137 @@ class HostLost(RuntimeError):
 
 
 class Failed(NamedTuple):
-    """What a host has said that failed: in words, whether what it was started with is wrong, and its exit code if it knows."""
+    """A failure reported by a host: the message, whether the host's inputs are wrong, and its exit code if known."""
 
     text: str
     wrong: bool
     code: int | None
 
 
-# Seconds, of what any host waits for. JAX and Orbax hold them, and their milliseconds, in small integers.
-LONGEST = 1_000_000
+# The longest timeout, in seconds. JAX and Orbax store milliseconds in 32-bit integers.
+MAX_SECONDS = 1_000_000
 
 
 def check_limit(limit: float) -> None:
     """Raises ValueError for a run.host_timeout that no host can wait for."""
-    if not 0 < limit <= LONGEST:
-        raise ValueError(f"run.host_timeout must be a positive number of seconds, at most {LONGEST:,}, got {limit}")
+    if not 0 < limit <= MAX_SECONDS:
+        raise ValueError(f"run.host_timeout must be a positive number of seconds, at most {MAX_SECONDS:,}, got {limit}")
 
 
 class Hosts:
-    """The processes of this run, each called a host: on a pod there is one on each.
+    """The processes of this run, each called a host: a pod runs one process per host.
 
     Attributes:
-      index, count: this one's number, and how many there are.
-      limit: seconds that one waits for the others.
+      index, count: the number of this host, and of all hosts.
+      limit: seconds that a host waits for the others.
     """
 
     def __init__(self, limit: float, *, before_devices: bool = False) -> None:
-        """With `before_devices` the numbers are those that the processes joined with: to make the devices waits for all."""
+        """`before_devices` takes the numbers from the coordinator instead of JAX, which would initialise the devices and so
+        wait for all hosts."""
         check_limit(limit)
         self.limit = limit
         self.index, self.count = _joined() if before_devices else (jax.process_index(), jax.process_count())
 
     def compare(self, moment: str, facts: Mapping[str, Any]) -> None:
-        """Returns when all hosts have come here with the same facts.
+        """Waits for all hosts, and checks that they pass the same facts.
 
         Args:
-          moment: where this is, in words that complete "has not come to": for the message that names who is missing.
-          facts: name -> anything that JSON holds. Compared with host 0's.
+          moment: completes "has not reached", in the message that names a missing host.
+          facts: name -> a JSON value. Compared with host 0's.
 
         Raises:
-          HostsDiffer: they have not; of the first difference, the host, the name and both values.
-          HostLost: a host has not come within `limit` seconds.
+          HostsDiffer: the facts differ; the message gives the host, the name and both values of the first difference.
+          HostLost: a host does not arrive within `limit` seconds.
         """
-        if found := self.judged(moment, facts, differences):
+        if found := self.reduce(moment, facts, differences):
             raise HostsDiffer(found[0])
 
-    def first(self, moment: str, what: str | None) -> str | None:
-        """Returns what the first host says that says anything, on all hosts, with its name if there are several.
+    def first_error(self, moment: str, message: str | None) -> str | None:
+        """Returns, on all hosts, the message of the first host that passes one, with its name if there are several.
 
         Raises:
-          HostLost: a host has not come within `limit` seconds.
+          HostLost: a host does not arrive within `limit` seconds.
         """
-        return self.judged(moment, what, _first_word)
+        return self.reduce(moment, message, _first_message)
 
-    def all_say(self, moment: str, what: Any) -> list[Any]:
-        """Returns what each host says, by its number, on all hosts.
+    def all_gather(self, moment: str, value: Any) -> list[Any]:
+        """Returns, on all hosts, the value of each host, by its number.
 
         Raises:
-          HostLost: a host has not come within `limit` seconds.
+          HostLost: a host does not arrive within `limit` seconds.
         """
-        return self.judged(moment, what, lambda said: [said[i][1] for i in sorted(said)])
+        return self.reduce(moment, value, lambda values: [values[i][1] for i in sorted(values)])
 
-    def say(self, name: str, value: Any = None) -> Any:
-        """Returns what host 0 says under this name, on all hosts. The others' value is ignored.
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """Returns, on all hosts, the value of host 0; the others' values are ignored.
+
+        Args:
+          name: completes "host 0 has not sent", in the message of a timeout.
 
         Raises:
-          HostLost: it has said nothing within `limit` seconds.
+          HostLost: host 0 sends nothing within `limit` seconds.
         """
         if self.count == 1:
             return value
-        at = f"ejdist/{next(_numbers)}/{name}"
+        key = f"ejdist/{next(_numbers)}/{name}"
         if self.index == 0:
-            _put(at, value)
+            _put(key, value)
             return value
-        return self._get(at, f"host 0 has not said {name}")
+        return self._get(key, f"host 0 has not sent {name}")
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What fails in here on one host ends the others too, with its reason; else they would wait for it."""
+        """An exception in the body on one host ends the other hosts too, with its message, so that they do not wait for
+        it."""
         try:
             yield
         except HostsDiffer:
-            raise  # the others have it too
+            raise  # the others raise it too
         except HostLost as error:
             if not error.known:
-                tell_others(str(error))
+                notify_failure(str(error))
             raise
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            tell_others(reason, wrong=isinstance(error, ValueError), code=_code_of(error))
+            notify_failure(reason, wrong=isinstance(error, ValueError), code=_code_of(error))
             raise
 
     def failed(self) -> Failed | None:
-        """Returns what a host has said that failed inside `together`, None if none has."""
-        said = {i: what for i, what in sorted(_under(_FAILED).items()) if i != self.index} if self.count > 1 else {}
-        for i, (host, wrong, code, reason) in said.items():
-            return Failed(f"host {i} ({host}) ended, and so do all: {reason}", wrong, code)
+        """Returns the failure that another host reported inside `together`, None if there is none."""
+        reports = (
+            {i: report for i, report in sorted(_read(_FAILED).items()) if i != self.index} if self.count > 1 else {}
+        )
+        for i, (host, wrong, code, reason) in reports.items():
+            return Failed(f"host {i} ({host}) failed, which ends all hosts: {reason}", wrong, code)
         return None
 
     def _check_failed(self) -> None:
-        if said := self.failed():
-            raise HostsDiffer(said.text) if said.wrong else HostLost(said.text, said.code)
+        if failure := self.failed():
+            raise HostsDiffer(failure.text) if failure.wrong else HostLost(failure.text, failure.code)
 
-    def judged(self, moment: str, mine: Any, judge: Callable[[dict[int, Any]], Any]) -> Any:
-        """Returns, on all hosts, what `judge` makes on host 0 of what all say: host -> [its name, what it says].
+    def reduce(self, moment: str, value: Any, function: Callable[[dict[int, Any]], Any]) -> Any:
+        """Returns, on all hosts, the result of `function`, which host 0 calls with host -> [its name, its value].
 
         Raises:
-          HostLost: a host has not come within `limit` seconds.
+          HostLost: a host does not arrive within `limit` seconds.
         """
-        question = self.ask(moment, mine)
-        question.judge(judge)
-        return question.answer()
+        round = self.begin_round(moment, value)
+        round.reduce(function)
+        return round.result()
 
-    def ask(self, moment: str, mine: Any) -> Question:
-        """Says this host's part of what is to be judged, and the caller waits later. All hosts ask the same, in one order."""
-        return Question(self, moment, mine)
+    def begin_round(self, moment: str, value: Any) -> Round:
+        """Publishes this host's value without waiting. All hosts must begin the same rounds in the same order."""
+        return Round(self, moment, value)
 
     def _wait_for_all(self, prefix: str, moment: str) -> str | None:
-        """Returns who has not come, in words; None when all have."""
+        """Returns None when all hosts have arrived, or a message that names the missing ones."""
         end = time.monotonic() + self.limit
-        while len(said := _under(prefix)) < self.count - 1:
+        while len(values := _read(prefix)) < self.count - 1:
             self._check_failed()
             if time.monotonic() > end:
-                absent = [i for i in range(1, self.count) if i not in said]
-                return f"{_named(absent)} not come to {moment}{self._after(self.limit)}"
+                absent = [i for i in range(1, self.count) if i not in values]
+                return f"{_named(absent)} not reached {moment}{self._after(self.limit)}"
             time.sleep(min(_SLICE, 0.05 * self.count))
         return None
 
@@ -189,56 +196,56 @@ class Hosts:
 
     def _after(self, limit: float) -> str:
         return (
-            f" within {limit:g} s (run.host_timeout = {self.limit:g}): look at its log, and start all of them again; "
-            "or give them more time"
+            f" within {limit:g} s (run.host_timeout = {self.limit:g}): check its log and start all hosts again, or "
+            "raise run.host_timeout"
         )
 
 
-class Question:
-    """A round of all hosts in its parts: each says something when it is made, host 0 judges, the others hear of it. Where time
-    passes between the parts, nobody waits for a host that keeps up."""
+class Round:
+    """A gather, reduction and broadcast in three steps: each host publishes a value on construction, host 0 reduces, and all
+    read the result. With time between the steps, no host waits for one that keeps up."""
 
-    def __init__(self, hosts: Hosts, moment: str, mine: Any) -> None:
+    def __init__(self, hosts: Hosts, moment: str, value: Any) -> None:
         self._hosts, self._moment = hosts, moment
-        self._mine = json.loads(json.dumps([socket.gethostname(), mine]))
+        self._value = json.loads(json.dumps([socket.gethostname(), value]))
         self._missing: str | None = None
-        self._verdict: Any = None
+        self._result: Any = None
         if hosts.count > 1:
-            self._at = f"ejdist/{next(_numbers)}/{moment}"
+            self._key = f"ejdist/{next(_numbers)}/{moment}"
             if hosts.index > 0:
-                _put(f"{self._at}/said/{hosts.index}", self._mine)
+                _put(f"{self._key}/values/{hosts.index}", self._value)
 
-    def judge(self, judge: Callable[[dict[int, Any]], Any]) -> None:
-        """On host 0 waits for all, and says the verdict: what `judge` makes of host -> [its name, what it says]."""
+    def reduce(self, function: Callable[[dict[int, Any]], Any]) -> None:
+        """On host 0: waits for all hosts and publishes `function(host -> [its name, its value])`."""
         hosts = self._hosts
         if hosts.index > 0:
             return
         if hosts.count == 1:
-            self._verdict = judge({0: self._mine})
+            self._result = function({0: self._value})
             return
-        self._missing = hosts._wait_for_all(f"{self._at}/said/", self._moment)
+        self._missing = hosts._wait_for_all(f"{self._key}/values/", self._moment)
         if not self._missing:
-            self._verdict = judge({0: self._mine} | _under(f"{self._at}/said/"))
-        _put(f"{self._at}/verdict", [self._missing, self._verdict])
+            self._result = function({0: self._value} | _read(f"{self._key}/values/"))
+        _put(f"{self._key}/result", [self._missing, self._result])
 
-    def answer(self) -> Any:
-        """Returns the verdict, on all hosts.
+    def result(self) -> Any:
+        """Returns the result, on all hosts.
 
         Raises:
-          HostLost: a host has not come within `limit` seconds.
+          HostLost: a host does not arrive within `limit` seconds.
         """
         hosts = self._hosts
         if hosts.index > 0:
-            otherwise = f"host 0 has not come to {self._moment}"
-            self._missing, self._verdict = hosts._get(f"{self._at}/verdict", otherwise, hosts.limit + _FOR_THE_VERDICT)
+            timeout = f"host 0 has not reached {self._moment}"
+            self._missing, self._result = hosts._get(f"{self._key}/result", timeout, hosts.limit + _FOR_RESULT)
         if self._missing:
             raise HostLost(self._missing)
-        return self._verdict
+        return self._result
 
-    def forget(self) -> None:
-        """Takes what the hosts have said out of the store, once it is judged: for what is asked again and again."""
+    def delete_values(self) -> None:
+        """Deletes the published values from the store once they are reduced, so that repeated rounds do not fill it."""
         if self._hosts.index == 0 and self._hosts.count > 1:
-            _store().key_value_delete(f"{self._at}/said/")
+            _store().key_value_delete(f"{self._key}/values/")
 
 
 def _no_code(error: Exception) -> int | None:
@@ -249,24 +256,24 @@ _code_of: Callable[[Exception], int | None] = _no_code
 
 
 def end_with(code_of: Callable[[Exception], int | None]) -> None:
-    """From here on a host that fails tells the others with which exit code it ends, so that all end with the same: what starts
-    runs again then sees that there is no use in it. For commands.
+    """From now on a failing host reports its exit code to the others, so that all exit with the same code and a launcher can
+    see whether a restart would help. For commands.
 
     Args:
-      code_of: error -> exit code, None for a fault of the program.
+      code_of: error -> exit code, None for a bug.
     """
     global _code_of
     _code_of = code_of
 
 
-def tell_others(reason: str, *, wrong: bool = False, code: int | None = None) -> None:
-    """Lets the other hosts know that this one ends, if there are any and the coordinator answers.
+def notify_failure(reason: str, *, wrong: bool = False, code: int | None = None) -> None:
+    """Tells the other hosts, if there are any and the coordinator answers, that this one is exiting.
 
     Args:
-      wrong: what it was started with is, so that to start again changes nothing.
-      code: the exit code that it ends with; None where the others end with that of a lost host.
+      wrong: its inputs are wrong, so a restart would not help.
+      code: its exit code; None if the others should exit with the code of a lost host.
     """
-    # Not `jax.process_index()`: that makes the devices where there are none yet, which waits for the other hosts.
+    # Not `jax.process_index()`, which may initialise the devices and so wait for the other hosts.
     index = _index()
     if index is not None:
         with contextlib.suppress(Exception):  # the coordinator may be what has failed
@@ -274,25 +281,25 @@ def tell_others(reason: str, *, wrong: bool = False, code: int | None = None) ->
 
 
 def lost(error: BaseException) -> HostLost | None:
-    """Returns what an error of a program that runs on several hosts means, if it is that one of them is gone.
+    """Returns the HostLost that an error amounts to, None if it has another cause.
 
     Args:
-      error: one of JAX, or one that a library has raised from it; a HostLost is what it says.
+      error: raised by JAX, or by a library as a consequence; a HostLost is returned as it is.
     """
     if isinstance(error, HostLost):
         return error
     text = next((str(e) for e in _causes(error) if _of_runtime(e)), None)
-    # Not `jax.process_count()` of any error: that makes the devices where there are none yet.
+    # Only now `jax.process_count()`, which may initialise the devices.
     if text is None or jax.process_count() == 1:
         return None
     if not any(word in text.lower() for word in _OF_ANOTHER):
         return None
     with contextlib.suppress(Exception):  # the coordinator may be what is gone
-        if said := Hosts(1.0).failed():
-            return HostLost(said.text, said.code)
+        if failure := Hosts(1.0).failed():
+            return HostLost(failure.text, failure.code)
     return HostLost(
-        f"another host is gone, or its network ({(text.splitlines() or [''])[0][:300]}); look at its log. The same command, "
-        "started on all hosts, goes on from the last checkpoint",
+        f"another host is gone, or its network is down ({(text.splitlines() or [''])[0][:300]}); check its log. The same "
+        "command, started on all hosts, resumes from the last checkpoint",
         known=False,
     )
 
@@ -304,31 +311,36 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _of_runtime(error: BaseException) -> bool:
-    # An array that cannot be read, since what was to compute it has failed, is a ValueError with the runtime's own words.
+    # Reading an array whose computation failed raises a ValueError with the runtime's message.
     return isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
     )
 
 
-def differences(said: dict[int, Any]) -> list[str]:
-    """Returns a sentence for each fact in which a host differs from host 0: host -> [its name, facts]."""
-    (first, theirs), found = said[0], []
-    for i in sorted(said):
-        host, mine = said[i]
+def differences(values: dict[int, Any]) -> list[str]:
+    """Returns a sentence for each fact in which a host differs from host 0.
+
+    Args:
+      values: host -> [its name, facts].
+    """
+    (first, theirs), found = values[0], []
+    for i in sorted(values):
+        host, mine = values[i]
         for name in {**theirs, **mine}:
             there, here = theirs.get(name, _NOTHING), mine.get(name, _NOTHING)
-            if json.dumps(there) != json.dumps(here):  # NaN is itself
+            if json.dumps(there) != json.dumps(here):  # as text, NaN equals itself
                 found.append(
-                    f"host {i} ({host}) has {name} = {here}, and host 0 ({first}) has {there}: start all with the same"
+                    f"host {i} ({host}) has {name} = {here}, and host 0 ({first}) has {there}: start all hosts with "
+                    "the same"
                 )
     return found
 
 
-def _first_word(said: dict[int, Any]) -> str | None:
-    for i in sorted(said):
-        host, word = said[i]
-        if word is not None:
-            return word if len(said) == 1 else f"{word} (on host {i}, {host})"
+def _first_message(values: dict[int, Any]) -> str | None:
+    for i in sorted(values):
+        host, message = values[i]
+        if message is not None:
+            return message if len(values) == 1 else f"{message} (on host {i}, {host})"
     return None
 
 
@@ -344,14 +356,14 @@ def _store() -> Any:
 
 
 def _index() -> int | None:
-    """Returns the number of this process, None where it has joined no other."""
+    """Returns the number of this process, None without a coordinator."""
     from jax._src import distributed
 
     return None if distributed.global_state.client is None else distributed.global_state.process_id
 
 
 def _joined() -> tuple[int, int]:
-    """Returns (the number of this process, how many have joined)."""
+    """Returns (the number of this process, the number of processes), as the coordinator knows them."""
     from jax._src import distributed
 
     state = distributed.global_state
@@ -363,17 +375,18 @@ def _put(key: str, value: Any) -> None:
 
 
 def post(name: str, value: Any) -> None:
-    """Puts up what this host says under a name, in the place of what it said before. For `posted`, and nobody waits for it."""
+    """Publishes this host's latest value under a name, replacing the one before. Read it with `posted`; nobody waits for
+    it."""
     _store().key_value_set(
         f"{_POSTS}{name}/{_index()}", json.dumps([socket.gethostname(), value]), allow_overwrite=True
     )
 
 
 def posted(name: str) -> dict[int, Any]:
-    """Returns what is put up under a name: host -> [its name, what it said last]."""
-    return dict(sorted(_under(f"{_POSTS}{name}/").items()))
+    """Returns the latest values posted under a name: host -> [its name, value]."""
+    return dict(sorted(_read(f"{_POSTS}{name}/").items()))
 
 
-def _under(prefix: str) -> dict[int, Any]:
-    """Returns what hosts have said, by their number."""
+def _read(prefix: str) -> dict[int, Any]:
+    """Returns the values that hosts have published, by host number."""
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in _store().key_value_dir_get(prefix)}

@@ -1,10 +1,10 @@
-"""The `cluster` section of a recipe: how the processes of a run find each other; `launch.cluster.join` reads it."""
+"""The `cluster` section of a recipe: how the processes of a run find each other; `launch.cluster.join` uses it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ejdist.cluster.hosts import LONGEST
+from ejdist.cluster.hosts import MAX_SECONDS
 from ejdist.sections import operational
 
 KINDS = ("local", "auto", "manual")
@@ -12,23 +12,23 @@ KINDS = ("local", "auto", "manual")
 
 @dataclass
 class ClusterSection:
-    """How processes find each other. "local" is one process; "auto" lets JAX ask the cluster (Cloud TPU, Slurm, Kubernetes,
-    Open MPI) for those of the values below that are not given; "manual" takes what is given, and asks nobody."""
+    """How processes find each other. "local" is one process; "auto" lets JAX detect the values below that are not given from
+    the cluster (Cloud TPU, Slurm, Kubernetes, Open MPI); "manual" uses only the given values."""
 
     kind: str = operational("local")
     coordinator: str | None = operational(None)  # host:port of process 0
     num_processes: int | None = operational(None)
     process_id: int | None = operational(None)
-    local_device_ids: list[int] | None = operational(None)  # the GPUs that a process takes; none given: all
-    timeout: int = operational(300)  # seconds that the processes have to come together
-    heartbeat: int = operational(100)  # seconds without a sign after which a process counts as lost, and all end
+    local_device_ids: list[int] | None = operational(None)  # the GPUs that a process uses; null: all
+    timeout: int = operational(300)  # seconds for all processes to connect
+    heartbeat: int = operational(100)  # seconds of silence after which a process counts as lost and all exit
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
-        if not (0 < self.timeout <= LONGEST and 10 <= self.heartbeat <= LONGEST):
+        if not (0 < self.timeout <= MAX_SECONDS and 10 <= self.heartbeat <= MAX_SECONDS):
             raise ValueError(
-                f"cluster.timeout = {self.timeout} must be positive, and cluster.heartbeat = {self.heartbeat} at least 10 s; "
-                f"both at most {LONGEST:,} s"
+                f"cluster.timeout = {self.timeout} must be positive, and cluster.heartbeat = {self.heartbeat} at least "
+                f"10 s; both at most {MAX_SECONDS:,} s"
             )
         if self.coordinator is not None:
             check_address("cluster.coordinator", self.coordinator)
@@ -38,8 +38,8 @@ class ClusterSection:
         multihost = [name for name in several if getattr(self, name) is not None]
         if self.kind == "local" and multihost:
             raise ValueError(
-                f"cluster.{multihost[0]} = {getattr(self, multihost[0])!r} is for several processes: add cluster=manual, or "
-                "leave it out"
+                f"cluster.{multihost[0]} = {getattr(self, multihost[0])!r} is for several processes: add "
+                "cluster=manual, or leave it out"
             )
         if self.kind == "manual":
             if self.coordinator is None or self.num_processes is None or self.process_id is None:

@@ -41,9 +41,7 @@ class Evaluator:
         self._program = program
         model, whole = self._program.model, replicated(mesh)
         if model.token_losses is None or model.logits_at is None:
-            raise ValueError(
-                "this model gives no losses of single tokens and no logits of chosen ones: it cannot be evaluated"
-            )
+            raise ValueError("this model does not return per-token losses and logits, so it cannot be evaluated")
         self.notes: list[str] = []
         ops = bind(sections, mesh, self._program.order, self.notes.append)
         self._state = (params, buffers)

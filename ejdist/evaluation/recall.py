@@ -53,7 +53,7 @@ class Prompts:
             )
         if self._body < self._pair:
             raise ValueError(
-                f"lengths: a prompt of {self.length} tokens has no room for a key and value of {self._pair} and the question; "
+                f"lengths: a prompt of {self.length} tokens is too short for a key and value of {self._pair} and the question; "
                 f"use at least {2 * self._pair - 1}, or fewer key_tokens and value_tokens"
             )
         if len(self._ids) ** self.key_tokens < 4 * self.pairs:
@@ -95,7 +95,7 @@ class Prompts:
             if (windows == asked).all(axis=1).sum() == 2:  # in its pair and in the question, and nowhere else by chance
                 return row, row[-self.value_tokens :]
         raise ValueError(
-            f"key_tokens = {self.key_tokens}: every key that was drawn stands elsewhere in {self.length} tokens too; use more"
+            f"key_tokens = {self.key_tokens}: every drawn key also occurs elsewhere in {self.length} tokens too; use more"
         )
 
     def _drawn(self, rng: np.random.Generator, depth: float) -> np.ndarray:

@@ -12,8 +12,8 @@ import jax
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.parameters import initialise
 from ejdist.paths import check_home, is_url
-from ejdist.training.leaves import name_of
 from ejdist.training.program import Program
+from ejdist.training.pytree_io import name_of
 from ejdist.training.runs import Run, has_steps, nested
 from ejdist.training.start import open_source
 from ejdist.weights.families import read_config

@@ -1,16 +1,16 @@
-"""Which scheme of expert parallelism: `auto` compares the bytes that each would send, over what the links of the device give.
+"""Chooses the scheme of expert parallelism: `auto` compares the bytes that each would send over the device's bandwidths.
 
-An exchange sends rows there and back, forward (tokens, sums) and backward (cotangents, gradients). With n ranks, k choices a
-token, M tokens of D features a rank, and r rows in the buffer (r = buffer M k):
+An exchange sends rows both ways, forward (tokens, sums) and backward (cotangents, gradients). With n ranks, k choices per
+token, M tokens of D features per rank, and r rows in the buffer (r = buffer M k):
 
-    all_to_all          4 r D (n - 1) / n          the buffer travels, full or not
-    ragged_all_to_all   4 M k D (n - 1) / n        rows that exist
-    all_gather          4 M D (n - 1)              a token once for each rank, whatever its choices: 2 gathers, 2 scatters
+    all_to_all          4 r D (n - 1) / n          the whole buffer, full or not
+    ragged_all_to_all   4 M k D (n - 1) / n        only rows that exist
+    all_gather          4 M D (n - 1)              each token once per rank, whatever its choices: 2 gathers, 2 scatters
     two_level           as all_to_all, within a host and then between hosts, in fewer and larger messages
 
-Under `jax.checkpoint` tokens go there a second time, in every scheme. Passes over a device's own memory are not counted.
+Under `jax.checkpoint` tokens are dispatched twice, in every scheme. Local memory traffic is not counted.
 
-What is gathered is as large as all ranks' tokens, so `all_gather` is no choice where that is much more than the buffer.
+`all_gather` holds the tokens of all ranks, so it is excluded where that is much more than the buffer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ejdist.experts.schemes import LOCAL, SCHEMES
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second of one device in each collective, and where the numbers are from.
+    """Bandwidth of one device in each collective, bytes/s, and the source of the numbers.
 
     Attributes:
-      torus: devices along an axis are a ring; `all_gather` is its rate in both directions, and an all-to-all over n of them
-        has 4 / n of it (J. Austin et al., *How to Scale Your Model*, 2025).
-      network: between hosts, a device; None where the links reach all devices.
-      latency: seconds a message, an estimate.
+      torus: devices along an axis form a ring; `all_gather` is its bandwidth in both directions, and an all-to-all over n
+        devices gets 4 / n of it (J. Austin et al., *How to Scale Your Model*, 2025).
+      network: between hosts, per device; None if the links reach all devices.
+      latency: seconds per message, an estimate.
     """
 
     all_to_all: float
@@ -47,12 +47,12 @@ class Links:
     latency: float = 1e-5
 
     def rate(self, collective: str, ranks: int) -> float:
-        """Returns bytes/s of a device in a collective over `ranks` devices; one with no rate has that of all-gather."""
+        """Returns bytes/s of a device in a collective over `ranks` devices; unknown collectives use all-gather's."""
         rate = getattr(self, collective, self.all_gather)
         return rate * 4 / max(ranks, 4) if self.torus and collective in _BETWEEN_ALL else rate
 
 
-# In these a device sends other rows to each other device; in the rest messages are passed on or joined.
+# Collectives in which a device sends different rows to each other device; the rest forward or combine messages.
 _BETWEEN_ALL = (ALL_TO_ALL, RAGGED_ALL_TO_ALL)
 
 
@@ -60,23 +60,23 @@ def _torus(rate: float, what: str) -> Links:
     return Links(rate, rate, rate, rate, f"published: {what}", torus=True)
 
 
-# By how a device's kind begins; the longest that fits.
+# By the longest matching prefix of the device kind.
 LINKS = {
-    # Within a host measured, 64 and 256 MiB; between hosts 400 Gbit/s a device, published.
+    # Within a host as measured with 64 and 256 MiB; between hosts 400 Gbit/s per device, as published.
     "NVIDIA H200": Links(220e9, 8e9, 283e9, 340e9, "measured on four H200, jax 0.11.2", network=50e9),
     "TPU v5 lite": _torus(100e9, "1600 Gbit/s a chip over 4 links"),
     "TPU v5": _torus(200e9, "4800 Gbit/s a chip over 6 links"),
     "TPU v6 lite": _torus(224e9, "3584 Gbit/s a chip over 4 links"),
 }
-# Rows that a scheme may bring to a device, over those of the buffer.
+# Most rows that a scheme may bring to a device, relative to the buffer.
 GATHERED = 2.0
-# Nothing is known: bytes are compared as if every collective were as fast; not the ragged one, which few devices have.
+# For unknown devices: all collectives count as equally fast, except the ragged one, which few devices support.
 UNKNOWN = Links(100e9, 1e9, 100e9, 100e9, "no rates known: bytes alone")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A scheme, why (one line), and the seconds expected of each scheme, forward and backward."""
+    """A scheme, the reason in one line, and the expected seconds of each scheme, forward plus backward."""
 
     scheme: str
     reason: str
@@ -84,7 +84,7 @@ class Choice:
 
 
 def links_of(device_kind: str) -> Links:
-    """Returns the links of a kind of device, as `jax.Device.device_kind` says it."""
+    """Returns the links of a `jax.Device.device_kind`."""
     found = [name for name in LINKS if device_kind.startswith(name)]
     return LINKS[max(found, key=len)] if found else UNKNOWN
 
@@ -101,18 +101,19 @@ def choose(
     device_kind: str | None = None,
     pinned: str | None = None,
 ) -> Choice:
-    """Returns the scheme that is expected to take the least time, and why.
+    """Returns the scheme with the least expected time, and why.
 
     Args:
-      axis_sizes: of the axes that experts are split over, the major one first.
+      axis_sizes: of the axes that experts are sharded over, the major one first.
       tokens: of one rank. width: features of a token. itemsize: bytes of one.
-      hosts: that the axes span. Default: the size of the first of several axes where there are several processes; else 1.
+      hosts: number of hosts that the axes span. Default: the size of the first of several axes if there are several processes,
+        otherwise 1.
       device_kind: default: that of this process's first device.
-      pinned: a scheme that is taken whatever is expected; the reason says both.
+      pinned: a scheme to take regardless; the reason says so.
     """
     ranks = math.prod(axis_sizes)
     if ranks == 1:
-        return Choice(LOCAL, f"{LOCAL}: one rank has all experts, and nothing travels", {LOCAL: 0.0})
+        return Choice(LOCAL, f"{LOCAL}: one rank has all experts, so nothing is sent", {LOCAL: 0.0})
     if hosts is None:
         hosts = axis_sizes[0] if len(axis_sizes) > 1 and jax.process_count() > 1 else 1
     kind = jax.local_devices()[0].device_kind if device_kind is None else device_kind
@@ -121,25 +122,25 @@ def choose(
     seconds = _seconds(links_of(kind), hosts, levels, pinned, call)
     if pinned is not None and pinned not in seconds:
         raise ValueError(
-            f"argument 'pinned' = {pinned!r} is no scheme for this axis; use one of {', '.join(sorted(seconds))}"
+            f"argument 'pinned' = {pinned!r} does not fit this axis; use one of {', '.join(sorted(seconds))}"
         )
     ordered = sorted(seconds, key=lambda name: seconds[name])
     best = ordered[0] if pinned is None else pinned
     other = next(name for name in ordered if name != best)
-    times = f"{seconds[best] * 1e3:.3g} ms a layer and step, {other} {seconds[other] * 1e3:.3g} ms"
+    times = f"{seconds[best] * 1e3:.3g} ms per layer and step, {other} {seconds[other] * 1e3:.3g} ms"
     over = f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
     why = "pinned" if pinned else "chosen"
     return Choice(best, f"{best} ({why}): {times}, over {over} of {kind} ({links_of(kind).source})", seconds)
 
 
-# What stands for the axes: between hosts, between the devices of a host, and all at once.
+# Axis names in the cost model: between hosts, between the devices of a host, and all at once.
 _HOSTS, _DEVICES, _ALL = "hosts", "devices", "all"
 
 
 def _seconds(
     links: Links, hosts: int, levels: tuple[int, ...], pinned: str | None, call: dict[str, Any]
 ) -> dict[str, float]:
-    """Returns the time of each scheme that fits: what it sends, over what the links give."""
+    """Returns the time of each scheme that fits: its traffic over the bandwidth of the links."""
     ranks, seconds = math.prod(levels), {}
     for name, of in SCHEMES.items():
         scheme = of()
@@ -154,7 +155,7 @@ def _seconds(
 
 
 def _time(links: Links, sent: Traffic, sizes: dict[str, int], ranks: int) -> float:
-    """Returns the seconds of all collectives, one after the other. Over all ranks the two kinds of links work side by side."""
+    """Returns the seconds of all collectives in sequence. Over all ranks the two kinds of links work in parallel."""
     hosts, total = sizes[_HOSTS], 0.0
     for (axis, collective), many in sent.bytes.items():
         size, inner = sizes[axis], ranks // hosts

@@ -92,7 +92,9 @@ _WORK = ("plan", "window", "forward", "backward")
 
 def cost_of(scheme: Costed, shape: ExchangeShape) -> Traffic:
     """Returns `scheme.cost(shape)`. Raises `Undeclared`, naming the scheme, where it declares none."""
-    return declared(scheme, "cost", (*_WORK, "there", "back"), "the ejdist.costs.Traffic of an ExchangeShape")(shape)
+    return declared(scheme, "cost", (*_WORK, "dispatch", "combine"), "the ejdist.costs.Traffic of an ExchangeShape")(
+        shape
+    )
 
 
 def memory_of(scheme: Costed, shape: ExchangeShape) -> int:

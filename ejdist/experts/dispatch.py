@@ -1,8 +1,8 @@
-"""Dispatch and combine: every token visits the experts that it chose, on whatever rank they are, and comes back as their sum.
+"""Dispatch and combine: sends every token to the experts that it chose, on whatever rank they are, and returns their sum.
 
-Exact: what does not fit the buffer goes in further passes of the same loop, as many as the fullest place of the mesh needs.
-The gradient runs the same passes. What it needs of the first is kept; further ones are sent and multiplied again. So memory is
-bounded by the buffer in both directions. Derivation and traffic: dispatch.md beside this file.
+Exact: rows that do not fit the buffer go in more passes of the same loop, as many as the fullest rank of the mesh needs. The
+gradient runs the same passes. It saves the residuals of the first pass and recomputes the others, so memory is bounded by the
+buffer in both directions. Derivation and traffic: dispatch.md in this folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 
 from ejdist.experts.choice import choose
 from ejdist.experts.metrics import expert_counts
-from ejdist.experts.rows import Job, Scheme, inverse, order_of
+from ejdist.experts.rows import DispatchSpec, Scheme, inverse, order_of
 from ejdist.experts.schemes import SCHEMES, Local, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
 from kernels.framework.binding import is_float_array
@@ -30,14 +30,14 @@ from kernels.framework.platforms import Unsupported
 
 
 class Stats(NamedTuple):
-    """What an exchange did. Sums are over ranks of different tokens.
+    """Statistics of an exchange. Sum `dropped` and `counts` over ranks with different tokens.
 
     Attributes:
-      extra_passes: int32, passes beyond the first, the same on all ranks; 0 where the buffer was large enough.
-      high_water: float32, the same on all ranks: rows for the fullest place of the buffer over its room. Above 1 it took more
-        passes; far below 1 the buffer could be smaller.
-      dropped: int32, choices of this rank's tokens that had no room (with `capacity`; 0 without). To be summed.
-      counts: int32 [E], choices of this rank's tokens for each expert, dropped ones among them. To be summed.
+      extra_passes: int32, overflow passes beyond the first, the same on all ranks; 0 if the buffer was large enough.
+      high_water: float32, buffer utilization, the same on all ranks: rows for the fullest slot of the buffer over its size.
+        Above 1 it took more passes; far below 1 the buffer could be smaller.
+      dropped: int32, choices of this rank's tokens that exceeded `capacity`; 0 without it.
+      counts: int32 [E], choices of this rank's tokens for each expert, including dropped ones.
     """
 
     extra_passes: jax.Array
@@ -62,24 +62,24 @@ def exchange(
 ) -> tuple[jax.Array, Stats]:
     """Returns (out, stats): out[m] = sum over j of weights[m, j] * expert experts[m, j] of x[m], [M, D'] in x's dtype.
 
-    Runs inside a `shard_map` over the axis, on a rank's own arrays. Expert e is on rank e // (num_experts / ranks). It has
-    gradients of x, weights and the floats of params, once differentiated. What they need that is of the size of the buffer,
-    the rows that arrived and what `apply` keeps, is kept; under `jax.checkpoint` it is made again, without the way back.
+    Runs inside a `shard_map` over the axis, on a rank's own arrays. Expert e is on rank e // (num_experts / ranks). It is
+    differentiable once, in x, weights and the floats of params. It saves residuals of the size of the buffer, the received rows
+    and the residuals of `apply`; `jax.checkpoint` recomputes them, without the combine.
 
     Args:
       x: [M, D], the tokens of this rank.
-      experts: int [M, k]. Outside of [0, num_experts), as -1: none, of padding for example.
+      experts: int [M, k]. Values outside [0, num_experts), such as -1, choose no expert, as for padding.
       weights: float [M, k]. Sums are in float32.
       params: pytree of this rank's experts, each leaf [num_experts / ranks, ...].
-      apply: (params, rows [R, D], group_sizes [num_experts / ranks]) -> rows [R, D'], each made from its own row by its group's
-        expert. Rows of a group lie together, group 0 first; those after the last group are zero, and what becomes of them
-        is ignored. A pure function that closes over no array. It may communicate over other axes.
-      axis: mesh axes that experts are split over; several count the ranks from the first. None: this device has all experts.
+      apply: (params, rows [R, D], group_sizes [num_experts / ranks]) -> rows [R, D'], each computed from its own row by its
+        group's expert. Rows are sorted by group; rows after the last group are zero, and their results are ignored. A pure
+        function that closes over no array. It may communicate over other axes.
+      axis: mesh axes that experts are sharded over, the major one first. None: this device has all experts.
       scheme: one of SCHEMES, "auto" (`ejdist.experts.choice`), or a Scheme. "two_level" takes (hosts, devices of a host).
-      buffer: rows that a pass has room for, as a multiple of what comes where all experts have as many.
-      chunks: parts of a pass that do not wait for each other, so that one travels while another is multiplied.
-      capacity: where given, an expert takes at most ceil(capacity * k * tokens of all ranks / num_experts) tokens: those of the
-        first ranks, and there the first ones. The others are dropped, and counted. Default: nothing is dropped.
+      buffer: rows that a pass can hold, as a multiple of the balanced load.
+      chunks: independent parts of a pass, so that one is sent while another is multiplied.
+      capacity: limits an expert to ceil(capacity * k * tokens of all ranks / num_experts) tokens: the first ones of the first
+        ranks. The others are dropped, and counted. Default: nothing is dropped.
 
     Raises:
       ValueError: naming the argument. Unsupported: a second derivative.
@@ -93,13 +93,13 @@ def exchange(
             itemsize=x.dtype.itemsize, buffer=buffer,
         ).scheme  # fmt: skip
     fitting = _fitting(scheme_of(scheme), axis, ranks)
-    # An array that is alike on some ranks has cotangents that are not: where this cast is transposed they are added up.
+    # Arrays replicated over some ranks have cotangents that differ: the transpose of this cast sums them.
     x, experts, weights = vary_alike((x, experts, weights), lax.axis_index(axis) if axis else 0)
-    axis = axis if ranks > 1 else ()  # a collective of one rank is none
-    job = Job(apply, axis, fitting, num_experts, float(buffer), int(chunks))
+    axis = axis if ranks > 1 else ()  # over one rank no collective is needed
+    job = DispatchSpec(apply, axis, fitting, num_experts, float(buffer), int(chunks))
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
     x, weights, params = reverse_only("exchange", (x, weights, params))
-    experts = experts.astype(jnp.int32)  # num_experts may be no number of a narrower one
+    experts = experts.astype(jnp.int32)  # num_experts may not fit a narrower dtype
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
     counts, dropped = expert_counts(experts, num_experts), vary_alike(jnp.int32(0), experts)
     if capacity is not None:
@@ -107,32 +107,32 @@ def exchange(
         experts, dropped = jnp.where(kept, experts, num_experts), jnp.sum((experts < num_experts) & ~kept)
     plan = job.scheme.plan(job, experts)
     demand = job.scheme.demand(job, plan, *experts.shape)
-    # All ranks of the mesh make as many passes, those of other tokens too: `apply` may communicate with them.
+    # All ranks of the mesh run the same number of passes, with other tokens too: `apply` may communicate with them.
     job = replace(job, single=all(size >= may for _, size, may in demand))
     most = _agreed(jnp.stack([rows for rows, _, _ in demand]))
     sizes = np.asarray([size for _, size, _ in demand])
     passes = jnp.maximum(jnp.max(-(-most // sizes)), 1).astype(jnp.int32)
     out = _exchanged(job, passes, plan, x, weights, params)
-    high = jnp.max(most / sizes).astype(jnp.float32)
-    return out, Stats(passes - 1, high, dropped.astype(jnp.int32), counts)
+    utilization = jnp.max(most / sizes).astype(jnp.float32)
+    return out, Stats(passes - 1, utilization, dropped.astype(jnp.int32), counts)
 
 
 def _agreed(rows: jax.Array) -> jax.Array:
-    """Returns the maximum over all ranks of the mesh that may have others."""
+    """Returns the maximum over all ranks of the mesh whose values may differ."""
     axes, manual = varying_axes(rows), jax.sharding.get_abstract_mesh().manual_axes
-    if manual and not varying_axes(lax.axis_index(manual[0])):  # a `shard_map` that does not track what varies
+    if manual and not varying_axes(lax.axis_index(manual[0])):  # a `shard_map` without check_vma
         axes = frozenset(manual)
     return lax.pmax(rows, tuple(sorted(axes, key=str))) if axes else rows
 
 
-def _within(job: Job, experts: jax.Array, counts: jax.Array, limit: int) -> jax.Array:
+def _within(job: DispatchSpec, experts: jax.Array, counts: jax.Array, limit: int) -> jax.Array:
     """Returns bool [M, k]: whether a choice is among the first `limit` of its expert, over all ranks."""
     before = 0
     if job.axis:
         every = lax.all_gather(counts, job.axis)
         before = jnp.sum(jnp.where(jnp.arange(job.ranks)[:, None] < job.rank, every, 0), axis=0)
     expert = jnp.minimum(experts, job.num_experts - 1)
-    # The place among this rank's choices of the same expert.
+    # The index among this rank's choices of the same expert.
     index = inverse(order_of(experts)).reshape(experts.shape) - (jnp.cumsum(counts) - counts)[expert]
     return (experts < job.num_experts) & (index < (limit - before + jnp.zeros_like(counts))[expert])
 
@@ -141,13 +141,13 @@ def _within(job: Job, experts: jax.Array, counts: jax.Array, limit: int) -> jax.
 
 
 def _once(function: Callable) -> Callable:
-    """Returns the function, whose own differentiation is refused by name: as part of a gradient it was one already."""
+    """Returns the function, which raises when differentiated again: it is already part of a gradient."""
     once = jax.custom_jvp(function, nondiff_argnums=(0,))
 
     @once.defjvp
-    def refuse(job: Job, primals: Any, tangents: Any) -> Any:
+    def refuse(job: DispatchSpec, primals: Any, tangents: Any) -> Any:
         raise Unsupported(
-            "exchange: second derivatives are not supported; stop the outer derivative by jax.lax.stop_gradient, or "
+            "exchange: second derivatives are not supported; stop the outer derivative with jax.lax.stop_gradient, or "
             "differentiate a sum over experts on one device"
         )
 
@@ -155,17 +155,21 @@ def _once(function: Callable) -> Callable:
 
 
 @_once
-def _forward(job: Job, passes: Any, plan: Any, x: Any, weights: Any, params: Any) -> tuple[jax.Array, Any]:
+def _forward(job: DispatchSpec, passes: Any, plan: Any, x: Any, weights: Any, params: Any) -> tuple[jax.Array, Any]:
     return job.scheme.forward(job, passes, plan, x, weights, params, keep=True)
 
 
 @_once
-def _backward(job: Job, passes: Any, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: Any) -> Any:
+def _backward(
+    job: DispatchSpec, passes: Any, plan: Any, kept: Any, x: Any, weights: Any, params: Any, d_out: Any
+) -> Any:
     return job.scheme.backward(job, passes, plan, kept, lambda: x, weights, params, d_out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchanged(job: Job, passes: jax.Array, plan: Any, x: jax.Array, weights: jax.Array, params: Any) -> jax.Array:
+def _exchanged(
+    job: DispatchSpec, passes: jax.Array, plan: Any, x: jax.Array, weights: jax.Array, params: Any
+) -> jax.Array:
     return job.scheme.forward(job, passes, plan, x, weights, params)[0]
 
 
@@ -182,7 +186,7 @@ def _exchanged_bwd(job, residuals, d_out):
 
 
 def _settled(d: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the gradient of an array: over axes where that is alike, the devices have parts of it (tp, for instance)."""
+    """Returns the gradient of an array, summed over axes where the array is replicated (tp, for instance)."""
     parts = tuple(sorted(varying_axes(d) - varying_axes(like), key=str))
     return (lax.psum(d, parts) if parts else d).astype(like.dtype)
 
@@ -202,14 +206,14 @@ def _axis(axis: Any) -> tuple[tuple[str, ...], int]:
     for name in names:
         if not axis_is_bound(name):
             raise ValueError(
-                f"exchange: argument 'axis' names {name!r}, which this is not mapped over; call it inside a shard_map over "
-                "that axis, or give None for one device"
+                f"exchange: argument 'axis' names {name!r}, over which this call is not mapped; call it inside a shard_map "
+                "over that axis, or give None for one device"
             )
     return names, math.prod(lax.axis_size(a) for a in names)
 
 
 def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
-    """Returns the scheme; on one rank, where nothing travels, it is `local`."""
+    """Returns the scheme; on one rank, where nothing is sent, `local`."""
     if isinstance(scheme, TwoLevel) and len(axis) < 2:
         raise ValueError(
             "exchange: argument 'scheme' ('dispatch' of `moe`) = 'two_level' needs an 'axis' of two names, (hosts, devices of "
@@ -217,7 +221,7 @@ def _fitting(scheme: Scheme, axis: tuple[str, ...], ranks: int) -> Scheme:
         )
     if isinstance(scheme, Local) and ranks > 1:
         raise ValueError(
-            f"exchange: argument 'scheme' ('dispatch' of `moe`) = 'local' is for one rank, and 'axis' = {axis} has {ranks}; "
+            f"exchange: argument 'scheme' ('dispatch' of `moe`) = 'local' is for one rank, but 'axis' = {axis} has {ranks}; "
             f"use one of {', '.join(n for n, s in SCHEMES.items() if s is not Local)}"
         )
     return Local() if ranks == 1 else scheme
@@ -228,7 +232,7 @@ def _number(value: Any) -> bool:
 
 
 def check_buffer(buffer: Any, chunks: Any, capacity: Any, top_k: int) -> None:
-    """Raises ValueError, naming the argument, for a size of the buffer that there cannot be."""
+    """Raises ValueError, naming the argument, for an impossible buffer size."""
 
     def refuse(name: str, must: str, got: Any) -> None:
         raise ValueError(f"exchange: argument {name!r} must be {must}, got {got!r}")
@@ -260,7 +264,7 @@ def _check(
         return f"{a.dtype} of shape {a.shape}" if hasattr(a, "dtype") else type(a).__name__
 
     if not is_float_array(x) or x.ndim != 2 or not x.shape[0]:
-        refuse("x", "a float array [tokens, features], of one token at least", kind(x))
+        refuse("x", "a float array [tokens, features] with at least one token", kind(x))
     if not hasattr(experts, "dtype") or not jnp.issubdtype(experts.dtype, jnp.integer) or experts.ndim != 2:
         refuse("experts", "an integer array [tokens, choices]", kind(experts))
     if experts.shape[0] != x.shape[0] or not experts.shape[1]:

@@ -1,9 +1,10 @@
-"""The layer of experts: route, sort the tokens by expert, multiply, weigh and add up."""
+"""The mixture-of-experts layer: route, sort the tokens by expert, multiply, weight and sum."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 import kernels
 from ejdist.experts.metrics import Stats
-from ejdist.experts.placed import Travel, place_of, through_experts
+from ejdist.experts.placed import DispatchConfig, apply_experts, expert_sharding
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout
@@ -40,7 +41,7 @@ def _check_shape(name: str, array: Any, shape: tuple[int, ...], dims: str, dtype
 
 
 def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> None:
-    """Raises ValueError for weights of experts that do not fit x, the router, or each other; these are one of `ranks`' own."""
+    """Raises ValueError if the expert weights do not fit x, the router, or each other; they are the shard of one of `ranks`."""
     gate = params["gate"]
     fused = params["up"] is None
     wanted = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
@@ -49,8 +50,8 @@ def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> N
         raise _refuse("gate", f"must be a float array {wanted}, got {got}" + ("; give 'up'" if fused else ""))
     E, D, F = gate.shape[0], x.shape[2], gate.shape[-1]
     if ranks * E != router.shape[1]:
-        own = "; where it is a rank's own, name the mesh axes of the experts in 'axis'"
-        more = own if ranks == 1 else f"; of {ranks} ranks of 'axis' each has an equal part"
+        own = "; if it is one rank's shard, name the mesh axes of the experts in 'axis'"
+        more = own if ranks == 1 else f"; each of the {ranks} ranks of 'axis' has an equal part"
         raise _refuse("gate", f"has E = {E} experts, and 'router' has {router.shape[1]}" + more)
     middle, named = ((2, F), "2, F") if fused else ((F,), "F")
     shapes = {
@@ -80,9 +81,9 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
             raise _refuse("shared_expert_gate", "is for shared experts; give 'shared_gate', 'shared_up', 'shared_down'")
         return False
     if missing := [name for name in shared if name not in given]:
-        raise _refuse(missing[0], f"is missing: {', '.join(given)} are given, and shared experts need all three")
+        raise _refuse(missing[0], f"is missing: {', '.join(given)} are given, but shared experts need all three")
     if activation == CLAMPED:
-        raise _refuse("activation", f"= {activation!r} has no form for shared experts; use one of {', '.join(PLAIN)}")
+        raise _refuse("activation", f"= {activation!r} does not support shared experts; use one of {', '.join(PLAIN)}")
     gate = shared["shared_gate"]
     D, F = x.shape[2], gate.shape[-1] if is_array(gate) and gate.ndim else 0
     for name, w in shared.items():
@@ -93,9 +94,9 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
     return True
 
 
-@functools.cache  # a dispatch may be compiled for the function that it is given
+@functools.cache  # compiled dispatches are cached by this function's identity
 def _expert(activation: str, alpha: float, limit: float, platform: str | None) -> Callable:
-    """Returns the function of (params, rows, rows of each expert) that is a gated MLP of each expert."""
+    """Returns the function (params, rows, rows per expert) -> rows that applies each expert's gated MLP."""
 
     def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
         g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
@@ -151,15 +152,14 @@ def moe(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     in_specs: Specs | None = None,
     stored_weights: bool = False,
-    told: Callable | None = None,
+    on_choice: Callable | None = None,
     platform: str | None = None,
     **routing: Any,
 ) -> tuple[jax.Array, Stats]:
-    """Returns (out [B, T, D] in x's dtype, stats): the weighted sum of each token's experts, and of the one that all share.
+    """Returns (out [B, T, D] in x's dtype, stats): the weighted sum of each token's experts, plus the shared expert.
 
-    An expert is (activation(x gate) * (x up)) down. Every token goes through all of its experts, however they are spread: none
-    is dropped. The rows of an expert lie together, so the work is that of top_k rows for each token. The weighted sum is in
-    float32.
+    An expert is (activation(x gate) * (x up)) down. Every token goes through all of its experts, however they are sharded: none
+    is dropped. Rows are sorted by expert, so the work is top_k rows per token. The weighted sum is in float32.
 
     Args:
       x: [B, T, D]. router: [D, E], of any float dtype.
@@ -168,29 +168,30 @@ def moe(
       top_k: experts of a token.
       activation: "silu", "gelu", "gelu_tanh" or "relu"; or "clamped_swiglu", of GPT-OSS: with g at most `limit` and u within
         `limit` of 0, g sigmoid(alpha g) (u + 1).
-      alpha, limit: of "clamped_swiglu" alone.
+      alpha, limit: for "clamped_swiglu" only.
       gate_bias, up_bias: [E, F], or `gate_bias` [E, 2, F] where `gate` holds both. down_bias: [E, D].
-      shared_gate, shared_up: [D, Fs]. shared_down: [Fs, D]. The expert of all tokens; several are one with their widths added.
+      shared_gate, shared_up: [D, Fs]. shared_down: [Fs, D]. The expert of all tokens; several are one with the sum of their
+        widths.
       shared_expert_gate: [D, 1]: the shared expert's result times sigmoid(x shared_expert_gate), as in Qwen2-MoE.
-      segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and nothing counts it.
-      axis: mesh axes that the experts are split over, the major one first: ep, or such as split the tokens anyway (sp, fsdp).
-        Default: on a mesh where the layout has E; else none. Inside a `shard_map` over them the arrays are a rank's own,
-        `gate` and the others an equal part of E; there they have to be named. Where all of them have the same tokens, as of a
-        batch of one, nothing travels but each rank's part of the sums.
-      dispatch, buffer, chunks, capacity: how tokens travel, see `ejdist.experts.exchange`. "auto" takes the scheme that is
-        expected to be the fastest. Without `capacity` nothing is dropped.
-      mesh: default: the mesh in force; with none, one device.
-      in_specs: PartitionSpecs of x and gate; the others follow. Default: the layout in force, or the arrays' types on a mesh of
-        explicit axes. Axes of F are of the features inside experts; over them the results are added up.
-      stored_weights: D of the experts' weights lies as the layout stores parameters. They are gathered where they are used, and
-        their gradients scattered as they are summed.
-      told: takes a line that says what "auto" chose, and why, when the call is traced.
-      platform: of the matmuls: None for the fastest backend of what this is compiled for, or a name, which never falls back.
+      segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and it does not count.
+      axis: mesh axes that the experts are sharded over, the major one first: ep, or axes that shard the tokens (sp, fsdp).
+        Default: on a mesh, the layout's axes of E; otherwise none. Required inside a `shard_map` over them, where the arrays
+          are
+        local and `gate` and the others hold an equal part of E. If all ranks have the same tokens, as with a batch of one, only
+        partial sums are communicated.
+      dispatch, buffer, chunks, capacity: how tokens are dispatched, see `ejdist.experts.exchange`. "auto" takes the scheme that
+        is expected to be fastest. Without `capacity` nothing is dropped.
+      mesh: default: the mesh in force; without one, a single device.
+      in_specs: PartitionSpecs of x and gate; the others follow. Default: the layout in force, or the arrays' types on a mesh
+        with explicit axes. Axes of F shard the features inside experts; results are summed over them.
+      stored_weights: D of the expert weights is sharded as the layout stores parameters. They are gathered when used, and their
+        gradients reduce-scattered.
+      on_choice: called with a line that says what "auto" chose, and why, when the call is traced. Formerly `told`.
+      platform: backend of the matmuls. None: the fastest for the device; a named one never falls back.
       routing: every option of `ejdist.route`: score, normalize, bias, router_bias, groups, jitter and so on.
 
-    All float arrays have gradients but `bias`. `stats` holds the losses, which are not added to anything. On a mesh it is of
-    the tokens of all devices; inside a `shard_map` of the rank's own, but for `extra_passes` and `high_water`, which all
-    ranks share.
+    All float arrays except `bias` have gradients. `stats` holds the losses, which you add yourself. On a mesh it covers the
+    tokens of all devices; inside a `shard_map` only the rank's own, except `extra_passes` and `high_water`, which are global.
 
     Raises:
       ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
@@ -209,7 +210,7 @@ def moe(
         raise _refuse("activation", f"= {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     for name, given, default in (("alpha", alpha, 1.702), ("limit", limit, 7.0)):
         if activation != CLAMPED and given != default:
-            raise _refuse(name, f"is of activation={CLAMPED!r}, and it is {activation!r}; leave it out")
+            raise _refuse(name, f"is for activation={CLAMPED!r}, but activation is {activation!r}; leave it out")
         if not 0 < given < float("inf"):
             raise _refuse(name, f"must be positive and finite, got {given!r}")
     params = {"gate": gate, "up": up, "down": down}
@@ -221,19 +222,24 @@ def moe(
     if platform is not None and not isinstance(platform, str):
         raise _refuse("platform", f"must be None or a name, got {platform!r}")
     E = router.shape[1]
-    place = place_of(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
+    place = expert_sharding(x, gate, E, axis=axis, mesh=mesh, in_specs=in_specs, stored=stored)
+    if "told" in routing:
+        warnings.warn("moe: argument 'told' is now 'on_choice'", DeprecationWarning, stacklevel=3)
+        on_choice = routing.pop("told")
     check_names("moe", routing, _ROUTING)
     x, router = reverse_only("moe", (x, router))
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     _check_experts(x, router, params, place.ranks if place.mesh is None else 1)
     shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
     shares = _check_shared(x, shared, shared_expert_gate, activation)
-    # What lies in padding reaches no sum and no gradient, of shared experts neither.
+    # Padding must not reach any sum or gradient, not even through shared experts.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
     arrays = reverse_only("moe", {name: p for name, p in params.items() if p is not None})
-    how = Travel(dispatch, buffer, chunks, capacity)
+    how = DispatchConfig(dispatch, buffer, chunks, capacity)
     apply = _expert(activation, alpha, limit, platform)
-    out, traffic = through_experts(x, experts, weights, arrays, apply, num_experts=E, place=place, how=how, told=told)
+    out, traffic = apply_experts(
+        x, experts, weights, arrays, apply, num_experts=E, place=place, how=how, on_choice=on_choice
+    )
     rows = stats.counts.reshape(place.ranks, E // place.ranks).sum(-1)
     stats = stats._replace(rank_counts=rows, **traffic._asdict())
     if shares:

@@ -1,4 +1,4 @@
-"""What a router says of a batch: sums and maxima that add up over layers, microbatches and devices."""
+"""Router statistics of a batch: sums and maxima that combine over layers, microbatches and devices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Traffic(NamedTuple):
     """Statistics of dispatching tokens to experts; zero on one device, and where no tokens are dispatched.
 
     Attributes:
-      extra_passes: int32 [], beyond the first, where a buffer took a part of the tokens at a time.
-      high_water: float32 [], rows for the fullest place of a buffer, as a part of its room.
-      dropped: int32 [], choices that had no room, and are in no result.
+      extra_passes: int32 [], overflow passes beyond the first.
+      high_water: float32 [], buffer utilization: rows for the fullest slot of the buffer over its size.
+      dropped: int32 [], choices that exceeded the capacity and contribute nothing.
     """
 
     extra_passes: jax.Array = _NONE
@@ -28,18 +28,18 @@ class Traffic(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Statistics of the tokens that count; padding is in none of them. `REDUCTIONS` says how each joins that of other tokens.
+    """Statistics of the tokens, without padding. `REDUCTIONS` says how each combines over tokens.
 
     Attributes:
-      tokens: int32 [], how many tokens count.
+      tokens: int32 [], the number of tokens without padding.
       counts: int32 [E], how often each expert was chosen; top_k * tokens in all.
-      probabilities: [E], the scores of each token, divided by their sum over all experts, summed over tokens.
-      balance_loss, z_loss: [], sums over tokens; divided by `tokens` they are what a training loss adds times a coefficient.
+      probabilities: [E], the scores of each token, normalised over experts, summed over tokens.
+      balance_loss, z_loss: [], sums over tokens; divide by `tokens` and multiply by a coefficient to add to a training loss.
         They have gradients, and so has `probabilities`.
       entropy: [], of each token's probabilities, in nats, summed over tokens.
       max_violation: [], the largest of `counts` relative to their mean, less 1: 0 in balance.
       dead_experts: int32 [], experts that no token chose.
-      rank_counts: int32 [ranks], how often the experts of each rank were; [1] where one device has them all.
+      rank_counts: int32 [ranks], how often the experts of each rank were chosen; [1] on one device.
       extra_passes, high_water, dropped: [], see `Traffic`.
     """
 
@@ -76,8 +76,8 @@ REDUCTIONS = {
 
 
 def expert_counts(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Returns int32 [E], how often each expert is among `experts`, of any shape; -1, and E or more, is none."""
-    # Compared and added up where they lie: on a mesh a scatter gathers them first.
+    """Returns int32 [E], how often each expert occurs in `experts`, of any shape; -1, and E or more, count for none."""
+    # Compare and sum in place: on a mesh a scatter would gather them first.
     return jnp.sum(experts[..., None] == jnp.arange(num_experts), axis=tuple(range(experts.ndim)), dtype=jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""The experts of a layer where they lie: on one device, on a rank of the caller's `shard_map`, or over a mesh."""
+"""Applies sharded experts: on one device, on a rank of the caller's `shard_map`, or over a mesh."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from kernels.framework import select
 from kernels.framework.binding import is_array
 from kernels.framework.interpret import interpreting
 
-# W is the D of a weight, which may be stored over other axes than that of the tokens lies on; it is gathered where it is used.
+# W is the D of a weight, which may be sharded over other axes than the D of the tokens; it is gathered when used.
 _DIMS = {"gate": "E W F", "up": "E W F", "down": "E F W", "gate_bias": "E F", "up_bias": "E F", "down_bias": "E W"}
 
 
 @dataclass(frozen=True)
-class Travel:
-    """How tokens go to their experts and back; see `exchange`."""
+class DispatchConfig:
+    """How tokens are dispatched to their experts; see `exchange`."""
 
     scheme: Any = "auto"
     buffer: float = 1.25
@@ -52,12 +52,12 @@ class Travel:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the arrays of a layer lie.
+class ExpertSharding:
+    """How the arrays of a layer are sharded.
 
-    mesh: None for one device, or a rank of the caller's `shard_map`, whose arrays are its own. axes: dim -> mesh axes, of B, T,
-    F and E, and W, where weights are stored. axis: what the experts are split over. alike: it splits no tokens, so that
-    all ranks of the experts have the same ones, as where a batch of one is decoded.
+    mesh: None on one device, or inside the caller's `shard_map`, where arrays are local. axes: dim -> mesh axes, for B, T, F,
+    E, and W, the stored D of weights. axis: the axes that experts are sharded over. alike: these do not shard the tokens, so
+    that all ranks have the same tokens, as when decoding a batch of one.
     """
 
     mesh: Any
@@ -67,12 +67,11 @@ class Place:
 
     @property
     def ranks(self) -> int:
-        """Over how many devices the experts are split."""
+        """The number of devices that the experts are sharded over."""
         return math.prod(jax.lax.axis_size(a) if self.mesh is None else self.mesh.shape[a] for a in self.axis)
 
     def automatic(self, route: Callable) -> Callable:
-        """Returns the router on this mesh. Its sums are over all tokens, and how they are split is the compiler's, on a mesh of
-        explicit axes too."""
+        """Returns the router for this mesh. It sums over all tokens, so the compiler partitions it, on explicit axes too."""
         if self.mesh is None or not is_explicit(self.mesh):
             return route
         lies = (explicit(spec(dims, self.axes), self.mesh) for dims in (("B", "T", "_"), ()))
@@ -90,7 +89,7 @@ class Place:
             lies = type(found)(rows, rows, jax.tree.map(lambda _: whole, found.stats))
             mapped: Any = jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=lies)
 
-            # An array that is on no mesh yet is put there first: the gradient of what is not has automatic axes.
+            # Put arrays on the mesh first: otherwise their gradients would have automatic axes.
             def placed(a: Any) -> Any:
                 return jax.sharding.reshard(a, jax.sharding.NamedSharding(self.mesh, jax.typeof(a).sharding.spec))
 
@@ -106,10 +105,10 @@ class Place:
         return functools.partial(function, mesh=self.mesh, in_specs=(lies,))
 
 
-def place_of(
+def expert_sharding(
     x: jax.Array, gate: Any, num_experts: int, *, axis: Any, mesh: Any, in_specs: Any, stored: Axes | None
-) -> Place:
-    """Returns where a call's arrays lie.
+) -> ExpertSharding:
+    """Returns how a call's arrays are sharded.
 
     Raises:
       ValueError: naming the argument.
@@ -120,16 +119,17 @@ def place_of(
     if named and all(map(axis_is_bound, named)):
         if mesh is not None or in_specs is not None:
             raise _refuse(
-                "mesh", "and 'in_specs' are for global arrays; this call is mapped over 'axis' already: leave them out"
+                "mesh",
+                "and 'in_specs' are for global arrays, but this call is already mapped over 'axis': leave them out",
             )
         left = current_mesh()
         if left is not None:
             raise _refuse(
                 "axis",
-                f"= {axis!r} is mapped over, and the axes {', '.join(map(repr, left.axis_names))} are left to the compiler, "
-                "which cannot split the experts' products: map over these too, or over none of 'axis'",
+                f"= {axis!r} is mapped, but the axes {', '.join(map(repr, left.axis_names))} are left to the compiler, "
+                "which cannot partition the experts' products: map over these too, or over none of 'axis'",
             )
-        return Place(None, {}, named)
+        return ExpertSharding(None, {}, named)
     whole = mesh_of(mesh, in_specs)
     for name, array in (("x", x), ("gate", gate)):
         if is_array(array):
@@ -138,26 +138,25 @@ def place_of(
         if named and mesh is None:
             raise _refuse(
                 "axis",
-                f"= {axis!r} is of a mesh, and there is none: give 'mesh', or call it inside a shard_map over that axis",
+                f"= {axis!r} names a mesh axis, but there is no mesh: give 'mesh', or call it inside a shard_map over that "
+                "axis",
             )
-        return Place(None, {}, ())
+        return ExpertSharding(None, {}, ())
     strange = [a for a in named if a not in whole.axis_names]
     if strange:
         raise _refuse("axis", f"= {axis!r} names {strange[0]!r}, which the mesh {dict(whole.shape)} does not have")
-    if 0 in x.shape[:2]:  # the compiler of a mesh ends the process over the gradient of nothing
-        raise _refuse(
-            "x", f"of shape {x.shape} has no token; on a mesh leave the call out where there is nothing to do"
-        )
+    if 0 in x.shape[:2]:  # the SPMD partitioner crashes on the gradient of an empty array
+        raise _refuse("x", f"of shape {x.shape} has no token; on a mesh skip the call for an empty batch")
     axes = _axes(x, gate, whole, named, in_specs, stored)
     split = {a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes.get(d, ())}
     loose = [a for a in axes["E"] if a not in split]
     if loose and len(loose) < len(axes["E"]):
         raise _refuse(
             "axis",
-            f": experts are split over {axes['E']}, of which {loose[0]!r} does not split the tokens of 'x' of shape {x.shape} "
-            "and others do; use axes that all split the batch or the sequence, or none that does",
+            f": experts are sharded over {axes['E']}, of which {loose[0]!r} does not shard the tokens of 'x' of shape "
+            f"{x.shape} but others do; use only axes that shard the batch or the sequence, or none of these",
         )
-    place = Place(whole, axes, axes["E"], alike=bool(loose))
+    place = ExpertSharding(whole, axes, axes["E"], alike=bool(loose))
     if num_experts % place.ranks:
         over = " x ".join(f"{a}={whole.shape[a]}" for a in place.axis)
         raise _refuse(
@@ -193,53 +192,55 @@ def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, s
         found = axes_of_specs([d for d, *_ in shown], [s for *_, s in shown], [a.shape for _, a, _ in shown])
         if found.get("D"):
             raise _refuse(
-                "in_specs", f"splits dim D of 'x' over {found['D']}, which every expert needs whole; gather it first"
+                "in_specs", f"shards dim D of 'x' over {found['D']}, but every expert needs it whole; gather it first"
             )
-        # Tokens keep an axis of one device: it is in the type of an explicit x, and so in that of the result.
+        # Tokens keep axes of size 1: they are in the type of an explicit x, and so in the type of the result.
         axes = {d: tuple(a for a in found.get(d, ()) if d in "BT" or mesh.shape[a] > 1) for d in "BTFEW"}
         own = tuple(a for a in named if mesh.shape[a] > 1)
         if named and "E" in found and axes["E"] != own:
-            raise _refuse("axis", f"= {named} is not what 'gate' lies on, {axes['E']}; give one of the two")
+            raise _refuse(
+                "axis", f"= {named} differs from the axes that 'gate' is sharded over, {axes['E']}; give one of the two"
+            )
         axes["E"] = own if named else axes["E"]
     tokens = {*axes["B"], *axes["T"]}
     both = [a for a in axes["F"] if a in tokens or a in axes["E"]]
     if both:
         raise _refuse(
-            "mesh", f": the axis {both[0]!r} splits dim F and the tokens or experts too; an axis splits one of them"
+            "mesh", f": the axis {both[0]!r} shards dim F and also the tokens or experts; an axis may shard one of them"
         )
     return axes
 
 
 @dataclass(frozen=True)
 class _Program:
-    """What one compiled call depends on."""
+    """The cache key of a compiled call."""
 
     place_key: tuple
     alike: bool
     apply: Any
     num_experts: int
-    how: Travel
+    how: DispatchConfig
     shapes: tuple
-    chosen_by: tuple  # what the choice of backends and their configurations depends on
+    chosen_by: tuple  # state that the choice of backends and configurations depends on
     mesh: Any = field(compare=False)
     axes: Any = field(compare=False)
 
 
-def _check(how: Travel, top_k: int, alike: bool) -> None:
-    """Raises ValueError for what `exchange` would refuse, on one device too, where nothing travels."""
+def _check(how: DispatchConfig, top_k: int, alike: bool) -> None:
+    """Raises ValueError for arguments that `exchange` would refuse, on one device too, where nothing is sent."""
     same = "all ranks of the experts have the same tokens"
     if alike and how.scheme not in ("auto", LOCAL):
         raise _refuse(
-            "dispatch", f"= {how.scheme!r} takes tokens to other ranks, and here {same}; use 'auto' or {LOCAL!r}"
+            "dispatch", f"= {how.scheme!r} sends tokens to other ranks, but here {same}; use 'auto' or {LOCAL!r}"
         )
     if alike and how.capacity is not None:
-        raise _refuse("capacity", f"= {how.capacity} has no form where {same}; leave it out")
+        raise _refuse("capacity", f"= {how.capacity} is not supported where {same}; leave it out")
     if isinstance(how.scheme, str) and how.scheme not in ("auto", *SCHEMES):
         raise _refuse("dispatch", f"= {how.scheme!r} is unknown; use 'auto', one of {', '.join(SCHEMES)}, or a Scheme")
     check_buffer(how.buffer, how.chunks, how.capacity, top_k)
 
 
-def through_experts(
+def apply_experts(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
@@ -247,27 +248,27 @@ def through_experts(
     apply: Any,
     *,
     num_experts: int,
-    place: Place,
-    how: Travel,
-    told: Callable[[str], None] | None = None,
+    place: ExpertSharding,
+    how: DispatchConfig,
+    on_choice: Callable[[str], None] | None = None,
 ) -> tuple[jax.Array, Traffic]:
-    """Returns (out [B, T, D], stats): the weighted sum of what the experts make of each token. `stats` is of all devices, but
-    inside the caller's `shard_map`, where `dropped` is of the rank's own tokens.
+    """Returns (out [B, T, D], stats): the weighted sum of the experts' outputs for each token. `stats` covers all devices;
+    inside the caller's `shard_map` `dropped` covers only the rank's own tokens.
 
     Args:
       apply: the same object for the same function, see `exchange`.
-      told: takes a line that says which scheme was chosen and why.
+      on_choice: called with a line that says which scheme was chosen and why.
     """
     _check(how, weights.shape[-1], place.alike)
     if place.mesh is None:
-        how = _chosen(how, place, x.shape[0] * x.shape[1], weights.shape[-1], x, told)
+        how = _chosen(how, place, x.shape[0] * x.shape[1], weights.shape[-1], x, on_choice)
         return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
     mesh, axes = place.mesh, place.axes
     split = [a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes[d]]
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for a in split)
     if place.alike:
         how = replace(how, scheme=LOCAL)
-    how = _chosen(how, place, tokens, weights.shape[-1], x, told)
+    how = _chosen(how, place, tokens, weights.shape[-1], x, on_choice)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
     chosen_by = (interpreting(), select.state(None))
@@ -275,7 +276,9 @@ def through_experts(
     return program(x, experts, weights, dict(params))
 
 
-def _chosen(how: Travel, place: Place, tokens: int, top_k: int, x: jax.Array, told: Any) -> Travel:
+def _chosen(
+    how: DispatchConfig, place: ExpertSharding, tokens: int, top_k: int, x: jax.Array, on_choice: Any
+) -> DispatchConfig:
     if how.scheme != "auto" or place.ranks == 1:
         return how
     sizes = tuple(jax.lax.axis_size(a) if place.mesh is None else place.mesh.shape[a] for a in place.axis)
@@ -284,8 +287,8 @@ def _chosen(how: Travel, place: Place, tokens: int, top_k: int, x: jax.Array, to
         axis_sizes=sizes, tokens=tokens, top_k=top_k, width=x.shape[2], itemsize=x.dtype.itemsize, buffer=how.buffer,
         device_kind=kind,
     )  # fmt: skip
-    if told is not None:
-        told(choice.reason)
+    if on_choice is not None:
+        on_choice(choice.reason)
     return replace(how, scheme=choice.scheme)
 
 
@@ -293,18 +296,21 @@ def _kind_of(mesh: Any) -> str | None:
     return mesh.devices.flat[0].device_kind if isinstance(mesh, jax.sharding.Mesh) else None
 
 
-def _flat(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
+def _flat(x, experts, weights, params, apply, num_experts, axis, how: DispatchConfig) -> tuple[jax.Array, Traffic]:
     B, T, _ = x.shape
     x, experts, weights = (a.reshape(B * T, a.shape[2]) for a in (x, experts, weights))
-    if not axis and how.capacity is None:  # an ordinary function, with every derivative
+    if not axis and how.capacity is None:  # a plain function, differentiable any number of times
         out, traffic = local(x, experts, weights, params, apply, num_experts=num_experts)
         return out.reshape(B, T, out.shape[1]), traffic
     out, s = exchange(x, experts, weights, params, apply, axis=axis or None, num_experts=num_experts, **how.options())
     return out.reshape(B, T, out.shape[1]), Traffic(s.extra_passes, s.high_water, s.dropped)
 
 
-def _of_own_experts(x, experts, weights, params, apply, num_experts, axis, how: Travel) -> tuple[jax.Array, Traffic]:
-    """Returns the same of tokens that all ranks have: each makes its experts' part of every sum, and the parts are added up."""
+def _of_own_experts(
+    x, experts, weights, params, apply, num_experts, axis, how: DispatchConfig
+) -> tuple[jax.Array, Traffic]:
+    """Returns the same for tokens that all ranks have: each computes its experts' part of every sum, and the parts are
+    summed."""
     own = num_experts // math.prod(jax.lax.axis_size(a) for a in axis)
     experts = experts - jax.lax.axis_index(axis) * own
     experts = jnp.where((experts >= 0) & (experts < own), experts, -1)
@@ -314,11 +320,11 @@ def _of_own_experts(x, experts, weights, params, apply, num_experts, axis, how: 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(p: _Program) -> Callable:
-    """Returns the jitted function of global arrays. Kept, so that a second eager call compiles nothing."""
+    """Returns the jitted function of global arrays. Cached, so that a second eager call compiles nothing."""
     shapes = dict(p.shapes[1])
     axes, mesh = p.axes, p.mesh
     rows = spec(("B", "T", "_"), axes, shape=p.shapes[0], mesh=mesh, what="moe: argument 'x'")
-    tokens = {*axes_in(rows)}  # not all of B's and T's: a batch of one is whole
+    tokens = {*axes_in(rows)}  # not all axes of B and T: a batch of one is not sharded
     # All-gather inside the shard_map over axes that split the tokens, so that its transpose is a reduce-scatter; over the
     # other axes the compiler gathers, outside.
     inside = tuple(a for a in axes["W"] if a in tokens)
@@ -336,7 +342,7 @@ def _compiled(p: _Program) -> Callable:
         for name, w in params.items():
             if inside and "W" in dims(name) and shapes[name][dims(name).index("W")] > 1:
                 params[name] = jax.lax.all_gather(w, inside, axis=dims(name).index("W"), tiled=True)
-        if "down_bias" in params and axes["F"]:  # once, not on every device that has a part of F
+        if "down_bias" in params and axes["F"]:  # add the bias once, not on every device with a part of F
             params["down_bias"] = jnp.where(jax.lax.axis_index(axes["F"]) == 0, params["down_bias"], 0)
         out, traffic = through(x, experts, weights, params, p.apply, p.num_experts, axes["E"], p.how)
         out = jax.lax.psum(out, axes["F"]) if axes["F"] else out

@@ -1,8 +1,8 @@
-"""Passes of expert parallelism: what every scheme shares that sends rows to the experts of other ranks and back.
+"""The passes of expert parallelism: code shared by all schemes that send rows to the experts of other ranks and back.
 
-A pair is a token and one of its choices, m * k + j. Pairs are sorted by expert, and so by the rank that has it. What a pass can
-take is bounded by shapes; what is left over goes in the next pass, and all ranks make the same number of passes. So memory is
-that of one pass whatever the router does, and every pair arrives.
+A pair is a token and one of its choices, m * k + j. Pairs are sorted by expert, and so by the rank that holds it. Shapes limit
+the rows of a pass; the rest go in the next pass, and all ranks run the same number of passes. So memory is that of one pass
+whatever the router does, and every pair arrives.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kernels.framework.dispatch import vary_alike
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is the same on all ranks of an exchange.
+class DispatchSpec:
+    """The settings of an exchange, the same on all ranks.
 
     Attributes:
       apply: (params, rows [R, D], group_sizes [E / ranks]) -> rows [R, D'].
-      axis: mesh axes that the experts are split over, the major one first; () for one device.
-      buffer: rows that a pass can take, as a multiple of those that each rank has where all experts have as many.
-      chunks: parts of a pass; none waits for another, so that one travels while another is multiplied.
-      single: whether a pass has room for whatever comes, so that there is no other.
+      axis: mesh axes that the experts are sharded over, the major one first; () for one device.
+      buffer: rows that a pass can hold, as a multiple of the balanced load.
+      chunks: independent parts of a pass, so that one is sent while another is multiplied.
+      single: whether one pass always suffices, whatever the router does.
     """
 
     apply: Callable
@@ -58,29 +58,30 @@ class Job:
 
 
 class Scheme(Costed):
-    """How tokens meet experts, forward and backward. Stateless, frozen, hashable; never differentiated.
+    """How tokens are dispatched to experts, forward and backward. Stateless, frozen, hashable; never differentiated.
 
-    Below, x is [M, D], weights [M, k] and experts [M, k] of this rank; an expert of num_experts is none.
+    Below, x is [M, D], weights [M, k] and experts [M, k] on this rank; expert number num_experts means no expert.
     """
 
-    def plan(self, job: Job, experts: jax.Array) -> Any:
-        """Returns a pytree of integers: where everything goes."""
+    def plan(self, job: DispatchSpec, experts: jax.Array) -> Any:
+        """Returns a pytree of integer arrays: the destinations of all pairs."""
         raise NotImplementedError
 
-    def demand(self, job: Job, plan: Any, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
-        """Returns (rows, rows that a pass has room for, rows that may ever come) of the fullest places."""
+    def demand(self, job: DispatchSpec, plan: Any, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
+        """Returns a list of (rows needed, rows that a pass can hold, most rows that can ever be needed), each a maximum over
+        ranks."""
         raise NotImplementedError
 
     def forward(
-        self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
+        self, job: DispatchSpec, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
     ) -> tuple[jax.Array, Any]:
-        """Returns the weighted sums [M, D'] of what the experts make of the tokens, in the dtype of x, and, with `keep`, what
-        a backward needs of the first pass."""
+        """Returns (the weighted sums [M, D'] of the experts' outputs, in the dtype of x; with `keep`, the residuals of the
+        first pass)."""
         raise NotImplementedError
 
     def backward(
         self,
-        job: Job,
+        job: DispatchSpec,
         passes: jax.Array,
         plan: Any,
         kept: Any,
@@ -90,13 +91,13 @@ class Scheme(Costed):
         d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Returns the gradients of x, weights, and the floats of params (None for others), in the dtypes of d_out, weights and
-        params. `kept` is what the forward kept; x() is asked for where there are further passes."""
+        params. `kept` are the residuals of the forward; x() is called only if there are more passes."""
         raise NotImplementedError
 
 
-def summed(job: Job, passes: jax.Array, like: Any, first: Any, further: Callable) -> Any:
-    """Returns first + part(1) + ... + part(passes - 1), part = further(), in the dtypes of `like`. The first stands outside the
-    loop: most steps need no other, and then nothing of it is in memory in float32."""
+def summed(job: DispatchSpec, passes: jax.Array, like: Any, first: Any, further: Callable) -> Any:
+    """Returns first + part(1) + ... + part(passes - 1), part = further(), in the dtypes of `like`. The first is outside the
+    loop: most steps need no other pass, and then no float32 copy of it is allocated."""
 
     def narrow(total: Any) -> Any:
         return jax.tree.map(lambda a, b: a.astype(b.dtype), total, like)
@@ -123,15 +124,15 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-# -- rows that travel ------------------------------------------------------------------------------------------------------
+# -- rows that are sent ------------------------------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
-    """Where the pairs of this rank stand in the order of their experts; those that have none are last.
+    """The pairs of this rank sorted by expert; pairs without one come last.
 
     Attributes:
       order: [M * k], the pairs in that order. place: [M, k], the inverse. expert: [M, k], num_experts for none.
-      sizes: [ranks, E], the pairs of every rank for every expert.
+      sizes: [ranks, E], the number of pairs of each rank for each expert.
     """
 
     order: jax.Array
@@ -150,13 +151,13 @@ def before(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def order_of(experts: jax.Array) -> jax.Array:
-    """Returns the pairs in the order of their experts, stable. (`jnp.argsort` of jax 0.11 loses that it varies over a mesh.)"""
-    keys = experts.reshape(-1).astype(jnp.uint32)  # without a sign: what GPUs sort fastest
+    """Returns the pairs sorted by expert, stably. (`jnp.argsort` in jax 0.11 loses the varying axes of its input.)"""
+    keys = experts.reshape(-1).astype(jnp.uint32)  # GPUs sort unsigned integers fastest
     return lax.sort((keys, vary_alike(jnp.arange(keys.size, dtype=jnp.int32), keys)), num_keys=1, is_stable=True)[1]
 
 
 def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan:
-    """Returns where the pairs of experts [M, k] stand; all ranks of the axis learn of each other's numbers."""
+    """Returns the plan of the pairs in experts [M, k]; gathers the counts of all ranks of the axis."""
     order = order_of(experts)
     sizes = expert_counts(experts, num_experts)[None]
     sizes = lax.all_gather(sizes, axis, axis=0, tiled=True) if axis else sizes
@@ -164,23 +165,23 @@ def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan
 
 
 def within(sizes: jax.Array, low: Any, high: Any) -> jax.Array:
-    """Returns how many rows of each block are among [low, high) of all; blocks follow each other in the last dim."""
+    """Returns how many rows of each block fall in [low, high); blocks are contiguous along the last dim."""
     ends = jnp.cumsum(sizes, axis=-1)
     return jnp.clip(ends, low, high) - jnp.clip(ends - sizes, low, high)
 
 
 def block_of(starts: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the last block that begins at or before each place, or the first. One kernel, where a search has a loop."""
+    """Returns the last block that begins at or before each index, or the first. A single kernel; a binary search would loop."""
     return jnp.maximum(jnp.sum(starts <= at[:, None], axis=1, dtype=jnp.int32) - 1, 0)
 
 
 class ByExpert(NamedTuple):
-    """Where rows stand that arrived from rank after rank, each rank's by expert, when those of an expert are put together.
+    """The permutation of received rows from (rank, expert) order to (expert, rank) order.
 
-    Both orders are of the same blocks (rank, expert), whose sizes are known: there is nothing to sort.
+    Both orders consist of the same blocks, whose sizes are known, so nothing needs to be sorted.
 
     Attributes:
-      source: [R], the place among those that arrived, -1 past the last. place: [R], the inverse; anything where no row is.
+      source: [R], index among the received rows, -1 past the last. place: [R], the inverse; undefined where there is no row.
     """
 
     source: jax.Array
@@ -188,7 +189,7 @@ class ByExpert(NamedTuple):
 
     @classmethod
     def of(cls, sizes: jax.Array, start: jax.Array, rows: int) -> ByExpert:
-        """From sizes [ranks, E / ranks] of blocks, the places [ranks] where those of a rank begin, and R."""
+        """Args: block sizes [ranks, E / ranks], the index [ranks] where each rank's rows begin, and R."""
         at = jnp.arange(rows)
         here = start[:, None] + before(sizes, 1)
         there = before(sizes.T.reshape(-1), 0).reshape(sizes.T.shape).T
@@ -199,13 +200,13 @@ class ByExpert(NamedTuple):
         return cls(jnp.where(at < sizes.sum(), source, -1), place)
 
 
-class Window(NamedTuple):
+class PassRows(NamedTuple):
     """The pairs of one chunk of a pass.
 
     Attributes:
-      pair: [S], the pair in each place of what is sent, -1 for none. slot: [M, k], the place of a pair, -1 for not this time.
-      sizes: [E / ranks], the rows that arrive for each expert. by: how they are put together; None where they are already.
-      moves: what `there` and `back` need to know.
+      pair: [S], the pair in each send slot, -1 for none. slot: [M, k], the send slot of a pair, -1 if it is not in this pass.
+      sizes: [E / ranks], the rows received for each expert. by: their permutation by expert; None if they are sorted already.
+      moves: metadata for `dispatch` and `combine`.
     """
 
     pair: jax.Array
@@ -216,13 +217,13 @@ class Window(NamedTuple):
 
 
 def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
-    """Returns the rows of x [M, ...] of the tokens of some pairs; 0 where there is none."""
+    """Returns the rows of x [M, ...] for the tokens of some pairs; 0 for pair -1."""
     rows = x[jnp.maximum(pair, 0) // top_k]
     return jnp.where((pair >= 0).reshape(-1, *(1,) * (x.ndim - 1)), rows, 0)
 
 
 def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Returns, for each token, the sum of its choices' rows, each times its weight. Nothing of [M, k, D] is made."""
+    """Returns the weighted sum of each token's rows, without materialising [M, k, D]."""
 
     def total(rows: jax.Array, slot: jax.Array, weights: jax.Array | None, after: Callable = lambda x: x) -> jax.Array:
         total: Any = 0
@@ -232,30 +233,30 @@ def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None)
             total, slot = after((total + jnp.where((slot[:, j] >= 0)[:, None], row, 0), slot))
         return total
 
-    # A TPU fuses no gather with a sum, so all of them would be made first. There each waits for the sum of those before it.
+    # XLA for TPUs does not fuse a gather into a sum, so all gathers would be materialised at once; the barrier serialises them.
     one_by_one = functools.partial(total, after=lax.optimization_barrier)
     return lax.platform_dependent(rows, slot, weights, tpu=one_by_one, default=total)
 
 
-class Rows(Scheme):
-    """A row for each pair travels to its expert, and what is made of it travels back. Weights are applied at home."""
+class PermutationScheme(Scheme):
+    """Sends a row per pair to its expert and the result back. Weights are applied on the sending rank."""
 
-    def window(self, job: Job, plan: Plan, q: jax.Array) -> Window:
+    def window(self, job: DispatchSpec, plan: Plan, q: jax.Array) -> PassRows:
         raise NotImplementedError
 
-    def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
-        """Returns the rows [R, ...] that arrive here, where [S, ...] are sent."""
+    def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
+        """Sends the rows [S, ...], and returns the received rows [R, ...]."""
         raise NotImplementedError
 
-    def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
-        """Returns the rows [S, ...] at home, from [R, ...] where they were sent to."""
+    def combine(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
+        """Sends the rows [R, ...] back, and returns them in the order [S, ...] of `dispatch`."""
         raise NotImplementedError
 
-    def plan(self, job: Job, experts: jax.Array) -> Plan:
+    def plan(self, job: DispatchSpec, experts: jax.Array) -> Plan:
         return plan_of(experts, job.num_experts, job.axis)
 
     def forward(
-        self, job: Job, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any, keep: bool = False
+        self, job: DispatchSpec, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any, keep: bool = False
     ) -> tuple[jax.Array, Any]:
         own = _Params.of(params)
 
@@ -272,7 +273,7 @@ class Rows(Scheme):
 
     def backward(
         self,
-        job: Job,
+        job: DispatchSpec,
         passes: jax.Array,
         plan: Plan,
         kept: Any,
@@ -297,7 +298,7 @@ class Rows(Scheme):
         def further() -> Callable:
             tokens = x()
 
-            def again(w: Window) -> _Made:
+            def again(w: PassRows) -> _Made:
                 return _Made.of(job, own, self._rows(job, w, taken(tokens, w.pair, top_k)), w.sizes, True)
 
             return self._over_chunks(job, lambda q: visit(q, again))
@@ -307,23 +308,23 @@ class Rows(Scheme):
         return d_x, d_weights, own.tree_of(d_own)
 
     @staticmethod
-    def _over_chunks(job: Job, visit: Callable) -> Callable:
+    def _over_chunks(job: DispatchSpec, visit: Callable) -> Callable:
         """Returns the sum of the chunks of pass p, as a function of p."""
         return lambda p: functools.reduce(add, [visit(p * job.chunks + i) for i in range(job.chunks)])
 
-    def _rows(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
-        """Returns what is sent as `apply` wants it: the rows of a group together, zeros last."""
+    def _rows(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
+        """Dispatches rows and sorts them for `apply`: by group, zeros last."""
         if window.by is None:
             return x
         with jax.named_scope("dispatch"):
-            x = self.there(job, window, x)
+            x = self.dispatch(job, window, x)
         return taken(x, window.by.source, 1)
 
-    def _home(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+    def _home(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
         if window.by is None:
             return x
         with jax.named_scope("combine"):
-            return self.back(job, window, x[window.by.place])
+            return self.combine(job, window, x[window.by.place])
 
 
 class _Params(NamedTuple):
@@ -347,7 +348,7 @@ class _Params(NamedTuple):
         return self.tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(self.leaves)])
 
     def tree_of(self, own: list[jax.Array]) -> Any:
-        """Returns a tree like that of the params, None for what is no float."""
+        """Returns a tree like the params, with None for leaves that are not floats."""
         found = dict(zip(self.floats, own, strict=True))
         return self.tree.unflatten([found.get(i) for i in range(len(self.leaves))])
 
@@ -355,7 +356,7 @@ class _Params(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("y", "leaves"), meta_fields=("tree", "params"))
 @dataclass(frozen=True)
 class _Made:
-    """What the experts made of rows, and what the backward needs for it; params are not among what is kept.
+    """The experts' outputs and their residuals, without the params.
 
     Attributes:
       y: [R, D']. leaves: of the pullback `tree`, without those that are params. params: (its leaf, which param) of these.
@@ -367,7 +368,7 @@ class _Made:
     params: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, job: Job, params: _Params, rows: jax.Array, sizes: jax.Array, keep: bool) -> _Made:
+    def of(cls, job: DispatchSpec, params: _Params, rows: jax.Array, sizes: jax.Array, keep: bool) -> _Made:
         if not keep:
             return cls(_applied(job, params.whole(params.own), rows, sizes), [], None, ())
         y, pull = jax.vjp(lambda own, rows: _applied(job, params.whole(own), rows, sizes), params.own, rows)
@@ -382,7 +383,7 @@ class _Made:
         return jax.tree.unflatten(self.tree, leaves)(d)
 
 
-def _applied(job: Job, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+def _applied(job: DispatchSpec, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     y = job.apply(params, rows, sizes)
     if y.ndim != 2 or y.shape[0] != rows.shape[0]:
         raise ValueError(
@@ -391,7 +392,6 @@ def _applied(job: Job, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Ar
     return y
 
 
-def room(job: Job, balanced: float, most: int) -> int:
-    """Returns the rows that one chunk of a pass has in a place where `balanced` come if all experts have as many, and never
-    more than `most`."""
+def buffer_rows(job: DispatchSpec, balanced: float, most: int) -> int:
+    """Returns the buffer size in rows of one chunk of a pass, for a balanced load of `balanced` rows; at most `most`."""
     return max(-(-min(math.ceil(job.buffer * balanced), most) // job.chunks), 1)

@@ -1,4 +1,4 @@
-"""Schemes of expert parallelism: what travels between the ranks, and when. A scheme is a class here and its name below.
+"""Schemes of expert parallelism: what is sent between the ranks, and when. A scheme is a class and its line in `SCHEMES`.
 
 Sources: D. Lepikhin et al., *GShard*, 2020, arXiv:2006.16668 (experts over devices by all-to-all); C. Hwang et al., *Tutel*,
 2022, arXiv:2206.03382 (all-to-all in two levels; in parts that overlap with the products).
@@ -19,44 +19,56 @@ from jax import lax
 
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, RAGGED_ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.experts.cost import ExchangeShape
-from ejdist.experts.rows import ByExpert, Job, Plan, Rows, Scheme, Window, add, before, plan_of, room, wide, within
+from ejdist.experts.rows import (
+    ByExpert,
+    DispatchSpec,
+    PassRows,
+    PermutationScheme,
+    Plan,
+    Scheme,
+    add,
+    before,
+    buffer_rows,
+    plan_of,
+    wide,
+    within,
+)
 from kernels.framework.dispatch import vary_alike
 
 
 def _sent(shape: ExchangeShape, rows: float, collective: str) -> Traffic:
-    """Returns the traffic of rows that are spread over all ranks: there and back, forward and backward."""
+    """Returns the traffic of rows that are spread over all ranks: dispatch and combine, forward and backward."""
     sent, times = Traffic(), 4 + shape.again
-    for axis, size in shape.over:  # of these rows, those that go to another place along this axis
+    for axis, size in shape.over:  # the rows that change their index along this axis
         sent.add(axis, collective, times * rows * shape.row * (size - 1) / size, times)
     return sent
 
 
 def _rows_at_work(shape: ExchangeShape) -> int:
-    """Returns the bytes of rows that were sent, that arrived, in the order of experts, what was made of them, and gradients; of
-    gate, up and their product."""
+    """Returns the bytes of the sent, received and sorted rows, the outputs and gradients; and of gate, up and their product."""
     return 5 * shape.wide + 5 * shape.narrow
 
 
 @dataclass(frozen=True)
-class AllToAll(Rows):
-    """A pass takes as many rows from each rank to each other: one dense all-to-all there, and one back."""
+class AllToAll(PermutationScheme):
+    """A pass sends an equal number of rows between each pair of ranks: one dense all-to-all each way."""
 
     @staticmethod
-    def _room(job: Job, pairs: int) -> int:
-        return room(job, pairs / job.ranks, pairs)
+    def _buffer_rows(job: DispatchSpec, pairs: int) -> int:
+        return buffer_rows(job, pairs / job.ranks, pairs)
 
-    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
+    def demand(self, job: DispatchSpec, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
         between = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum(-1)
         pairs = tokens * top_k
-        return [(between.max(), self._room(job, pairs) * job.chunks, pairs)]
+        return [(between.max(), self._buffer_rows(job, pairs) * job.chunks, pairs)]
 
-    def window(self, job: Job, plan: Plan, q: jax.Array) -> Window:
-        n, c = job.ranks, self._room(job, plan.order.size)
+    def window(self, job: DispatchSpec, plan: Plan, q: jax.Array) -> PassRows:
+        n, c = job.ranks, self._buffer_rows(job, plan.order.size)
         sizes = plan.sizes.reshape(n, n, job.own)
         mine = sizes[job.rank].sum(-1)
         first = before(mine, 0)
         at = q * c + jnp.arange(c)
-        # What goes to rank r stands from first[r] on; this window has the rows `at` of it.
+        # The rows for rank r begin at first[r]; this chunk has those at `at`.
         there = jnp.minimum(first[:, None] + at, plan.order.size - 1)
         pair = jnp.where(at < mine[:, None], plan.order[there], -1).reshape(-1)
         to = jnp.minimum(plan.expert // job.own, n - 1)
@@ -65,13 +77,13 @@ class AllToAll(Rows):
         slot = jnp.where(sent, to * c + index, -1)
         arriving = within(sizes[:, job.rank], q * c, (q + 1) * c)
         by = ByExpert.of(arriving, jnp.arange(n) * c, n * c) if job.axis else None
-        return Window(pair, slot, arriving.sum(0), by)
+        return PassRows(pair, slot, arriving.sum(0), by)
 
-    def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+    def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
         return lax.all_to_all(x, job.axis, 0, 0, tiled=True) if job.axis else x
 
-    def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
-        return self.there(job, window, x)
+    def combine(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
+        return self.dispatch(job, window, x)
 
     def cost(self, shape: ExchangeShape) -> Traffic:
         return _sent(shape, shape.rows, ALL_TO_ALL)
@@ -85,7 +97,7 @@ class AllToAll(Rows):
 
 @dataclass(frozen=True)
 class Local(AllToAll):
-    """One device has all experts: nothing travels."""
+    """One device has all experts: nothing is sent."""
 
     def refusal(self, sizes: tuple[int, ...]) -> str | None:
         return "one device" if math.prod(sizes) > 1 else None
@@ -96,12 +108,12 @@ class Local(AllToAll):
 
 @dataclass(frozen=True)
 class TwoLevel(AllToAll):
-    """The dense all-to-all in two steps, for an axis (hosts, devices of a host): first among the devices of a host, then
-    between hosts, so that a device sends one message to another host, and not one for each device there."""
+    """The dense all-to-all in two steps, for an axis (hosts, devices of a host): first between the devices of a host, then
+    between hosts, so that a device sends one message per host instead of one per device."""
 
     stepwise = True
 
-    def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+    def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
         outer, inner = job.axis[:1], job.axis[1:]
         x = x.reshape(lax.axis_size(outer), lax.axis_size(inner), -1, *x.shape[1:])
         x = lax.all_to_all(x, inner, 1, 1, tiled=True)
@@ -116,39 +128,39 @@ class TwoLevel(AllToAll):
 
 
 @dataclass(frozen=True)
-class RaggedAllToAll(Rows):
-    """A pass takes as many rows to each rank, from whom they may come: only rows that exist travel."""
+class RaggedAllToAll(PermutationScheme):
+    """A pass delivers a fixed number of rows to each rank, from any ranks: only rows that exist are sent."""
 
     @staticmethod
-    def _room(job: Job, pairs: int) -> int:
-        return room(job, pairs, pairs * job.ranks)
+    def _buffer_rows(job: DispatchSpec, pairs: int) -> int:
+        return buffer_rows(job, pairs, pairs * job.ranks)
 
-    def demand(self, job: Job, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
+    def demand(self, job: DispatchSpec, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
         arriving = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum((0, 2))
         pairs = tokens * top_k
-        return [(arriving.max(), self._room(job, pairs) * job.chunks, pairs * job.ranks)]
+        return [(arriving.max(), self._buffer_rows(job, pairs) * job.chunks, pairs * job.ranks)]
 
-    def window(self, job: Job, plan: Plan, q: jax.Array) -> Window:
-        n, me, R = job.ranks, job.rank, self._room(job, plan.order.size)
+    def window(self, job: DispatchSpec, plan: Plan, q: jax.Array) -> PassRows:
+        n, me, R = job.ranks, job.rank, self._buffer_rows(job, plan.order.size)
         between = plan.sizes.reshape(n, n, job.own).sum(-1)  # from, to
-        # All rows for a rank stand in one line, those of rank 0 first; this window is [q R, (q + 1) R) of each line.
+        # All rows for a rank form a queue, those of rank 0 first; this chunk is [q R, (q + 1) R) of each queue.
         line = before(between, 0)
         low, high = (jnp.clip(edge - line, 0, between) for edge in (q * R, (q + 1) * R))
-        home = before(between, 1) + low  # where, in the order of the sender, they begin
-        away = line + low - q * R  # where, in the window of the receiver
+        home = before(between, 1) + low  # where they begin in the sender's order
+        away = line + low - q * R  # where they begin in the receiver's buffer
         to = jnp.minimum(plan.expert // job.own, n - 1)
         index = plan.place - home[me][to]
         sent = (plan.expert < job.num_experts) & (index >= 0) & (index < (high - low)[me][to])
         slot = jnp.where(sent, plan.place, -1)
         arriving = within(plan.sizes.reshape(n, n, job.own)[:, me].reshape(-1), q * R, (q + 1) * R).reshape(n, job.own)
         by = ByExpert.of(arriving, away[:, me], R)
-        return Window(plan.order, slot, arriving.sum(0), by, (home, high - low, away))
+        return PassRows(plan.order, slot, arriving.sum(0), by, (home, high - low, away))
 
-    def there(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+    def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
         home, sizes, away = window.moves
-        return _ragged(x, self._room(job, window.pair.size), home, sizes, away, job)
+        return _ragged(x, self._buffer_rows(job, window.pair.size), home, sizes, away, job)
 
-    def back(self, job: Job, window: Window, x: jax.Array) -> jax.Array:
+    def combine(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
         home, sizes, away = window.moves
         return _ragged(x, window.pair.size, away.T, sizes.T, home.T, job)
 
@@ -162,10 +174,10 @@ class RaggedAllToAll(Rows):
         return shape.rows
 
 
-def _ragged(x: jax.Array, rows: int, start: jax.Array, sizes: jax.Array, to: jax.Array, job: Job) -> jax.Array:
-    """Returns [rows, ...]: from each rank i the rows start[i, me] ... of its x, sizes[i, me] of them, at to[i, me]; else 0.
+def _ragged(x: jax.Array, rows: int, start: jax.Array, sizes: jax.Array, to: jax.Array, job: DispatchSpec) -> jax.Array:
+    """Returns [rows, ...] with, from each rank i, sizes[i, me] rows of its x from start[i, me] on, at to[i, me]; 0 elsewhere.
 
-    XLA has no ragged all-to-all for the CPU: there every rank gathers everything and takes its own.
+    XLA has no ragged all-to-all for the CPU: there every rank gathers everything and selects its rows.
     """
     me = job.rank
 
@@ -183,22 +195,22 @@ def _ragged(x: jax.Array, rows: int, start: jax.Array, sizes: jax.Array, to: jax
     return lax.platform_dependent(x, *vary_alike((start, sizes, to), x), cpu=gathered, default=ragged)
 
 
-# -- tokens that are gathered ----------------------------------------------------------------------------------------------
+# -- gathered tokens ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AllGather(Scheme):
-    """Every rank gathers all tokens and makes its experts' part of every sum; the parts are added up where the tokens are.
+    """Every rank gathers all tokens and computes its experts' part of every sum; a reduce-scatter adds the parts.
 
-    A token travels once however many experts it has, and no row waits for another pass on its way: only the products are made
-    in passes. Chunks are of tokens. Sums travel in the dtype of the tokens.
+    A token is sent once per rank however many experts it has. Only the products run in passes, not the communication. Chunks
+    split the tokens. Sums are sent in the dtype of the tokens.
     """
 
-    def plan(self, job: Job, experts: jax.Array) -> tuple[Plan, ...]:
+    def plan(self, job: DispatchSpec, experts: jax.Array) -> tuple[Plan, ...]:
         return tuple(self._own(job, plan_of(part, job.num_experts, job.axis)) for part in self._chunks(job, experts))
 
-    def _own(self, job: Job, plan: Plan) -> Plan:
-        """Returns the plan of this rank's experts for the tokens of all ranks. Each rank has sorted its own."""
+    def _own(self, job: DispatchSpec, plan: Plan) -> Plan:
+        """Returns the plan of this rank's experts for the tokens of all ranks, which each rank has sorted for its own."""
         n, pairs, mine = job.ranks, plan.order.size, job.rank * job.own
         order, place, expert = (self._gather(job, a) for a in (plan.order, plan.place, plan.expert))
         sizes = lax.dynamic_slice_in_dim(plan.sizes, mine, job.own, axis=1)
@@ -211,12 +223,14 @@ class AllGather(Scheme):
         here = (expert >= mine) & (expert < mine + job.own)
         return Plan(order, by.place[place + rank * pairs], jnp.where(here, expert - mine, job.own), sizes.sum(0)[None])
 
-    def demand(self, job: Job, plan: tuple[Plan, ...], tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
+    def demand(
+        self, job: DispatchSpec, plan: tuple[Plan, ...], tokens: int, top_k: int
+    ) -> list[tuple[jax.Array, int, int]]:
         inner = self._inner(job)
         return [d for part in plan for d in inner.scheme.demand(inner, part, *part.place.shape)]
 
     def forward(
-        self, job: Job, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
+        self, job: DispatchSpec, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
     ) -> tuple[jax.Array, Any]:
         inner = self._inner(job)
         out, kept = [], []
@@ -229,7 +243,7 @@ class AllGather(Scheme):
 
     def backward(
         self,
-        job: Job,
+        job: DispatchSpec,
         passes: jax.Array,
         plan: Any,
         kept: Any,
@@ -255,7 +269,7 @@ class AllGather(Scheme):
 
     def cost(self, shape: ExchangeShape) -> Traffic:
         sent, gathered = Traffic(), shape.tokens
-        for axis, size in shape.over:  # each device of an inner axis brings its own tokens over the outer ones
+        for axis, size in shape.over:  # each device of an inner axis sends its own tokens over the outer axes
             other, gathered = gathered * shape.row * (size - 1), gathered * size
             sent.add(axis, ALL_GATHER, (2 + shape.again) * other, 2 + shape.again)
             sent.add(axis, REDUCE_SCATTER, 2 * other, 2)
@@ -263,35 +277,36 @@ class AllGather(Scheme):
 
     def memory(self, shape: ExchangeShape) -> int:
         tokens = shape.tokens * shape.row
-        # Tokens and cotangents of all ranks, the latter sorted, and sums in float32; rows are made of them on the spot.
+        # Tokens and cotangents of all ranks, the latter also sorted, and sums in float32; rows are computed from them on the
+        # fly.
         return 3 * shape.wide + 3 * shape.narrow + shape.ranks * (3 * tokens + 4 * tokens // shape.itemsize)
 
     def arriving(self, shape: ExchangeShape) -> float:
         return shape.tokens * shape.ranks
 
     @staticmethod
-    def _inner(job: Job) -> Job:
-        """Returns the exchange of gathered tokens with this rank's own experts, in which nothing travels."""
+    def _inner(job: DispatchSpec) -> DispatchSpec:
+        """Returns the settings for applying this rank's experts to the gathered tokens, where nothing is sent."""
         return replace(job, axis=(), scheme=Local(), num_experts=job.own, buffer=job.buffer / job.ranks, chunks=1)
 
     @staticmethod
-    def _chunks(job: Job, x: jax.Array) -> list[jax.Array]:
+    def _chunks(job: DispatchSpec, x: jax.Array) -> list[jax.Array]:
         edges = [i * x.shape[0] // job.chunks for i in range(job.chunks + 1)]
         return [x[a:b] for a, b in itertools.pairwise(edges) if b > a]
 
     @staticmethod
-    def _gather(job: Job, x: jax.Array) -> jax.Array:
+    def _gather(job: DispatchSpec, x: jax.Array) -> jax.Array:
         with jax.named_scope("dispatch"):
             return lax.all_gather(x, job.axis, axis=0, tiled=True)
 
     @staticmethod
-    def _scatter(job: Job, x: jax.Array) -> jax.Array:
+    def _scatter(job: DispatchSpec, x: jax.Array) -> jax.Array:
         with jax.named_scope("combine"):
             return lax.psum_scatter(x, job.axis, scatter_dimension=0, tiled=True)
 
 
 LOCAL = "local"
-# The first is where a plan begins.
+# A plan's search starts with the first.
 SCHEMES: dict[str, type[Scheme]] = {
     "all_to_all": AllToAll,
     "ragged_all_to_all": RaggedAllToAll,
@@ -302,15 +317,15 @@ SCHEMES: dict[str, type[Scheme]] = {
 
 
 def fitting(sizes: tuple[int, ...]) -> list[str]:
-    """Returns the schemes that experts over axes of these sizes may have, as `SCHEMES` lists them."""
+    """Returns the names of the schemes that fit axes of these sizes, in the order of `SCHEMES`."""
     return [name for name, scheme in SCHEMES.items() if scheme().refusal(sizes) is None]
 
 
 def scheme_of(scheme: Any) -> Scheme:
-    """Returns the scheme by name, or the one given.
+    """Returns the scheme of a name; a Scheme is returned as it is.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: the name is unknown.
     """
     if isinstance(scheme, Scheme):
         return scheme

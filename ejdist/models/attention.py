@@ -1,4 +1,4 @@
-"""The parts of a layer in which tokens meet: attention, and multi-head latent attention."""
+"""The mixers of a layer that attend: attention, and multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Attention(Part):
             declared["value_bias"] = Param((K, H), "K H", "zeros", decay=False)
         return declared
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, batch, norms = at.config, at.ops, at.batch, self.norms(params, at)
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, batch, norms = ctx.config, ctx.ops, ctx.batch, self.norms(params, ctx)
         h = ops.rms_norm(x, norms["attention_norm"], eps=c.norm_eps)
         q, k, v = (
             ops.project(h, params[name], f"btd,d{n}h->bt{n}h", bias=params.get(f"{name}_bias"))
@@ -96,7 +96,7 @@ class Attention(Part):
         turned = functools.partial(
             ops.rotary_embedding, positions=batch["positions"], base=float(c.rope_base), scaling=c.scaling()
         )
-        # One head of keys is whole on every device, wherever the heads of queries lie.
+        # With one key head, every device holds it whole, however the query heads are sharded.
         q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
         out = ops.attention(
             q,
@@ -117,7 +117,7 @@ class Attention(Part):
         return c.sliding_window if self.windowed else None
 
     def mask(self, c: DecoderShape) -> MaskInfo:
-        """Returns the rules by which pairs attend inside a document."""
+        """Returns the mask rules within a document."""
         return MaskInfo(causal=True, window=window_of(self.window(c)))
 
     def flops(self, c: DecoderShape) -> Flops:
@@ -175,8 +175,8 @@ class LatentAttention(Part):
             "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c)),
         }
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, batch, m, p, norms = at.config, at.ops, at.batch, at.config.latent, params, self.norms(params, at)
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, batch, m, p, norms = ctx.config, ctx.ops, ctx.batch, ctx.config.latent, params, self.norms(params, ctx)
         h = q = ops.rms_norm(x, norms["latent_attention_norm"], eps=c.norm_eps)
         if m.query_rank:
             q = ops.rms_norm(ops.project(h, p["query_down"], "btd,dr->btr"), norms["query_latent_norm"], eps=c.norm_eps)
@@ -226,7 +226,7 @@ class LatentAttention(Part):
 
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> AttentionShape:
-        """Keys and values are those of all heads: the narrow vector that they are projected from does not travel."""
+        """Keys and values of all heads are communicated, not the narrow vector that they are projected from."""
         m, heads = c.latent, share.tokens * share.itemsize * (c.num_heads // share.features)
         query, value = heads * (m.nope_dim + m.rope_dim), heads * m.value_dim
         return share.attention(query, query, value, value)

@@ -1,4 +1,4 @@
-"""What a decoder is made from: its sizes and options, and the kinds of layers that a pattern may name."""
+"""The configuration of a decoder: its sizes and options, and the kinds of layers that a pattern may name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kernels.ops.rotary_embedding import RopeScaling
 
 # A kind of layer is MIXER+FEED_FORWARD, by their names in `PARTS` of ejdist/models/parts.py; "none" for a layer without one.
 NONE = "none"
-# What a pattern may call a mixer beside its name.
+# Short names of mixers in patterns.
 MIXERS = {"full": "attention", "window": "window_attention", "latent": "latent_attention"}
-# Kinds from before they were composed, which keep their meaning. No new one is added.
+# Old names of kinds, kept as aliases. Do not add new ones.
 ALIASES = {name: f"{name}+mlp" for name in MIXERS} | {
     "experts": "full+experts",
     "window_experts": "window+experts",
@@ -33,13 +33,13 @@ ROPE_SCALING = {
     "rope_attention_factor": "attention_factor",
     "rope_truncate": "truncate",
 }
-# Of numbers that are computed with in float32, where up to three times init_std is drawn.
+# Limit of numbers used in float32, in which up to three times init_std is drawn.
 _LEAST, _MOST = 2.0**-126, 2.0**126
 
 
 def parts_of_kind(kind: str) -> tuple[str, ...]:
-    """Returns the parts of a kind of layer, "window+experts" or one of `ALIASES`, in the order in which they run. Whether there
-    are such parts is checked by `stack.check_kinds`."""
+    """Returns the parts of a kind of layer, "window+experts" or one of `ALIASES`, in the order in which they run.
+    `stack.check_kinds` checks that they exist."""
     mixer, _, feed_forward = ALIASES.get(kind, kind).partition("+")
     return tuple(name for name in (MIXERS.get(mixer, mixer), feed_forward) if name not in ("", NONE))
 
@@ -50,34 +50,34 @@ def _parts_of_kinds(kinds: Sequence[str]) -> list[tuple[str, ...]]:
 
 @dataclass(unsafe_hash=True)
 class ExpertsShape:
-    """The mixture of experts in a layer's place of an MLP; see `ejdist.moe` and `ejdist.route`."""
+    """A mixture of experts in place of a layer's MLP; see `ejdist.moe` and `ejdist.route`."""
 
-    num: int = 0  # 0: the model has none
+    num: int = 0  # 0: no experts
     top_k: int = 2
-    ffn_dim: int = 0  # of one expert
-    activation: str | None = None  # null: the model's; clamped_swiglu is GPT-OSS's
+    ffn_dim: int = 0  # width of one expert
+    activation: str | None = None  # null: the model's; clamped_swiglu for GPT-OSS
     bias: bool = False  # biases of the experts' products (GPT-OSS)
-    shared_dim: int = 0  # width of the expert that all tokens share; of several, their widths together
-    shared_gate: bool = False  # what they give is weighed by a sigmoid of the token (Qwen2-MoE)
+    shared_dim: int = 0  # width of the shared expert; of several, the sum of their widths
+    shared_gate: bool = False  # weight the shared expert's output by a sigmoid of the token (Qwen2-MoE)
     score: str = "softmax"
     normalize: bool = True
-    scaling_factor: float = 1.0  # of the weights
+    scaling_factor: float = 1.0  # multiplies the routing weights
     num_groups: int = 1
     topk_groups: int | None = None
-    group_top: int = 2  # a group is as good as the sum of so many of its best scores; 1 in DeepSeek-V2
+    group_top: int = 2  # a group's score is the sum of this many of its best scores; 1 in DeepSeek-V2
     router_bias: bool = False  # a parameter, added to the logits (GPT-OSS)
-    bias_rate: float = 0.0  # of the bias that balances without a loss (DeepSeek-V3); 0: there is none
-    # What the balance loss is of: batch (a microbatch, over all devices), sequence, or global (the global batch, of which the
-    # counts of the step before are taken).
+    bias_rate: float = 0.0  # update rate of the bias that balances without a loss (DeepSeek-V3); 0: no bias
+    # Scope of the balance loss: batch (a microbatch, over all devices), sequence, or global (the global batch, with the counts
+    # of the previous step).
     balance: str = "batch"
-    # The weights of the two losses. Each microbatch's are means over its tokens, and it weighs by the tokens that it counts.
+    # Weights of the two losses. They are means over a microbatch's tokens; microbatches count in proportion to their tokens.
     balance_loss: float = 0.0
     z_loss: float = 0.0  # of the squared log-sum-exp of the router's logits
-    jitter: float = 0.0  # noise of what the router sees
-    forced_balance: bool = False  # experts in turn: for benchmarks alone
+    jitter: float = 0.0  # multiplicative noise on the router's input
+    forced_balance: bool = False  # assign experts in turn: only for benchmarks
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; a model without experts has nothing but defaults."""
+        """Raises ValueError naming the key and the remedy; without experts all keys must keep their defaults."""
         if self == ExpertsShape():
             return
         for name in ("num", "top_k", "ffn_dim"):
@@ -85,7 +85,7 @@ class ExpertsShape:
                 raise ValueError(f"model.experts.{name} must be positive, got {getattr(self, name)}")
         if self.top_k > self.num:
             raise ValueError(
-                f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the experts that there are"
+                f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the number of experts"
             )
         self._validate_groups()
         known = {"score": SCORES, "balance": BALANCE, "activation": (None, *EXPERT_ACTIVATIONS)}
@@ -100,7 +100,7 @@ class ExpertsShape:
             )
         if self.shared_dim and self.activation == CLAMPED:
             raise ValueError(
-                f"model.experts.activation = {CLAMPED!r} has no form for shared experts; set model.experts.shared_dim to 0"
+                f"model.experts.activation = {CLAMPED!r} does not support shared experts; set model.experts.shared_dim to 0"
             )
         for name in ("bias_rate", "balance_loss", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -143,16 +143,16 @@ class ExpertsShape:
 
 @dataclass(unsafe_hash=True)
 class LatentShape:
-    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one narrow vector a token."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one narrow vector per token."""
 
-    kv_rank: int = 0  # width of that vector; 0: the model has no such layers
+    kv_rank: int = 0  # width of that vector; 0: no such layers
     query_rank: int = 0  # the same for queries; 0: they are projected from the residual stream
-    nope_dim: int = 128  # of a query's and key's head, without positions
-    rope_dim: int = 64  # of a query's head with positions, and of the one such key that all heads share
-    value_dim: int = 128  # of a value's head
+    nope_dim: int = 128  # width of a query's and key's head without RoPE
+    rope_dim: int = 64  # width of a query's head with RoPE, and of the one such key that all heads share
+    value_dim: int = 128  # width of a value's head
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; a model without such layers has nothing but defaults."""
+        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
         if self == LatentShape():
             return
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
@@ -161,7 +161,7 @@ class LatentShape:
         if self.query_rank < 0 or self.rope_dim % 2:
             raise ValueError(
                 f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
-                f"{self.rope_dim} even: rotary embedding turns pairs"
+                f"{self.rope_dim} even: rotary embedding rotates pairs"
             )
 
 
@@ -189,21 +189,19 @@ class DecoderShape:
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
     attention_output_bias: bool = False  # and of the output projection (GPT-OSS)
-    attention_sinks: bool = False  # a logit for each head that takes weight and has no value (GPT-OSS)
-    attention_scale: float | None = None  # of the logits; null for 1/sqrt(width of a query's head)
+    attention_sinks: bool = False  # a learned logit per head that takes probability without a value (GPT-OSS)
+    attention_scale: float | None = None  # scale of the logits; null for 1/sqrt(width of a query's head)
     tie_embeddings: bool = True
     # Kinds of the layers before the pattern, and of the pattern that the others repeat: MIXER+FEED_FORWARD, or an old name.
     first_layers: tuple[str, ...] = spelled((), _parts_of_kinds)
     layer_pattern: tuple[str, ...] = spelled(("full",), _parts_of_kinds)
-    sliding_window: int | None = None  # keys that a windowed layer sees
+    sliding_window: int | None = None  # number of keys that a windowed layer sees
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     norm_eps: float = 1e-6
     init_std: float = 0.02
-    compute_dtype: str = "float32"  # of activations and matmuls; parameters stay float32
-    remat: str = operational(
-        "attention"
-    )  # what the backward does not compute again: see `REMAT` of ejdist/models/remat.py
+    compute_dtype: str = "float32"  # dtype of activations and matmuls; parameters stay float32
+    remat: str = operational("attention")  # what the backward does not recompute: see `REMAT` in ejdist/models/remat.py
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
 
@@ -233,7 +231,7 @@ class DecoderShape:
                 f"model.num_heads = {self.num_heads} must be a multiple of model.num_kv_heads = {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
+            raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
         self._validate_layers()
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
@@ -241,17 +239,17 @@ class DecoderShape:
         for name in ("rope_base", "norm_eps", "init_std", *optional):
             value, none = getattr(self, name), ", or null for none" if name in optional else ""
             if value is not None and not _LEAST <= value <= _MOST:
-                raise ValueError(f"model.{name} must be positive, and a number that float32 holds{none}, got {value}")
+                raise ValueError(f"model.{name} must be positive, and representable in float32{none}, got {value}")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
-            # float16 would need its loss scaled: gradients here are of sums over tokens, past its range.
+            # float16 would need loss scaling: gradients here are of sums over tokens, which exceed its range.
             raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use float32 or bfloat16")
         self.scaling()
 
     def _validate_layers(self) -> None:
         if not self.layer_pattern:
-            raise ValueError("model.layer_pattern = [] must name kinds of layers, for example [full+mlp]")
+            raise ValueError("model.layer_pattern = [] must list kinds of layers, for example [full+mlp]")
         if self.num_layers < len(self.first_layers) + len(self.layer_pattern):
             raise ValueError(
                 f"model.num_layers = {self.num_layers} is less than the {len(self.first_layers)} layers of model.first_layers "
@@ -269,7 +267,7 @@ class DecoderShape:
         ignored = [name for name in plain if getattr(self, name)]
         if ignored and not parts & {"attention", "window_attention"}:
             raise ValueError(
-                f"model.{ignored[0]} is of plain attention, and no layer of model.layer_pattern has it: leave it out"
+                f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
         for part, given, size, example in (
             ("experts", self.experts != ExpertsShape(), "experts.num", "full+experts"),
@@ -284,17 +282,17 @@ class DecoderShape:
                 )
 
     def scaling(self) -> RopeScaling | None:
-        """Returns how the frequencies of RoPE are changed. Raises ValueError for what has no meaning without it, or in it."""
+        """Returns the scaling of RoPE's frequencies. Raises ValueError for keys that do not apply to it."""
         if self.rope_scaling is None:
             for name in ROPE_SCALING:
                 if getattr(self, name) != getattr(DecoderShape, name):
                     raise ValueError(
-                        f"model.{name} is of model.rope_scaling, which is null: give it, or leave the other out"
+                        f"model.{name} belongs to model.rope_scaling, which is null: set that, or leave this out"
                     )
             return None
         if self.rope_scaling in ("linear", "ntk") and self.rope_original_length != DecoderShape.rope_original_length:
             raise ValueError(
-                f"model.rope_original_length is of yarn and llama3; model.rope_scaling = {self.rope_scaling!r} does not read "
+                f"model.rope_original_length is for yarn and llama3; model.rope_scaling = {self.rope_scaling!r} does not read "
                 "it: leave it out"
             )
         fields = {field: getattr(self, name) for name, field in ROPE_SCALING.items()}

@@ -1,10 +1,10 @@
-"""A decoder of the Llama, Qwen3, Mixtral, DeepSeek-V3 and GPT-OSS families: layers of several kinds, see the README beside.
+"""A decoder of the Llama, Qwen3, Mixtral, DeepSeek-V3 and GPT-OSS families: layers of several kinds, see README.md here.
 
-Dtypes. Parameters are float32, the master weights. Matrices are cast to the compute dtype once a step, outside the scan
-over layers, so that a mesh gathers the narrow copy. Norm scales, and the table that embeddings are taken from, stay
-float32: they cost little, and a frequent token's gradient is a long sum, which bfloat16 stops adding to after some 256
-equal terms. A matrix's gradient is summed over devices in the compute dtype, and over microbatches in float32. Float32
-compute is true float32 on every device.
+Dtypes. Parameters are float32, the master weights. Matrices are cast to the compute dtype once per step, outside the scan
+over layers, so that a mesh gathers the low-precision copy. Norm scales and the embedding table stay float32: they cost
+little, and a frequent token's gradient is a long sum, which bfloat16 stops adding to after some 256 equal terms. A matrix's
+gradient is summed over devices in the compute dtype, and over microbatches in float32. Float32 compute is true float32 on every
+device.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def flops(c: DecoderShape) -> tuple[Flops, ...]:
 
 
 def embed(params: dict, ctx: BatchContext, c: DecoderShape) -> jax.Array:
-    """Returns what the first layer takes, [B, T, D] in the compute dtype."""
+    """Returns the input of the first layer, [B, T, D] in the compute dtype."""
     x = ctx.ops.embedding(params["embedding"], ctx.batch["tokens"]).astype(c.compute_dtype)
     return ctx.ops.constrain(x, "B T D")
 
 
 def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: DecoderShape) -> tuple[jax.Array, Metrics]:
-    """Returns (x past a range of layers, their metrics); see `run_layers`."""
-    at = partial(
+    """Returns (x after a range of layers, their metrics); see `run_layers`."""
+    context = partial(
         LayerContext,
         config=c,
         ops=ctx.ops,
@@ -111,7 +111,7 @@ def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: Decod
         step=ctx.step,
         microbatch=ctx.microbatch,
     )
-    return run_layers(x, params, ctx.buffers, c, at, which)
+    return run_layers(x, params, ctx.buffers, c, context, which)
 
 
 def final_hidden(params: dict, x: jax.Array, ctx: BatchContext, c: DecoderShape) -> jax.Array:

@@ -36,13 +36,13 @@ class MLP(Part):
             "down": Param((F, D), "F D", std=residual_std(c)),
         }
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops = at.config, at.ops
-        h = ops.rms_norm(x, self.norms(params, at)["mlp_norm"], eps=c.norm_eps)
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops = ctx.config, ctx.ops
+        h = ops.rms_norm(x, self.norms(params, ctx)["mlp_norm"], eps=c.norm_eps)
         matrices = {name: params[name] for name in ("gate", "up", "down")}
-        if not REMAT[c.remat].products:  # the operation gathers its weights itself, and keeps nothing of width F
+        if not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
-        # Its backward would compute two of the three products again, which these policies have the memory to keep.
+        # gated_mlp's backward would recompute two of the three products, which these policies save instead.
         gate, up = (ops.project(h, params[name], "btd,df->btf") for name in ("gate", "up"))
         product = ops.gated_activation(gate, up, activation=c.activation)
         return x + ops.project(product, params["down"], "btf,fd->btd"), {}
@@ -54,7 +54,7 @@ class MLP(Part):
         """Gate, up and their product are as wide as `ffn_dim`, and so are the three gradients."""
         x, f = share.tokens * c.model_dim * share.itemsize, share.tokens * c.ffn_dim // share.features * share.itemsize
         work = 5 * f + 3 * x + 4 * x // share.itemsize
-        # There the kernel of the activation's product has three results of that width beside its three operands.
+        # On GPUs the kernel of the activation's product holds three results of that width and its three operands.
         return PartBytes(0, 0, products=2 * f, rest=f + x, work=work, gpu_work=f)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
@@ -66,21 +66,21 @@ class MLP(Part):
 
 @dataclass(frozen=True)
 class Experts(Part):
-    """RMSNorm and a mixture of experts, with or without one that all tokens share.
+    """RMSNorm and a mixture of experts, with or without a shared expert.
 
-    Its losses are means over the tokens that are no padding, so that each microbatch weighs as much as the tokens it counts.
+    Its losses are means over the tokens without padding, so each microbatch counts in proportion to its tokens.
     """
 
     role = "feed_forward"
     name = "experts"
-    saves = ("route.experts",)  # computed again, what is close might be decided otherwise
+    saves = ("route.experts",)  # recomputation may flip near-tied routing decisions, so save them
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         m, D, std = c.experts, c.model_dim, c.init_std
         E, F, S = m.num, m.ffn_dim, m.shared_dim
         declared = {
             "experts_norm": Param((D,), "_", "ones", decay=False, cast=False),
-            # Which expert is best must not depend on the compute dtype.
+            # The choice of experts must not depend on the compute dtype.
             "router": Param((D, E), "D _", std=std, cast=False),
             "experts_gate_up": Param((E, D, 2, F), "E D _ F", std=std),
             "experts_down": Param((E, F, D), "E F D", std=residual_std(c)),
@@ -102,12 +102,12 @@ class Experts(Part):
         m, buffers = c.experts, {}
         if m.bias_rate:
             buffers["bias"] = Param((m.num,), "_", "zeros")
-        if m.balance == "global":  # the counts of the step before; in the first step, none is preferred
+        if m.balance == "global":  # the counts of the previous step; uniform at first
             buffers["load"] = Param((m.num,), "_", "ones")
         return buffers
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, m = at.config, at.ops, at.config.experts
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, m = ctx.config, ctx.ops, ctx.config.experts
         whole = {
             n: ops.gather(params[n], d.dims)
             for n, d in self.declare(c).items()
@@ -116,10 +116,10 @@ class Experts(Part):
         key = None
         if m.jitter:
             key = jax.random.key(0)
-            for number in (at.step, at.microbatch, at.layer):
+            for number in (ctx.step, ctx.microbatch, ctx.layer):
                 key = jax.random.fold_in(key, number)
         out, stats = ops.moe(
-            ops.rms_norm(x, self.norms(params, at)["experts_norm"], eps=c.norm_eps),
+            ops.rms_norm(x, self.norms(params, ctx)["experts_norm"], eps=c.norm_eps),
             whole["router"],
             params["experts_gate_up"],
             down=params["experts_down"],
@@ -131,27 +131,27 @@ class Experts(Part):
             shared_up=params.get("shared_up"),
             shared_down=params.get("shared_down"),
             shared_expert_gate=whole.get("shared_expert_gate"),
-            segment_ids=at.batch["segment_ids"],
+            segment_ids=ctx.batch["segment_ids"],
             score=m.score,
             normalize=m.normalize,
-            bias=at.buffers.get("bias"),
+            bias=ctx.buffers.get("bias"),
             router_bias=whole.get("router_bias"),
             num_groups=m.num_groups,
             topk_groups=m.topk_groups,
             group_top=m.group_top,
             routed_scaling_factor=m.scaling_factor,
             balance=m.balance,
-            load=at.buffers.get("load"),
+            load=ctx.buffers.get("load"),
             jitter=m.jitter,
             key=key,
             forced_balance=m.forced_balance,
         )
-        return x + out, self._metrics(stats, at)
+        return x + out, self._metrics(stats, ctx)
 
-    def _metrics(self, stats: Stats, at: LayerContext) -> Metrics:
-        m = at.config.experts
+    def _metrics(self, stats: Stats, ctx: LayerContext) -> Metrics:
+        m = ctx.config.experts
         # From sums over what is no padding to sums over the counted tokens, of the same mean.
-        share = at.tokens / jnp.maximum(stats.tokens, 1)
+        share = ctx.tokens / jnp.maximum(stats.tokens, 1)
         metrics = {
             "experts/balance_loss": Metric(stats.balance_loss * share, "mean", each=True),
             "experts/z_loss": Metric(stats.z_loss * share, "mean", each=True),
@@ -166,7 +166,7 @@ class Experts(Part):
         if m.balance_loss or m.z_loss:
             loss = m.balance_loss * stats.balance_loss + m.z_loss * stats.z_loss
             metrics["experts/auxiliary_loss"] = Metric(loss * share, "loss")
-        if self.buffers(at.config):
+        if self.buffers(ctx.config):
             metrics["counts"] = Metric(stats.counts, "update")
         return metrics
 

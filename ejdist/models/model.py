@@ -1,5 +1,4 @@
-"""What training knows of a model, whichever it is: parameters, three pieces and the loss they compose, what it reports, and
-what it changes by itself."""
+"""The model interface that training uses: parameters, three pieces and the loss that they compose, metrics, and buffers."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ REDUCTIONS = ("loss", "mean", "sum", "max", "update")
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["how", "each"])
 @dataclass(frozen=True)
 class Metric:
-    """A number that a layer or a loss gives beside its result, and how those of layers and microbatches become one.
+    """A number that a layer or a loss returns with its result, and how to reduce it over layers and microbatches.
 
-    "sum" and "max" are what they say. "mean": the value is a sum over counted tokens, and the sum of all of them is reported
-    over the step's counted tokens. "loss": the same, and it is added to the loss, so that its gradient is that of the mean.
-    "update": not reported; kept layer by layer, summed over microbatches, and given to the layer's `update` once a step.
+    "sum", "max": as named. "mean": the value is a sum over counted tokens; the total divided by the step's counted tokens is
+    reported. "loss": the same, and it is added to the loss, so its gradient is that of the mean. "update": not reported; kept
+    per layer, summed over microbatches, and passed to the layer's `update` once per step.
 
-    A value is of the whole batch, wherever it lies: of a mesh's devices nothing is left to add up. `each`: layers are not
-    joined, and there is a value for each of those that give one, in their order.
+    A value covers the whole batch, however it is sharded: it needs no further reduction over devices. `each`: do not reduce
+    over layers; report a value for each layer that returns one, in order.
     """
 
     value: Any
@@ -42,28 +41,28 @@ class Metric:
         if self.how not in REDUCTIONS:
             raise ValueError(f"Metric: argument 'how' = {self.how!r} is unknown; use one of {', '.join(REDUCTIONS)}")
         if self.each and self.how == "loss":
-            raise ValueError("Metric: argument 'each' is for what is reported; a loss is one number for all layers")
+            raise ValueError("Metric: argument 'each' is for reported metrics; a loss is one number for all layers")
 
     def start(self) -> Metric:
-        """Returns what `plus` leaves as it is; only the shape and dtype of the value are read."""
+        """Returns the identity of `plus`; reads only the shape and dtype of the value."""
         least = 0
         if self.how == "max":
             least = -jnp.inf if jnp.issubdtype(self.value.dtype, jnp.floating) else jnp.iinfo(self.value.dtype).min
         return replace(self, value=jnp.full(self.value.shape, least, self.value.dtype))
 
     def plus(self, other: Metric) -> Metric:
-        """Returns that of two microbatches."""
+        """Returns the metric of two microbatches."""
         join = jnp.maximum if self.how == "max" else jnp.add
         return replace(self, value=join(self.value, other.value))
 
     def over_layers(self) -> Metric:
-        """Returns that of all layers, from values stacked along the first dim."""
+        """Returns the metric of all layers, from values stacked along the first dim."""
         if self.each or self.how == "update":
             return self
         return replace(self, value=(jnp.max if self.how == "max" else jnp.sum)(self.value, axis=0))
 
     def reported(self, tokens: jax.Array) -> jax.Array:
-        """Returns the number for a step that counted so many tokens."""
+        """Returns the reported number for a step that counted `tokens` tokens."""
         return self.value / tokens if self.how in ("loss", "mean") else self.value
 
 
@@ -71,30 +70,30 @@ Metrics = dict[str, Metric]
 
 
 class StepContext(NamedTuple):
-    """What a loss may read beside parameters and batch; nothing in it has a gradient."""
+    """What a loss may read besides parameters and batch; nothing in it has a gradient."""
 
-    step: Any = 0  # int32, steps made before this one
-    microbatch: Any = 0  # int32, of this step
-    buffers: Any = None  # the model's, as they are throughout the step
+    step: Any = 0  # int32, steps before this one
+    microbatch: Any = 0  # int32, index in this step
+    buffers: Any = None  # the model's buffers, constant within a step
 
 
 class BatchContext(NamedTuple):
-    """What the pieces of a model read beside parameters and activations; nothing in it has a gradient."""
+    """What the pieces of a model read besides parameters and activations; nothing in it has a gradient."""
 
     ops: Ops
     # int32 [B, T]: tokens, positions, segment_ids (-1: padding), and targets in training.
     batch: Mapping[str, jax.Array]
     tokens: Any  # counted tokens of this microbatch, over all devices; 0 where there are no targets
-    step: Any  # int32, steps made before this one
-    microbatch: Any  # int32, of this step
-    buffers: Mapping[str, Any]  # of the layers that are run
+    step: Any  # int32, steps before this one
+    microbatch: Any  # int32, index in this step
+    buffers: Mapping[str, Any]  # of the layers that run
 
     @classmethod
     def of(cls, batch: Mapping[str, jax.Array], ops: Ops, context: StepContext | None, buffers: Any) -> BatchContext:
-        """Returns that of a microbatch.
+        """Returns the context of a microbatch.
 
         Args:
-          buffers: what the model declares; the context must have those of every part.
+          buffers: the model's declared buffers; the context must have those of every part.
         """
         context = context or StepContext()
         held = context.buffers or {}
@@ -111,10 +110,10 @@ class BatchContext(NamedTuple):
 
 @dataclass(frozen=True)
 class Flops:
-    """Forward FLOPs, a multiply-add counted as 2, of a layer's part or of the output projection.
+    """Forward FLOPs, counting a multiply-add as 2, of a layer's part or of the output projection.
 
-    token: in matmuls with parameters, of every position. pair: of every (query, key) pair of causal attention.
-    grouped: the matmuls are of rows grouped by expert. mask: the rules by which pairs attend inside a document, without arrays.
+    token: per position, in matmuls with parameters. pair: per (query, key) pair of causal attention.
+    grouped: whether the matmuls are grouped by expert. mask: the mask rules within a document, without arrays.
     """
 
     token: int
@@ -127,19 +126,19 @@ class Flops:
 class Model:
     """A model, as `build()` of a recipe's model section returns it.
 
-    declared: tree of `Param`; those of "layers" are stacks, whose first dim is L. buffers: tree of `Param`, what a step changes
-    without a gradient.
+    declared: tree of `Param`; under "layers" they are stacks, whose first dim is L. buffers: tree of `Param` for state that a
+    step changes without a gradient.
 
-    Three pieces, so that the stages of a pipeline are a split of the layers: the first stage embeds, the last has the head.
-    embed: (params, ctx) -> x [B, T, D]. layers: (params["layers"], x, ctx, range) -> (x, metrics), past a range of the layers;
-    the stacks, and ctx.buffers, hold the rows of these layers and no others. head: (params, x, ctx, *, z_loss) -> (sum over
+    Three pieces, so that pipeline stages can split the layers: the first stage embeds, the last has the head.
+    embed: (params, ctx) -> x [B, T, D]. layers: (params["layers"], x, ctx, range) -> (x, metrics) after a range of the layers;
+    the stacks, and ctx.buffers, hold only the rows of these layers. head: (params, x, ctx, *, z_loss) -> (sum over
     counted tokens, metrics), with "tokens" among them.
 
     token_losses: (params, batch, ops, *, context) -> the cross entropy of each token, float32 [B, T], 0 if not counted.
     logits_at: (params, batch, marks, ops, *, count, context) -> float32 [B, count, V], the logits of the tokens that marks
     [B, T] numbers 0 to count - 1. update: (buffers, the "update" metrics of a step) -> buffers. report: (the numbers of a step)
-    -> more that follow from them. flops: of each part of each layer, and of the head. split: key of the section -> (dim, size)
-    that must divide over a mesh. pictures: file of the run's folder -> (rows of metrics.jsonl, path), which draws it.
+    -> derived metrics. flops: of each part of each layer, and of the head. split: key of the section -> (dim, size) that must
+    divide over a mesh. pictures: file in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
     """
 
     declared: Any
@@ -169,8 +168,7 @@ class Model:
         z_loss: float = 0.0,
         context: StepContext | None = None,
     ) -> tuple[jax.Array, Metrics]:
-        """Returns (the sum over counted tokens of the head's loss and the losses of the layers; the metrics of both), of all
-        layers on a microbatch.
+        """Returns (the sum over counted tokens of the head's and the layers' losses; the metrics of both) for a microbatch.
 
         Sums, not means, so that microbatches and devices with different numbers of tokens add up to the exact mean.
 
@@ -183,5 +181,5 @@ class Model:
         total, metrics = self.head(params, x, ctx, z_loss=z_loss)
         taken = sorted(of_layers.keys() & metrics.keys())
         if taken:
-            raise ValueError(f"a layer gives the metric {taken[0]!r}, which is the model's own; rename it")
+            raise ValueError(f"a layer returns the metric {taken[0]!r}, which the model uses itself; rename it")
         return reduce(add, (m.value for m in of_layers.values() if m.how == "loss"), total), metrics | of_layers

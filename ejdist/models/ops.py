@@ -35,5 +35,5 @@ class Ops:
     def __getattr__(self, name: str) -> Callable:
         functions = self.__dict__.get("_functions", {})
         if name not in functions:
-            raise AttributeError(f"no operation {name!r} was injected; there are {', '.join(functions)}")
+            raise AttributeError(f"operation {name!r} is not available; available are {', '.join(functions)}")
         return functions[name]

@@ -1,4 +1,4 @@
-"""Parameters: one line declares shape, logical dims and initialisation; all else is derived from it."""
+"""Parameters: one line declares shape, logical dims and initialisation; everything else is derived from it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kernels.framework.dims import VOCABULARY
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: `dims` names each dim ("L D F"; "_": never split), `init` is "normal", "zeros" or "ones", `std` that of the
-    normal.
+    """A parameter: `dims` names each dim ("L D F"; "_": never split), `init` is "normal", "zeros" or "ones", `std` is the
+    standard deviation of "normal".
 
-    `decay` says whether weight decay applies; it does not to norms and biases. `cast`: the model
-    computes with it in its compute dtype, and not in that of the parameter.
+    `decay`: whether weight decay applies, which it does not for norms and biases. `cast`: whether the model casts it to the
+    compute dtype before use.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Param:
             raise ValueError(f"Param: dims {self.dims!r} must name each dim of the shape {self.shape}; '_' for no name")
 
     def stacked(self, layers: int) -> Param:
-        """Returns that of so many layers, a row for each."""
+        """Returns the parameter stacked over layers, a row per layer."""
         return replace(self, shape=(layers, *self.shape), dims=f"L {self.dims}")
 
     @property
@@ -54,12 +54,12 @@ def map_declared(function: Callable[[str, Param], Any], declared: Any) -> Any:
 
 
 def check_dims(what: str, dims: str) -> None:
-    """Raises ValueError for a dim that is neither in the vocabulary nor "_": no layout could split it, and every device would
-    hold the whole of it. `what`: whose dims they are."""
+    """Raises ValueError for a dim that is neither in the vocabulary nor "_": no layout could split it, so every device would
+    silently hold all of it. `what`: the array, for the message."""
     for dim in dims.split():
         if dim != "_" and dim not in VOCABULARY:
             raise ValueError(
-                f"{what} has the dims {dims!r}, and {dim!r} is not in the vocabulary: use _ for a dim that is never split, or "
+                f"{what} has the dims {dims!r}, but {dim!r} is not in the vocabulary: use _ for a dim that is never split, or "
                 f"one of {', '.join(VOCABULARY)} (kernels/framework/dims.py says what each means)"
             )
 
@@ -70,8 +70,8 @@ def check_declared(kind: str, declared: Any) -> None:
 
 
 def initialise(declared: Any, key: jax.Array) -> Any:
-    """Returns the parameters. Each draws from a key of its own, folded from its path, so that adding one changes no other
-    and the mesh has no say."""
+    """Returns the parameters. Each draws from its own key, folded from its path, so that adding one does not change the others,
+    and the values do not depend on the mesh."""
 
     def make(path: str, p: Param) -> jax.Array:
         if p.init == "zeros":

@@ -1,4 +1,4 @@
-"""What a part of a decoder's layer is, and what parts share."""
+"""The interface of a part, one block of a decoder's layer, and code that parts share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejdist.models.share import Share
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a part reads beside its input and parameters; nothing in it has a gradient."""
+    """What a part reads besides its input and parameters; nothing in it has a gradient."""
 
     config: DecoderShape
     ops: Ops
@@ -27,22 +27,22 @@ class LayerContext:
         str, jax.Array
     ]  # int32 [B, T]: tokens, positions, segment_ids (-1: padding), and targets in training
     tokens: Any  # counted tokens of this microbatch, over all devices; 0 where there are no targets
-    layer: Any  # int32, which one of the model
-    step: Any  # int32, steps made before this one
-    microbatch: Any  # int32, of this step
-    buffers: Mapping[str, jax.Array]  # this part's, in this layer
+    layer: Any  # int32, index of the layer in the model
+    step: Any  # int32, steps before this one
+    microbatch: Any  # int32, index in this step
+    buffers: Mapping[str, jax.Array]  # this part's buffers in this layer
 
 
 class Part:
     """One residual block of a layer.
 
-    role: "mixer", where tokens meet, or "feed_forward", which sees each token alone: a kind of layer has one of each, or one.
-    name: parts of one name share a stack of parameters, a row for each layer that has one, so they declare the same.
-    saves: names of values that the backward needs and that are costly to compute again; policies with `Remat.asked` keep
-    them. offloads: the large ones among such, which wait in the host's memory under a policy with `Remat.host`.
+    role: "mixer", which mixes tokens, or "feed_forward", which sees each token alone; a kind of layer has one of each, or one.
+    name: parts with the same name share a stack of parameters, a row per layer, so they must declare the same parameters.
+    saves: checkpoint names of residuals that are costly to recompute; policies with `Remat.asked` save them.
+    offloads: names of large residuals, which a policy with `Remat.host` offloads to the host.
 
-    `memory`, `traffic` and `recomputed` are for the planner alone, which refuses a part that declares none (`Costs`); a part
-    trains without them.
+    `memory`, `traffic` and `recomputed` are only for the planner, which raises an error for a part that lacks them (`Costs`).
+    Training does not need them.
     """
 
     role: str
@@ -55,24 +55,26 @@ class Part:
         raise NotImplementedError
 
     def buffers(self, c: DecoderShape) -> dict[str, Param]:
-        """Returns what `update` changes, of one layer."""
+        """Returns the buffers of one layer, which `update` changes."""
         return {}
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """Returns (x [B, T, D] with this part added, metrics). `params` lie as they are stored; matrices are in the compute
         dtype."""
         raise NotImplementedError
 
-    def norms(self, params: dict[str, jax.Array], at: LayerContext) -> dict[str, jax.Array]:
+    def norms(self, params: dict[str, jax.Array], ctx: LayerContext) -> dict[str, jax.Array]:
         """Returns the weights of the norms, from where they are stored to where they are used."""
-        return {n: at.ops.gather(params[n], d.dims) for n, d in self.declare(at.config).items() if n.endswith("_norm")}
+        return {
+            n: ctx.ops.gather(params[n], d.dims) for n, d in self.declare(ctx.config).items() if n.endswith("_norm")
+        }
 
     def update(self, c: DecoderShape, buffers: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
         """Returns the buffers of one layer after a step, from its "update" metrics, summed over the microbatches."""
         return buffers
 
     def report(self, c: DecoderShape, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Returns what follows from the metrics of a step, of all layers; reported beside them."""
+        """Returns additional metrics, derived from those of all layers in a step."""
         return {}
 
     def flops(self, c: DecoderShape) -> Flops:
@@ -89,7 +91,7 @@ class Part:
         raise NotImplementedError
 
     def recomputed(self, remat: Remat) -> float:
-        """Returns what share of the forward's matmuls with parameters (`Flops.token`) the backward computes again."""
+        """Returns the fraction of the forward's matmuls with parameters (`Flops.token`) that the backward recomputes."""
         raise NotImplementedError
 
 

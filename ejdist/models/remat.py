@@ -1,4 +1,4 @@
-"""Remat policies: what a layer keeps for its backward. A policy is a line in `REMAT`, which layers and the planner ask."""
+"""Remat policies: what a layer saves for its backward. A policy is a line in `REMAT`, which layers and the planner use."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import jax
 class PartBytes:
     """Bytes of one part of a layer on a device, for one microbatch.
 
-    The first four are what its backward reads, beside the layer's input; a remat policy says which of these are kept from the
-    forward, and what is not kept is computed again.
+    The first four are the residuals of its backward, besides the layer's input; a remat policy says which to save from the
+    forward, and the others are recomputed.
 
     Attributes:
-      saved: of the values in `Part.saves`. offloaded: of those in `Part.offloads`.
-      products: of results of projections, other than these.
-      rest: of everything else.
-      work: alive at the height of the part's backward, kept or not: inputs, results and their gradients.
-      gpu_work: alive there as well in programs that XLA compiles for GPUs.
-      gpu_zeros: zeros that a loop inside the part starts from, which XLA for GPUs makes before the loop over layers: they are
-        alive in the backward of every part.
+      saved: the values in `Part.saves`. offloaded: the values in `Part.offloads`.
+      products: other results of projections.
+      rest: everything else.
+      work: live at the peak of the part's backward, saved or not: inputs, results and their gradients.
+      gpu_work: also live there in programs that XLA compiles for GPUs.
+      gpu_zeros: initial zeros of a loop inside the part, which XLA for GPUs hoists out of the loop over layers, so that they
+        are live in the backward of every part.
     """
 
     saved: int
@@ -37,13 +37,13 @@ class PartBytes:
 
 @dataclass(frozen=True)
 class Remat:
-    """What a policy keeps from the forward of a layer, beside the layer's input. The backward computes the rest again.
+    """What a policy saves from the forward of a layer, besides the layer's input. The backward recomputes the rest.
 
     Attributes:
       asked: the values that parts name in `saves` and `offloads`, such as attention's output and lse.
       products: the results of projections.
       rest: everything else; only together with the other two.
-      host: large values that are kept (`offloads`, and the layer's input) wait in the host's memory.
+      host: offload large saved values (`offloads`, and the layer's input) to the host.
     """
 
     asked: bool
@@ -53,12 +53,12 @@ class Remat:
 
     def __post_init__(self) -> None:
         if self.rest and not (self.asked and self.products):
-            raise ValueError(f"{self} keeps everything else: it must keep 'asked' and 'products' too")
+            raise ValueError(f"{self} saves 'rest': it must also save 'asked' and 'products'")
         if self.host and (self.products or not self.asked):
-            raise ValueError(f"{self} has a form for what parts ask to keep alone: give asked=True and products=False")
+            raise ValueError(f"{self} with host=True saves only named values: give asked=True and products=False")
 
     def policy(self, saves: Sequence[str], offloads: Sequence[str], layer_input: str) -> Callable[..., Any] | None:
-        """Returns the policy of `jax.checkpoint`, None where everything is kept. The arguments are names of values."""
+        """Returns the policy for `jax.checkpoint`, None if everything is saved. The arguments are checkpoint names."""
         if self.rest:
             return None
         policies = jax.checkpoint_policies
@@ -75,7 +75,7 @@ class Remat:
         return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, asked)
 
     def kept(self, part: PartBytes) -> int:
-        """Returns the bytes of a part that lie on the device from its forward to its backward."""
+        """Returns the bytes of a part that stay on the device from its forward to its backward."""
         asked = part.saved + (0 if self.host else part.offloaded)
         return self.asked * asked + self.products * part.products + self.rest * part.rest
 

@@ -1,4 +1,4 @@
-"""The layers of a decoder: which parts each has, their parameters in stacks, remat, and what they report."""
+"""The layers of a decoder: the parts of each, their stacked parameters, remat, and metrics."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _of_kinds(kinds: Iterable[str]) -> list[list[Part]]:
     for kind, parts in layers.items():
         if len({part.name for part in parts}) < len(parts):
             raise ValueError(
-                f"a layer of kind {kind!r} has two parts of one name, and so of the same parameters; rename one"
+                f"a layer of kind {kind!r} has two parts with the same name, and so the same parameters; rename one"
             )
     return [layers[kind] for kind in kinds]
 
 
 def check_kinds(c: DecoderShape) -> None:
-    """Raises ValueError, naming the key, for a kind of layer that is not MIXER+FEED_FORWARD of parts that there are."""
+    """Raises ValueError, naming the key, for a kind of layer that is not MIXER+FEED_FORWARD with known parts."""
     short = {part: name for name, part in MIXERS.items()}
     of_role: dict[str, list[str]] = {"mixer": [], "feed_forward": []}
     for name, part in PARTS.items():
@@ -69,13 +69,13 @@ def _counts(layers: Iterable[list[Part]]) -> Counter[str]:
 
 
 def parts_of(c: DecoderShape) -> dict[str, Part]:
-    """Returns name -> a part of that name: those of one name have the same parameters."""
+    """Returns name -> a part of that name; parts with the same name have the same parameters."""
     return {part.name: part for parts in layers_of(c) for part in parts}
 
 
 def declare_layers(c: DecoderShape) -> dict[str, Param]:
-    """Returns the parameters of the layers, stacked: a row for each layer that has the part. Layers of several kinds need no
-    padding, and what all layers have is one stack whatever else they differ in."""
+    """Returns the parameters of the layers, stacked: a row per layer that has the part. Layers of different kinds need no
+    padding, and a part that all layers have is one stack however else they differ."""
     counts, layers = _counts(layers_of(c)), {}
     for name, part in parts_of(c).items():
         for key, p in part.declare(c).items():
@@ -86,7 +86,7 @@ def declare_layers(c: DecoderShape) -> dict[str, Param]:
 
 
 def declare_buffers(c: DecoderShape) -> dict[str, dict[str, Param]]:
-    """Returns what the layers change without a gradient, by part, stacked as the parameters are."""
+    """Returns the buffers of the layers, by part, stacked like the parameters."""
     counts = _counts(layers_of(c))
     found = {name: (part.buffers(c), counts[name]) for name, part in parts_of(c).items()}
     return {name: {k: p.stacked(n) for k, p in buffers.items()} for name, (buffers, n) in found.items() if buffers}
@@ -104,45 +104,47 @@ def update_buffers(c: DecoderShape, buffers: Any, seen: dict[str, jax.Array]) ->
 
 
 def report(c: DecoderShape, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns what follows from the metrics of a step, of all parts."""
+    """Returns the metrics that parts derive from those of a step."""
     return {name: value for part in parts_of(c).values() for name, value in part.report(c, numbers).items()}
 
 
 def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan: bool) -> Callable:
-    """Returns the layer under a policy for what its backward keeps, beside the layer's input."""
+    """Returns the layer wrapped in `jax.checkpoint` with the remat policy."""
     saves = [name for part in parts for name in part.saves]
     offloads = [name for part in parts for name in part.offloads]
     keep = remat.policy(saves, offloads, _LAYER_INPUT)
     if keep is None:
         return layer
-    # Forward and backward of a scan are separate loops. Elsewhere the compiler would merge the two computations.
+    # A scan's forward and backward are separate loops. Elsewhere CSE would merge the recomputation with the forward.
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
 
 
-def _layer(x, weights, buffers, layer, parts: list[Part], at: Callable[..., LayerContext]) -> tuple[jax.Array, Metrics]:
+def _layer(
+    x, weights, buffers, layer, parts: list[Part], context: Callable[..., LayerContext]
+) -> tuple[jax.Array, Metrics]:
     """Returns (x, metrics) of one layer; weights and buffers are by part."""
     x = checkpoint_name(x, _LAYER_INPUT)
     metrics: Metrics = {}
     for part in parts:
         with jax.named_scope(part.name):
-            x, given = part.apply(x, weights[part.name], at(layer=layer, buffers=buffers[part.name]))
+            x, given = part.apply(x, weights[part.name], context(layer=layer, buffers=buffers[part.name]))
         for name, m in given.items():
-            # Without a gradient, so that the backward keeps nothing for them.
+            # Without a gradient, so that the backward saves nothing for them.
             m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
             name = f"{part.name}.{name}" if m.how == "update" else name
             if name in metrics:
-                raise ValueError(f"two parts of a layer give the metric {name!r}; rename {part.name}'s")
+                raise ValueError(f"two parts of a layer return the metric {name!r}; rename {part.name}'s")
             metrics[name] = m
     return x, metrics
 
 
 def _stacked(layers: list[Metrics]) -> Metrics:
-    """Returns the metrics of several layers, those of one name stacked in the order of the layers that give it."""
+    """Returns the metrics of several layers, stacked by name in the order of the layers that return them."""
     names = {name: m for metrics in layers for name, m in metrics.items()}
     for metrics in layers:
         odd = [name for name, m in metrics.items() if (m.how, m.each) != (names[name].how, names[name].each)]
         if odd:
-            raise ValueError(f"the metric {odd[0]!r} is reduced in one way by one layer and in another by another")
+            raise ValueError(f"the metric {odd[0]!r} is reduced differently by different layers")
     return {n: replace(one, value=jnp.stack([m[n].value for m in layers if n in m])) for n, one in names.items()}
 
 
@@ -165,7 +167,7 @@ def rows_of(c: DecoderShape, which: range) -> dict[str, slice]:
 
 def _check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str, Any]) -> None:
     if which.step != 1 or not 0 <= which.start < which.stop <= c.num_layers:
-        raise ValueError(f"layers: {which} must be a range of some of the {c.num_layers} layers, one after the other")
+        raise ValueError(f"layers: {which} must be a contiguous range of the {c.num_layers} layers")
     parts = parts_of(c)
     for name, rows in rows_of(c, which).items():
         needed = rows.stop - rows.start
@@ -173,8 +175,8 @@ def _check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[st
         for key, stack in stacks.items():
             if stack.shape[0] != needed:
                 raise ValueError(
-                    f"layers: {key} has {stack.shape[0]} rows, and layers {which.start} to {which.stop - 1} need {needed}, "
-                    f"those with the part {name!r}: give the rows of these layers alone, see `rows_of`"
+                    f"layers: {key} has {stack.shape[0]} rows, but layers {which.start} to {which.stop - 1} need {needed}, "
+                    f"one per layer with the part {name!r}: pass only the rows of these layers, see `rows_of`"
                 )
 
 
@@ -183,19 +185,19 @@ def run_layers(
     params: dict,
     buffers: Mapping[str, Any],
     c: DecoderShape,
-    at: Callable[..., LayerContext],
+    context: Callable[..., LayerContext],
     which: range,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns (x, metrics) past a range of layers. The whole rounds of the pattern in it are one scan; what comes before the
-    first of them, and what is left, stand outside.
+    """Returns (x, metrics) after a range of layers. Its complete rounds of the pattern run as one scan; the layers before and
+    after them are unrolled.
 
     Args:
-      params, buffers: of all layers, what `declare_layers` and `declare_buffers` say; of some, their `rows_of` that. Matrices
-        are cast to the dtype of x before the scan.
-      at: `LayerContext` but for what differs between layers.
+      params, buffers: as declared by `declare_layers` and `declare_buffers`, reduced to the rows of these layers (`rows_of`).
+        Matrices are cast to the dtype of x before the scan.
+      context: `LayerContext` without the fields that differ between layers.
 
     Raises:
-      ValueError: a stack has other rows than the layers need.
+      ValueError: a stack has the wrong number of rows.
     """
     _check_rows(c, which, params, buffers)
     layers, pattern = layers_of(c), _of_kinds(c.layer_pattern)
@@ -233,7 +235,7 @@ def run_layers(
     ) -> tuple[jax.Array, Metrics]:
         metrics = []
         for i, (parts, mine) in enumerate(zip(layers, own, strict=True)):
-            layer = partial(_layer, parts=parts, at=at)
+            layer = partial(_layer, parts=parts, context=context)
             w, b = ({name: both[k] for name, both in mine.items()} for k in (0, 1))
             with jax.named_scope("layer"):
                 x, given = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)(x, w, b, first + i)
@@ -254,8 +256,8 @@ def run_layers(
         found.append(metrics)
     if rounds:
         firsts = begin + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
-        # What is scanned over is what a layer takes, not a part of it: then the backward reads the same stacks again, and the
-        # forward writes no second copy of every weight for it.
+        # Scan over exactly the arrays that a layer takes: the backward then reads the same stacks, and the forward does not
+        # write a second copy of every weight for it.
         x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
         found.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
     if tail:

@@ -70,9 +70,9 @@ CHIPS = {
         _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, 6.25e9, "4800 Gbit/s a chip over 6 links; between slices 50 Gbit/s", 3),
         _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, 12.5e9, "3584 Gbit/s a chip over 4 links; between slices 100 Gbit/s", 2),
         _tpu("tpu7x", "TPU7x", 192, 7380e9, 400e9, 12.5e9, "9600 Gbit/s a chip over 6 links; between slices 100 Gbit/s", 3, 2),
-        _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "taken for that of an H200; 400 Gbit/s a GPU"),
+        _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "assumed equal to an H200; 400 Gbit/s per GPU"),
         _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured elsewhere; 400 Gbit/s"),
-        _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice that of an H200; 400 Gbit/s a GPU"),
+        _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice that of an H200; 400 Gbit/s per GPU"),
     )
 }  # fmt: skip
 
@@ -87,5 +87,5 @@ def chip_of(name: str) -> Chip:
     """Returns the device of that name. Raises ValueError for one that is not known."""
     if name not in CHIPS:
         known = ", ".join(n for n, chip in CHIPS.items() if chip.platform == "gpu")
-        raise ValueError(f"device = {name!r} is not known; use one of {known}, or topology=v5p:4x4x4 for TPUs")
+        raise ValueError(f"device = {name!r} is unknown; use one of {known}, or topology=v5p:4x4x4 for TPUs")
     return CHIPS[name]

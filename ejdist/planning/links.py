@@ -102,7 +102,7 @@ class Links:
     def source(self, axis: str, sizes: Mapping[str, int]) -> Source:
         """Returns where the speed of an axis is from."""
         over = self.crosses(axis, sizes)
-        rate, words = f"{8e-9 * self.rate(axis, sizes):,.0f} Gbit/s a device", self.chip.source.partition(";")[0]
+        rate, words = f"{8e-9 * self.rate(axis, sizes):,.0f} Gbit/s per device", self.chip.source.partition(";")[0]
         sheet = f"data sheet ({rate})"
         if over == "devices":
             sheet = f"data sheet ({words})" if self.chip.network is None else f"{rate}, {words}"

@@ -71,7 +71,7 @@ def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
     except OSError as error:
         raise ValueError(f"bandwidth = {str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no text, or no JSON
-        raise ValueError(_damaged(path, f"it is no JSON ({error})")) from None
+        raise ValueError(_damaged(path, f"it is not JSON ({error})")) from None
     try:
         kind, measured = _checked(path, found)
     except _Damaged as error:
@@ -79,12 +79,12 @@ def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
     there = chip_of_kind(kind)
     if there is None or there.name != chip.name:
         raise ValueError(
-            f"bandwidth = {str(path)!r} was measured on {kind}, and the plan is for {chip.kind}: measure there, by python -m "
+            f"bandwidth = {str(path)!r} was measured on {kind}, but the plan is for {chip.kind}: measure there, by python -m "
             "launch.doctor, or leave bandwidth= out"
         )
     if not measured.axes:
         raise ValueError(
-            f"bandwidth = {str(path)!r} was measured on one device, which sends nothing: start launch.doctor on all of them"
+            f"bandwidth = {str(path)!r} was measured on one device, which sends nothing: run launch.doctor on all devices"
         )
     for axis in measured.axes.values() if chip.network is not None else ():
         span = axis.size
@@ -103,7 +103,7 @@ class _Damaged(Exception):
 
 
 def _damaged(path: Path, why: str) -> str:
-    return f"bandwidth = {str(path)!r} is damaged: {why}; have python -m launch.doctor write it again"
+    return f"bandwidth = {str(path)!r} is damaged: {why}; run python -m launch.doctor again"
 
 
 def _checked(path: Path, found: Any) -> tuple[str, Measured]:

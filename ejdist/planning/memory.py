@@ -20,7 +20,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
 from ejdist.planning.activations import bytes_of, counted_parts
 from ejdist.planning.share import share_of
-from ejdist.training.program import check_sizes, stored_places
+from ejdist.training.program import check_sizes, param_shardings
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.ops.cross_entropy import BLOCK_ELEMENTS
 
@@ -61,7 +61,7 @@ class Stored:
 
 def stored(sections: Any, declared: Any, mesh: Any, kind: str = "parameter") -> list[Stored]:
     """Returns every parameter as a mesh holds it. Raises ValueError where a dim does not divide."""
-    places = jax.tree.leaves(stored_places(sections, declared, mesh, kind))
+    places = jax.tree.leaves(param_shardings(sections, declared, mesh, kind))
     parameters = jax.tree_util.tree_leaves_with_path(declared, is_leaf=lambda x: isinstance(x, Param))
     found = []
     for (path, param), place in zip(parameters, places, strict=True):

@@ -144,10 +144,12 @@ def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tup
     fixed = math.prod(given.values())
     if count % fixed:
         written = " x ".join(f"mesh.{a}={n}" for a, n in given.items())
-        raise ValueError(f"{written}: {count} devices cannot be divided by {fixed}; change one of the sizes")
+        raise ValueError(f"{written}: {count} devices are not divisible by {fixed}; change one of the sizes")
     free = [a for a in AXES if a not in given and (a != EP or has_experts)]
     if not free and fixed != count:
-        raise ValueError(f"the mesh {given} has {fixed} devices, and there are {count}; leave the size of an axis open")
+        raise ValueError(
+            f"the mesh {given} has {fixed} devices, and there are {count}; leave the size of one axis open"
+        )
     for sizes in _factors(count // fixed, len(free)):
         of = {**given, **dict(zip(free, sizes, strict=True))}
         yield tuple(of.get(a, 1) for a in AXES)
@@ -218,7 +220,7 @@ def search(
     *,
     finalists: int = 3,
     measured: Measured | None = None,
-    told: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Found:
     """Returns the best plan of a recipe.
 
@@ -228,7 +230,7 @@ def search(
         None: predictions alone.
       finalists: how many may be compiled until one fits.
       measured: how fast the devices communicate; None by the data sheet.
-      told: takes a line before each compilation.
+      log: called with a line before each compilation.
 
     Raises:
       ValueError: the given sizes fit no plan.
@@ -260,7 +262,7 @@ def search(
         return Found(order[0] if order else None, None, order[1:4], (), count, least)
     while order and len(refused) < finalists:
         best, *order = order
-        told(f"compiling {overrides_text(best.candidate, given)}")
+        log(f"compiling {overrides_text(best.candidate, given)}")
         try:
             made = compile_step(best.candidate.applied(sections))
         except DoesNotFit as error:
@@ -298,17 +300,17 @@ def _explain(sections: Any, target: Target, given: Collection[str], predictor: P
     sizes, n = sections.mesh, target.slices
     if "mesh.dp" in given and sizes.dp % n and sizes.dp != -1 and not sizes.fsdp_across_slices:
         raise ValueError(
-            f"mesh.dp = {sizes.dp} must be a multiple of {n}: it alone goes over the network between {n} TPU slices"
+            f"mesh.dp = {sizes.dp} must be a multiple of {n}: only dp crosses the network between {n} TPU slices"
         )
     others = candidates(sections, target.count, {*given} - {BATCH})
     if BATCH in given and any(predictor(candidate, 0.0) is not None for candidate in others):
         raise ValueError(
-            f"{BATCH} = {rows} cannot be split over any mesh of {target.count} devices that fits the model, the sequence and "
+            f"{BATCH} = {rows} does not divide over any mesh of {target.count} devices that fits the model, the sequence and "
             f"the keys that are given; give a multiple of {target.count}, or leave {BATCH} open"
         )
     for candidate in candidates(sections, target.count, given):
         predictor.checked(candidate)
-    raise ValueError(f"there is no plan for {target.count} devices with the keys that are given; leave one open")
+    raise ValueError(f"no plan for {target.count} devices fits the given keys; leave one open")
 
 
 def overrides_text(candidate: Candidate, given: Collection[str]) -> str:
@@ -366,6 +368,6 @@ def as_given(sections: Any, target: Target) -> Candidate:
     if made.devices < target.count:
         raise ValueError(
             f"the mesh { {a: n for a, n in made.sizes.items() if n > 1} } has {made.devices} devices, and {target.name} has "
-            f"{target.count}: make an axis larger, or -1 for all that are left, or plan for {made.devices}"
+            f"{target.count}: make an axis larger, or -1 to use all devices, or plan for {made.devices}"
         )
     return made

@@ -67,7 +67,7 @@ class Target:
         else:
             found = list(_gpus(self.chip.name, self.count, self.per_host).devices)
         if len(found) != self.count:
-            raise ValueError(f"topology = {self.name!r} has {len(found)} devices, and not {self.count}")
+            raise ValueError(f"topology = {self.name!r} has {len(found)} devices, not {self.count}")
         return found
 
     def _tpus(self) -> list[Any]:
@@ -78,7 +78,7 @@ class Target:
             raise NoCompiler(str(error)) from None
         except ValueError as error:
             if self.slices > 1 and tpu_topology(one):  # which raises where there is no such slice either
-                raise NoCompiler(f"the compiler knows {one}, and not {self.slices} slices of it ({error})") from None
+                raise NoCompiler(f"the compiler supports {one}, but not {self.slices} slices of it ({error})") from None
             raise
 
     @contextlib.contextmanager
@@ -100,9 +100,7 @@ def target_of(
       ValueError: both or neither, a kind that is not known, or numbers that do not fit.
     """
     if topology and (devices or device or per_host):
-        raise ValueError(
-            "give either topology=GENERATION:SHAPE, of TPUs, or devices=N device=NAME, of GPUs, and not both"
-        )
+        raise ValueError("give either topology=GENERATION:SHAPE, for TPUs, or devices=N device=NAME for GPUs, not both")
     if topology:
         name, _, shape = topology.partition(":")
         if name not in CHIPS or CHIPS[name].platform != "tpu":
@@ -127,12 +125,12 @@ def target_of(
     if not devices or not device:
         raise ValueError("give topology=GENERATION:SHAPE, for example topology=v5p:4x4x4, or devices=64 device=h200")
     if slices:
-        raise ValueError("slices= is of TPUs, and this is a plan for GPUs; leave it out")
+        raise ValueError("slices= is for TPUs, but this plan is for GPUs; leave it out")
     chip = chip_of(device)
     if chip.platform != "gpu":
         raise ValueError(f"device = {device!r} is a TPU: give topology={device}:SHAPE, for example topology=v5p:4x4x4")
     if devices > MOST_DEVICES:
-        raise ValueError(f"devices = {devices:,} is more than there is anywhere; at most {MOST_DEVICES:,}")
+        raise ValueError(f"devices = {devices:,} is too large; at most {MOST_DEVICES:,}")
     per_host = per_host or chip.host
     if devices > per_host and devices % per_host:
         raise ValueError(f"devices = {devices} must be a multiple of devices_per_host = {per_host}")
@@ -189,7 +187,7 @@ def _gpus(name: str, count: int, per_host: int) -> Any:
             chip_of(name).kind, "cuda", target_config=_described(name), topology=f"1x{hosts}x{count // hosts}"
         )
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # there is no plugin; it refuses
-        raise NoCompiler(f"the CUDA plugin of JAX cannot be asked ({str(error).splitlines()[0][:200]})") from None
+        raise NoCompiler(f"JAX's CUDA plugin is not available ({str(error).splitlines()[0][:200]})") from None
 
 
 def _prefer_own_tools() -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints: asynchronous, through Orbax; each holds the state, the data cursor and what the run was started with.
+"""Asynchronous checkpoints through Orbax. Each holds the state, the data cursor and the recipe.
 
-`ejdist.training.integrity` says what is written beside the arrays, so that storage that gives other bits back is noticed.
+`ejdist.training.integrity` describes the digests stored with the arrays, which reveal storage that returns different bits.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from etils import epath
 
 from ejdist.paths import check_home, check_place, is_step, is_url, place
 from ejdist.sections import operational
-from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
-from ejdist.training.leaves import kind_of, like_arrays, to_arrays
-from ejdist.training.stored import (
+from ejdist.training.checkpoint_format import (
     CheckpointError,
     DamagedCheckpoint,
     Writing,
     check_same_model,
     described,
     keys_of,
+    nonempty_fields,
     raise_if_lost,
     split,
     whole,
-    without_empty,
 )
+from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
+from ejdist.training.pytree_io import kind_of, like_arrays, to_arrays
 
 _STATE, _RUN = "state", "run"
 _ASIDE = ".damaged"
@@ -42,15 +42,15 @@ _ASIDE = ".damaged"
 class CheckpointSection:
     """The `checkpoint` section of a recipe."""
 
-    # Steps between checkpoints; the last step and a stop always make one; 0 for only those.
+    # Steps between checkpoints; the last step and a stop always save; 0 for only those.
     every: int = operational(100)
-    minutes: float = operational(0)  # a checkpoint too where the last one is so many minutes old; 0: none by time
-    keep: int = operational(3)  # how many of the last ones stay
-    keep_every: int = operational(0)  # steps: those of its multiples stay for good; 0: none
-    keep_hours: float = operational(0)  # hours: the first one stays for good, and then one after each so many; 0: none
+    minutes: float = operational(0)  # also save when the last checkpoint is this many minutes old; 0: off
+    keep: int = operational(3)  # how many of the latest to keep
+    keep_every: int = operational(0)  # keep checkpoints at multiples of this step forever; 0: none
+    keep_hours: float = operational(0)  # keep the first forever, then one per this many hours; 0: none
     dir: str | None = operational(None)  # a folder, or gs://BUCKET/FOLDER; default: checkpoints in run.dir
-    local: str | None = operational(None)  # a folder on a fast disk of each host, for checkpoints between those of dir
-    local_every: int = operational(0)  # steps between those
+    local: str | None = operational(None)  # a folder on a fast disk of each host, for checkpoints between those in dir
+    local_every: int = operational(0)  # steps between local checkpoints
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
@@ -61,13 +61,13 @@ class CheckpointSection:
                 raise ValueError(f"checkpoint.{key} must be 0, for none, or positive, got {getattr(self, key)}")
         if self.keep_every and (not self.every or self.keep_every % self.every):
             raise ValueError(
-                f"checkpoint.keep_every = {self.keep_every} must be a multiple of checkpoint.every = {self.every}: else there "
-                "is no checkpoint at those steps"
+                f"checkpoint.keep_every = {self.keep_every} must be a multiple of checkpoint.every = {self.every}, or "
+                "there is no checkpoint to keep at those steps"
             )
         if (self.local is None) != (self.local_every == 0):
             raise ValueError(
-                f"checkpoint.local = {self.local!r} and checkpoint.local_every = {self.local_every}: give both, a folder of "
-                "each host and the steps between checkpoints in it, or none"
+                f"checkpoint.local = {self.local!r} and checkpoint.local_every = {self.local_every}: give both, a folder on "
+                "each host and the steps between checkpoints there, or neither"
             )
         if self.local is not None and (is_url(self.local) or not self.local.strip()):
             raise ValueError(f"checkpoint.local = {self.local!r} must be a folder on a disk of each host")
@@ -81,7 +81,7 @@ class Checkpoints:
     """The checkpoints of one run, in `<run.dir>/checkpoints` or `checkpoint.dir`. Nothing is created until the first save."""
 
     def __init__(self, run_dir: str | Path, section: CheckpointSection, timeout: float = 900) -> None:
-        """`timeout` is in seconds: how long a save waits for its last host.
+        """`timeout`: seconds that a save waits for the slowest host.
 
         Raises:
           ValueError: the section is wrong, or the library for its `dir` is not installed.
@@ -100,7 +100,7 @@ class Checkpoints:
         if self._made is None:
             import orbax.checkpoint as ocp
 
-            # Orbax tells of every array that it writes, and of a failure with its traceback; what matters is said here.
+            # Orbax logs every array that it writes, and tracebacks of failures that are reported here.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
             handlers = {_STATE: ocp.StandardCheckpointHandler(), _RUN: ocp.JsonCheckpointHandler()}
             options = ocp.CheckpointManagerOptions(
@@ -112,10 +112,10 @@ class Checkpoints:
         return self._made
 
     def latest(self) -> int | None:
-        """Returns the step of the last complete checkpoint, None if there is none. Interrupted saves do not count.
+        """Returns the step of the last complete checkpoint, None if there is none. Ignores interrupted saves.
 
         Raises:
-          CheckpointError: the folder holds something that is not a checkpoint of ours, or cannot be listed.
+          CheckpointError: the folder holds files that this project did not write, or cannot be listed.
         """
         try:
             if not self.directory.exists():
@@ -125,9 +125,9 @@ class Checkpoints:
             names = self._names()
         except CheckpointError:
             raise
-        except Exception as error:  # of the disk, or of one of many libraries below that of a bucket
+        except Exception as error:  # from the disk, or any of the libraries that access a bucket
             raise CheckpointError(
-                f"{self.directory} cannot be listed ({reason_of(error)}); mend the disk, or what is needed to reach it"
+                f"{self.directory} cannot be listed ({reason_of(error)}); repair the disk or the connection to it"
             ) from error
         ours = [n for n in names if is_step(n) or "orbax-checkpoint-tmp" in n or _ASIDE in n or n.startswith(".")]
         strangers = set(names) - set(ours)
@@ -139,11 +139,11 @@ class Checkpoints:
         return self._manager().latest_step()
 
     def _names(self) -> list[str]:
-        # A bucket may list the folder itself, as an empty name.
+        # A bucket may list the folder itself under an empty name.
         return [p.name for p in self.directory.iterdir() if p.name and p != self.directory]
 
     def interrupted(self) -> list[str]:
-        """Returns the names of saves that were cut off; they are ignored. In a bucket they have the name of a step."""
+        """Returns the names of interrupted saves, which are otherwise ignored. In a bucket they have the name of a step."""
         if not self.directory.exists():
             return []
         names, whole = self._names(), set(self._manager().all_steps())
@@ -153,19 +153,19 @@ class Checkpoints:
         return self.section.every > 0 and step % self.section.every == 0
 
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; returns once the arrays are copied. An earlier failure is raised here.
+        """Starts writing a checkpoint; returns once the arrays are copied. Raises the failure of an earlier save, if any.
 
         Args:
-          state: tree of arrays, typed PRNG keys, and numbers of Python and NumPy.
-          run: what JSON holds, given back by `restore`.
+          state: tree of arrays, typed PRNG keys, and Python and NumPy numbers.
+          run: a JSON value, returned by `restore`.
 
         Raises:
-          ValueError: a leaf of the state cannot be saved; nothing has been written. CheckpointError: it, or the one before
-            it, could not be written.
+          ValueError: a leaf of the state cannot be saved; nothing was written. CheckpointError: this checkpoint, or the one
+            before it, could not be written.
         """
         import orbax.checkpoint as ocp
 
-        arrays, keys = without_empty(to_arrays(state)), keys_of(state)
+        arrays, keys = nonempty_fields(to_arrays(state)), keys_of(state)
         manager = self._manager()
         with self._writing(step):
             if manager.latest_step() != step:
@@ -174,7 +174,7 @@ class Checkpoints:
                 manager.save(step, args=ocp.args.Composite(**args))
 
     def wait(self) -> None:
-        """Returns when everything is on disk. Raises CheckpointError if it could not be written."""
+        """Waits until everything is on disk. Raises CheckpointError if a write failed."""
         if self._made is not None:
             with self._writing(None):
                 self._made.wait_until_finished()
@@ -183,45 +183,45 @@ class Checkpoints:
         return Writing(str(self.directory), step)
 
     def steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints, the last one first."""
+        """Returns the steps of the complete checkpoints, newest first."""
         return sorted(self._manager().all_steps(), reverse=True) if self.directory.exists() else []
 
     def restore(self, step: int, like: Any, first: Any = lambda moment, word: word) -> tuple[Any, dict[str, Any]]:
-        """Returns (state, what `save` was given beside it).
+        """Returns (state, the `run` passed to `save`).
 
         Args:
-          like: tree of `jax.ShapeDtypeStruct` with shardings; the mesh may differ from the one that saved. A number in it
-            stands for its type.
-          first: `Hosts.first` of a run on several hosts: what one of them cannot read, none restores.
+          like: tree of `jax.ShapeDtypeStruct` with shardings; the mesh may differ from the one that saved. Numbers in it
+            only give their type.
+          first: `Hosts.first_error` of a run on several hosts: if one of them cannot read an item, all fail.
 
         Raises:
-          DamagedCheckpoint: it cannot be read, or has other bits than were saved. CheckpointError: it is of another model.
+          DamagedCheckpoint: it cannot be read, or its bits differ from what was saved. CheckpointError: it has another model.
         """
         import orbax.checkpoint as ocp
 
         def of_all(read: Callable[[], Any]) -> Any:
-            found, reason = None, None
+            result, reason = None, None
             try:
-                found = read()
+                result = read()
             except Exception as error:  # which one depends on what is damaged: JSON, index, chunk
                 raise_if_lost(error)
                 reason = self._reason(step, error)
             if reason := first(f"the reading of checkpoint {step}", reason):
                 raise self._damaged(step, reason)
-            return found
+            return result
 
         run, written, kinds = of_all(lambda: self._described(step))
         check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds)
         wanted = like_arrays(like)
-        args = ocp.args.StandardRestore(without_empty(wanted))
+        args = ocp.args.StandardRestore(nonempty_fields(wanted))
         arrays = of_all(lambda: self._read(step, _STATE, ocp.StandardCheckpointHandler(), args))
-        with self._reading(step):  # of arrays that all hosts have read: the same on all of them
+        with self._reading(step):  # all hosts have read the arrays, so the outcome is the same on all
             check_digests(arrays, written)
         return whole(arrays, wanted, like), run
 
     def _read(self, step: int, what: str, handler: Any, args: Any) -> Any:
-        """Returns an item of a checkpoint. By its handler alone: a manager, or a checkpointer, ends each read by waiting for
-        all processes, which is for ever where one of them cannot read its part."""
+        """Reads an item of a checkpoint through its handler. An Orbax manager or checkpointer would end each read with a
+        barrier, which hangs if one process cannot read its part."""
         with contextlib.closing(handler):
             return handler.restore(self.directory / str(step) / what, args=args)
 
@@ -231,11 +231,11 @@ class Checkpoints:
     def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
         path = self.directory / str(step)
         if not is_url(str(path)) and not path.exists():
-            reason = "it is there no more: a run that is going on removes older ones, see checkpoint.keep"
+            reason = "it no longer exists: a running training removes older ones, see checkpoint.keep"
         return DamagedCheckpoint(f"checkpoint {path} cannot be read ({reason})")
 
     def set_aside(self, step: int) -> epath.Path:
-        """Renames a checkpoint, so that it is none any more, and returns its new path. Only one process may do this."""
+        """Renames a checkpoint so that it is ignored, and returns its new path. Only one process may do this."""
         aside = self.directory / f"{step}{_ASIDE}"
         for n in itertools.count(2):
             if not aside.exists():
@@ -245,33 +245,33 @@ class Checkpoints:
         return aside
 
     def remove_interrupted(self) -> None:
-        """Removes what saves that were cut off have left. Only one process may do this, while none saves."""
+        """Removes interrupted saves. Only one process may do this, while none saves."""
         for name in self.interrupted():
             (self.directory / name).rmtree()
 
     def reload(self) -> None:
-        """Looks again at what is there: another process may have changed it."""
+        """Lists the folder again, after another process may have changed it."""
         if self._made is not None:
             self._made.reload()
 
     def run_of(self, step: int) -> dict[str, Any]:
-        """Returns what `save` was given beside the state. Raises CheckpointError if it cannot be read."""
+        """Returns the `run` passed to `save`. Raises CheckpointError if it cannot be read."""
         with self._reading(step):
             return self._run(step)[0]
 
     def digests_of(self, step: int) -> dict[str, int]:
-        """Returns the digest of each array that was saved, by name. Raises CheckpointError if it cannot be read."""
+        """Returns array name -> digest. Raises CheckpointError if it cannot be read."""
         with self._reading(step):
             return self._run(step)[1]
 
     def restore_part(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """Returns those arrays of a checkpoint that `like` names, and reads no others.
+        """Reads only the arrays that `like` names.
 
         Args:
-          like: nested dict of `jax.ShapeDtypeStruct` with shardings, with the names that the state has.
+          like: nested dict of `jax.ShapeDtypeStruct` with shardings, with the names of the saved state.
 
         Raises:
-          CheckpointError: the checkpoint is damaged, or has not these arrays.
+          CheckpointError: the checkpoint is damaged, or lacks these arrays.
         """
         import orbax.checkpoint as ocp
 
@@ -280,8 +280,8 @@ class Checkpoints:
             for name, kind in ((name, kind_of(leaf)) for name, leaf in leaves_of(like)):
                 if found.get(name) != kind:
                     raise CheckpointError(
-                        f"checkpoint {self.directory / str(step)} is of another model: {name} is "
-                        f"{found.get(name, 'not')} there and {kind} here; take the keys of its model"
+                        f"checkpoint {self.directory / str(step)} has another model: {name} is "
+                        f"{found.get(name, 'missing')} there and {kind} here; use the keys of its model"
                     )
             args = ocp.args.PyTreeRestore(
                 item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
@@ -297,7 +297,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Turns whatever goes wrong while reading into one clear error."""
+        """Turns any failure while reading into a CheckpointError."""
         try:
             yield
         except CheckpointError:
@@ -307,7 +307,7 @@ class Checkpoints:
             raise self._damaged(step, self._reason(step, error)) from error
 
     def _described(self, step: int) -> tuple[dict[str, Any], dict[str, int], dict[str, str]]:
-        """Returns (what `save` was given beside the state, digests, kinds of the arrays and keys), checked."""
+        """Returns (the `run` passed to `save`, digests, kinds of arrays and keys), verified."""
         run, digests, saved, keys = self._run(step)
         kinds = self._kinds(step)
         check_kinds(kinds, saved or kinds)
@@ -332,9 +332,9 @@ def _manager_class() -> Any:
     import orbax.checkpoint as ocp
 
     class Manager(ocp.CheckpointManager):
-        """Leaves it to the training loop to ask JAX whether the run is to stop. Orbax asks too, in the thread that ends a save
-        and for the step of that save; JAX takes the step of the last question for where the run is, and would have the hosts
-        stop at a step that they have made already: some or all would then never stop."""
+        """Disables Orbax's own preemption poll, which runs in the thread that finishes a save, with the step of that save. It
+        would desynchronise JAX's sync point: JAX takes the last polled step for the current one, and could make the hosts agree
+        to stop at a step in the past, so that some or all never stop."""
 
         def reached_preemption(self, step: int) -> bool:
             return False
@@ -343,7 +343,7 @@ def _manager_class() -> Any:
 
 
 def _preservation(section: CheckpointSection) -> Any:
-    """Returns which checkpoints stay: the last ones, and those that the section keeps for good."""
+    """Returns the policy that keeps the latest checkpoints, and those that the section keeps forever."""
     from orbax.checkpoint import checkpoint_managers as policies
 
     stays: list[Any] = [policies.LatestN(section.keep)]

@@ -1,8 +1,8 @@
 """A length curriculum: stages of a run, each with its own sequence length, batch, mesh and positions, one after the other.
 
-A stage is what the recipe is with the keys that the stage names: a program of its own. At its end there is a checkpoint, which
-the next one restores under its mesh. Parameters, optimizer state and schedule go on as if nothing had happened. The batch of a
-step is a pure function of (seed, step) and the stage that the step is in.
+A stage is the recipe with the keys that the stage sets, compiled as its own program. It ends with a checkpoint, which the next
+stage restores on its own mesh. Parameters, optimizer state and schedule continue unchanged. The batch of a step is a pure
+function of (seed, step) and the stage of the step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ejdist.sections import compared
 
 @dataclass
 class StageSection:
-    """A stage of the `curriculum` of a recipe. What it leaves out is as the recipe has it. `check_history` compares stages when
-    a run goes on."""
+    """A stage of a recipe's `curriculum`. Keys that it leaves out come from the recipe. `check_history` compares stages when a
+    run resumes."""
 
-    until: int | None = compared(None)  # its last step; the last stage has none: it ends with the run
+    until: int | None = compared(None)  # its last step; None in the last stage, which ends with the run
     sequence_length: int | None = compared(None)
     global_batch: int | None = compared(None)
     accumulation: int | None = compared(None)
-    mesh: MeshSection | None = compared(None)  # the whole of it: axes that are not named have one device
+    mesh: MeshSection | None = compared(None)  # the complete mesh: axes that are not listed have size 1
     remat: str | None = compared(None)
     rope_base: float | None = compared(None)
     rope_scaling: str | None = compared(None)
@@ -43,10 +43,10 @@ _DATA = ("sequence_length", "global_batch")
 
 
 def unused(stages: Sequence[Collection[str]]) -> list[str]:
-    """Returns the keys, and sections, of a recipe that every stage has of its own: nothing reads the recipe's.
+    """Returns the keys and sections of a recipe that every stage overrides, so that the recipe's own are unused.
 
     Args:
-      stages: what each one names, as `StageSection` has it.
+      stages: the keys of `StageSection` that each stage sets.
     """
     common = set.intersection(*map(set, stages)) if stages else set()
     keys = {name: f"data.{name}" for name in _DATA} | {name: f"model.{name}" for name in _MODEL}
@@ -54,12 +54,12 @@ def unused(stages: Sequence[Collection[str]]) -> list[str]:
 
 
 def named(stage: StageSection) -> list[str]:
-    """Returns what a stage names."""
+    """Returns the keys that a stage sets."""
     return [f.name for f in fields(stage) if getattr(stage, f.name) is not None]
 
 
 def is_of(key: str, unused: Collection[str]) -> bool:
-    """Returns whether a key of a command line, or the group of a variant, is one of `unused` keys or inside of one."""
+    """Returns whether a command-line key, or the group of a variant, is one of `unused` or inside one."""
     return any(key == one or key.startswith(f"{one}.") for one in unused)
 
 
@@ -68,9 +68,9 @@ class Stage:
     """A stage of a run.
 
     Attributes:
-      number, count: which one, from 1, and of how many.
-      start, until: it makes the steps start + 1, ..., until.
-      sections: its recipe, which has no curriculum any more.
+      number, count: its number, from 1, and the number of stages.
+      start, until: it runs the steps start + 1, ..., until.
+      sections: its recipe, without a curriculum.
     """
 
     number: int
@@ -79,8 +79,8 @@ class Stage:
     until: int
     sections: Any
 
-    def told(self) -> str:
-        """Returns a line about it."""
+    def describe(self) -> str:
+        """Returns a line for the log."""
         mesh = {axis: size for axis, size in self.sections.mesh.sizes.items() if size != 1}
         data, model = self.sections.data, self.sections.model
         scaling = getattr(model, "rope_scaling", None)
@@ -92,10 +92,10 @@ class Stage:
 
 
 def stages_of(sections: Any) -> list[Stage]:
-    """Returns the stages of a recipe (`TrainSections`); one without a curriculum is one stage.
+    """Returns the stages of a recipe (`TrainSections`); a recipe without a curriculum is one stage.
 
     Raises:
-      ValueError: a stage's key is wrong, or its steps are; names the key and the remedy.
+      ValueError: a stage's keys or steps are wrong; names the key and the remedy.
     """
     given: Sequence[StageSection] = sections.curriculum
     if not given:
@@ -110,7 +110,7 @@ def stages_of(sections: Any) -> list[Stage]:
                 "it out"
             )
         if until is None:
-            raise ValueError(f"{where}.until is missing: the last step of the stage, which is not the last one")
+            raise ValueError(f"{where}.until is missing: every stage but the last needs its last step")
         if not start < until or (not last and until >= sections.run.steps):
             before = f"past step {start}, where the stage before ends," if i else "at least 1"
             raise ValueError(
@@ -132,9 +132,7 @@ def _applied(sections: Any, stage: StageSection, where: str) -> Any:
     model = {name: getattr(stage, name) for name in _MODEL if getattr(stage, name) is not None}
     strange = [name for name in model if not hasattr(sections.model, name)]
     if strange:
-        raise ValueError(
-            f"{where}.{strange[0]} is a key of a decoder, and the model of this recipe has none of that name"
-        )
+        raise ValueError(f"{where}.{strange[0]} is a key of the decoder, which this recipe's model does not have")
     data = {name: getattr(stage, name) for name in _DATA if getattr(stage, name) is not None}
     return replace(
         sections,
@@ -147,15 +145,15 @@ def _applied(sections: Any, stage: StageSection, where: str) -> Any:
 
 
 def stage_of(stages: Sequence[Stage], step: int) -> Stage:
-    """Returns the stage that makes a step, counted from 1; of a step past the end, the last."""
+    """Returns the stage of a step, counted from 1; the last stage for steps past the end."""
     return next((stage for stage in stages if step <= stage.until), stages[-1])
 
 
 def history(stages: Sequence[Stage], made: int) -> list[tuple[int, dict[str, Any]]]:
-    """Returns how the first `made` steps were made: [(last step, what decides their losses and differs between stages)].
+    """Returns the settings of the first `made` steps: [(last step, the keys that affect losses and may differ between stages)].
 
-    Neighbours that do not differ are one. So two plans may go on from the same checkpoint if they have the same history,
-    whatever they do after it.
+    Neighbours with equal settings are merged, so two plans can resume from the same checkpoint if their histories are equal,
+    whatever they plan next.
     """
     found: list[tuple[int, dict[str, Any]]] = []
     for stage in stages:
@@ -171,10 +169,10 @@ def history(stages: Sequence[Stage], made: int) -> list[tuple[int, dict[str, Any
 
 
 def check_history(kept: dict[str, Any], stages: Sequence[Stage], made: int, where: Any) -> None:
-    """Raises ValueError, naming the step and the key, unless the steps that a run has made are those of this plan.
+    """Raises ValueError, naming the step and the key, unless the steps of a run so far match this plan.
 
     Args:
-      kept: what its checkpoint keeps: "recipe", "data", and "stages" where it had a curriculum.
+      kept: the metadata of its checkpoint: "recipe", "data", and "stages" if it had a curriculum.
     """
     now = history(stages, made)
     one = kept["recipe"] | {f"data.{name}": kept["data"][name] for name in _DATA}
@@ -185,6 +183,6 @@ def check_history(kept: dict[str, Any], stages: Sequence[Stage], made: int, wher
         if changed:
             key = changed[0]
             raise ValueError(
-                f"the run in {where} has made step {step} with {key} = {was[key]}, and with this curriculum that would be "
-                f"{would[key]}; restore curriculum and {key}, or {ELSEWHERE}. Steps after {made} may be planned anew"
+                f"the run in {where} ran step {step} with {key} = {was[key]}, but this curriculum has "
+                f"{would[key]}; restore curriculum and {key}, or {ELSEWHERE}. You may change steps after {made}"
             )

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, counted from the mask that was used.
+"""Floating-point operations of a training step, counted from the mask in use.
 
 Two conventions, both named because they differ by 2x at long context. causal: attention counts exactly the (query, key)
 pairs that the mask lets through. full: attention counts T x T pairs in every layer, whatever the mask. Both count a
@@ -35,7 +35,7 @@ PEAKS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the bf16 peak of one device in FLOP/s, None where it is not known (a CPU)."""
+    """Returns the bf16 peak of one device in FLOP/s, None if it is unknown (a CPU)."""
     found = [name for name in PEAKS if device_kind.startswith(name)]
     return PEAKS[max(found, key=len)] if found else None
 
@@ -43,7 +43,7 @@ def peak_flops(device_kind: str) -> float | None:
 def visible_pairs(segment_ids: np.ndarray, mask: MaskInfo = CAUSAL) -> int:
     """Returns how many (query, key) pairs causal attention computes in a batch of packed documents.
 
-    Only the lengths of the documents matter, so a batch that was permuted gives the same count.
+    Only the lengths of the documents matter, so a permuted batch gives the same count.
 
     Args:
       segment_ids: int [B, T], -1 for padding; before any permutation each document is one run of neighbours.
@@ -56,7 +56,7 @@ def visible_pairs(segment_ids: np.ndarray, mask: MaskInfo = CAUSAL) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _pairs_of_documents(mask: MaskInfo, longest: int) -> np.ndarray:
-    """Returns int64 [longest + 1]: the pairs of a document of so many tokens."""
+    """Returns int64 [longest + 1]: document length -> its number of pairs."""
     return np.concatenate([[0], np.cumsum(keys_of_causal(mask, longest))])
 
 

@@ -1,25 +1,25 @@
-"""The goodput ledger: what the time of a run went into, over all its starts.
+"""The goodput ledger: where the time of a run went, over all its starts.
 
-`run.dir/goodput.jsonl` has a JSON object a line, appended by host 0 in one write each, so that a process that is killed leaves
-at most one torn line, at the end; the next start begins a new one. A row says what the run does from its moment on:
+`run.dir/goodput.jsonl` has one JSON object per line, which host 0 appends in a single write, so that a killed process leaves
+at most one torn line, at the end; the next start begins a new line. A row gives the phase that begins at its time:
 
     {"at": 1763812345.678, "phase": "restart", "start": true}        a process began
     {"at": ..., "phase": "compile"}
-    {"at": ..., "phase": "restart", "resumed": 40}                   the step that it goes on from; 0 of a new run
-    {"at": ..., "phase": "productive", "step": 40}                   from here on steps are made
-    {"at": ..., "phase": "productive", "step": 57, "data_wait": 0.3} a sign of life, and of what was before it the seconds that
-                                                                     the loop waited for data
+    {"at": ..., "phase": "restart", "resumed": 40}                   the step that it resumes from; 0 for a new run
+    {"at": ..., "phase": "productive", "step": 40}                   steps run from here on
+    {"at": ..., "phase": "productive", "step": 57, "data_wait": 0.3} a heartbeat, with the seconds since the last row that the
+                                                                     loop waited for data
     {"at": ..., "phase": "checkpoint", "step": 60, "data_wait": 0.1} the loop waits for a save
-    {"at": ..., "phase": "rewind", "step": 75, "to": 60}             steps after `to` are given up, by a guard
-    {"at": ..., "phase": "end", "step": 100}                         the process has nothing more to do
+    {"at": ..., "phase": "rewind", "step": 75, "to": 60}             a guard discards the steps after `to`
+    {"at": ..., "phase": "end", "step": 100}                         the process is done
 
-and every `guards.stragglers_every` steps what each host needed for itself (`pace.py`), which `account` passes over:
+and every `guards.stragglers_every` steps each host's own time (`step_timer.py`), which `account` ignores:
 
     {"at": ..., "hosts": {"0": {"host": 0.01, "data_wait": 0.0, "waits": 0.9, "step_time": 0.91}, ...}, "step": 50, "steps": 50,
-     "slow": []}                                                     seconds a step of the `steps` steps up to `step`
+     "slow": []}                                                     seconds per step, over the `steps` steps up to `step`
 
-`at` is in seconds since 1970, and within a process that of a clock that is not set. `step` is the last step that the host has
-handed to the devices, which are up to 8 steps behind; after a save they are not.
+`at` is in seconds since 1970; within a process it advances with a monotonic clock. `step` is the last step that the host has
+dispatched; the devices are up to 8 steps behind, except after a save.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ejdist.training.metrics import cannot_write, is_number, json_of
+from ejdist.training.metrics import is_number, json_of, write_error
 
 NAME = "goodput.jsonl"
-# Between two signs of life: at first often, so that a short run is told apart, and at last seldom: 3000 rows a day.
+# Seconds between heartbeats: short at first, to resolve short runs, and up to 30 s later, which is 3000 rows a day.
 _OFTEN, _SELDOM, _GROWTH = 0.2, 30.0, 1e-3
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run by what they went into; together they are `wall`.
+    """Seconds of a run by class; they add up to `wall`.
 
     Attributes:
-      productive: steps that are part of the run as it is.
+      productive: steps that are part of the final run.
       compile: the step's program.
       data_wait: the loop waits for a batch.
       checkpoint: the loop waits for a save, and at the end for the last one.
-      restart: from the begin of each process to its first step, without compiling.
-      lost: steps that were made again after a start from an earlier checkpoint, with their waits for data.
-      rewound: steps that a guard has given up, with their waits for data, and the going back.
-      down: between the last sign of life of a process and the next start.
+      restart: from the start of each process to its first step, without compiling.
+      lost: steps rerun after a start from an earlier checkpoint, with their waits for data.
+      rewound: steps that a guard discarded, with their waits for data, and the rewind itself.
+      down: between the last heartbeat of a process and the next start.
       starts, rewinds: how many there were.
     """
 
@@ -72,11 +72,11 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """The goodput: productive seconds over all."""
+        """The goodput: productive seconds over wall seconds."""
         return self.productive / self.wall if self.wall else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all of it, with `wall` and `fraction`."""
+        """Returns all fields, with `wall` and `fraction`."""
         return {"fraction": self.fraction, "wall": self.wall, **asdict(self)}
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ _OF_STEPS = ("productive", "data_wait")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a ledger, without lines that are none: a process may have been killed while it wrote."""
+    """Returns the rows of a ledger, without invalid lines: a process may have been killed during a write."""
     found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
     return [row for row in found if isinstance(row, dict) and _is_row(row)]
 
@@ -105,8 +105,8 @@ def _is_row(row: dict[str, Any]) -> bool:
 
 
 def account(rows: list[dict[str, Any]]) -> Goodput:
-    """Returns what the time between the first row and the last went into. A clock that went backwards between two processes
-    counts as no time."""
+    """Returns where the time between the first and the last row went. If the clock went backwards between two processes, the
+    time between them counts as zero."""
     spans: list[tuple[str, float, int, int]] = []  # class, seconds, and of steps the last one before it and in it
     starts = rewinds = made = 0
     before: dict[str, Any] | None = None
@@ -135,7 +135,8 @@ def account(rows: list[dict[str, Any]]) -> Goodput:
 
 
 def _given_up(spans: list[tuple[str, float, int, int]], step: int, kind: str) -> list[tuple[str, float, int, int]]:
-    """Returns the spans with what was made after a step put into another class; of a span with steps of both, its share."""
+    """Returns the spans with the time of steps after `step` moved to another class; spans that straddle it are split in
+    proportion."""
     found = []
     for was, seconds, first, last in spans:
         if was not in _OF_STEPS or last <= step:
@@ -149,11 +150,11 @@ def _given_up(spans: list[tuple[str, float, int, int]], step: int, kind: str) ->
 
 
 class Ledger:
-    """Writes the rows of one process. What is told before `open` is written then: a run that is refused leaves nothing.
+    """Writes the rows of one process. Rows before `open` are buffered, so a run that is refused leaves no file.
 
     Args:
-      writes: whether this process does: host 0.
-      began: when it did, in seconds since 1970; default: now.
+      writes: whether this process writes: host 0.
+      began: start time of the process, in seconds since 1970; default: now.
     """
 
     def __init__(self, writes: bool, began: float | None = None) -> None:
@@ -165,7 +166,7 @@ class Ledger:
         self._put({"at": now if began is None else min(began, now), "phase": "restart", "start": True})
 
     def open(self, directory: Path) -> None:
-        """Raises OSError, here and in what follows, if the file cannot be written."""
+        """Opens the file. Raises OSError, here and later, if it cannot be written."""
         if not self._writes:
             return
         self._directory, path = directory, directory / NAME
@@ -176,18 +177,18 @@ class Ledger:
             if torn:
                 self._file.write("\n")
         except OSError as error:
-            raise cannot_write(directory, error) from error
+            raise write_error(directory, error) from error
         early, self._early = self._early, []
         for row in early:
             self._put(row)
 
     def phase(self, name: str, **what: Any) -> None:
-        """Says what is done from now on: a phase of this file's docstring."""
+        """Begins a phase, one of those in the module docstring."""
         self._last = time.monotonic()
         self._put({"at": round(self._zero + self._last, 3), "phase": name, **what})
 
-    def sign(self, step: int, waited: float) -> bool:
-        """Says that this step was handed over, if the last row is some time ago, and returns whether it did.
+    def heartbeat(self, step: int, waited: float) -> bool:
+        """Records that this step was dispatched, unless the last row is recent; returns whether it wrote a row.
 
         Args:
           waited: seconds that the loop waited for data since the last row.
@@ -199,7 +200,7 @@ class Ledger:
         return True
 
     def note(self, **what: Any) -> None:
-        """Adds a row that is of no phase."""
+        """Adds a row that begins no phase."""
         self._put({"at": round(self._zero + time.monotonic(), 3), **what})
 
     def _put(self, row: dict[str, Any]) -> None:
@@ -211,10 +212,10 @@ class Ledger:
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise cannot_write(self._directory, error) from error
+            raise write_error(self._directory, error) from error
 
     def close(self, **what: Any) -> None:
-        """Says that the process has nothing more to do. A disk that is full by now has been told of, or will be."""
+        """Records the end of the process. Ignores a full disk, which is reported elsewhere."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self.phase("end", **what)

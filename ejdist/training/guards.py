@@ -1,11 +1,11 @@
-"""What is done about losses and gradients that go wrong: the run stops, leaves the update out, or goes back and past the data.
+"""Guards against bad losses and gradients: the run stops, skips the update, or rewinds and skips the data.
 
 A spike is a loss or gradient norm of more than `spike_factor` standard deviations above the mean of the last `spike_window`
-steps, as in the SkipStepOptimizer of OLMo-core (Ai2), with its defaults. To go back to the last checkpoint and past the
-batches since is what PaLM did (Chowdhery et al. 2022, section 5.1). Steps that were bad are not in the mean.
+steps, as in the SkipStepOptimizer of OLMo-core (Ai2), with its defaults. PaLM also went back to the last checkpoint and skipped
+the batches since (Chowdhery et al. 2022, section 5.1). Bad steps do not enter the mean.
 
-Every host sees the same numbers, a fixed number of steps late, and draws the same conclusion from them at the same step. It
-follows from what a checkpoint keeps, so that a run that is killed and goes on comes to it again.
+Every host sees the same numbers, a fixed number of steps late, and so makes the same decision at the same step. The decision
+depends only on state that checkpoints contain, so a run that is killed and resumes repeats it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ import numpy as np
 
 from ejdist.layout import replicated
 from ejdist.sections import operational
-from ejdist.training.leaves import name_of
-from ejdist.training.metrics import write_whole
+from ejdist.training.metrics import write_atomic
+from ejdist.training.pytree_io import name_of
 from ejdist.training.stop import Diverged
 
-# Steps between the one started and the one whose loss is looked at: by then it is known, and looking does not wait.
+# Steps between the dispatched one and the one whose loss is checked: by then the loss is known, so the check does not wait.
 LAG = 8
-PASSED = "passed_batches.json"
+SKIPPED_FILE = "passed_batches.json"
 
 
 @dataclass
 class GuardsSection:
-    """The `guards` section of a recipe: what is done about numbers, devices and hosts that go wrong."""
+    """The `guards` section of a recipe: what to do about bad numbers, devices and hosts."""
 
-    nonfinite: str = operational("stop")  # a loss or gradient norm that is not finite: stop, skip (the update), rewind
-    spike: str = operational("off")  # one far above those of the last steps: off, stop, skip, rewind
+    nonfinite: str = operational(
+        "stop"
+    )  # on a loss or gradient norm that is not finite: stop, skip (the update), rewind
+    spike: str = operational("off")  # on one far above those of the last steps: off, stop, skip, rewind
     spike_factor: float = operational(6.0)  # how far: standard deviations above their mean
-    spike_window: int = operational(128)  # the last steps, of which half must be there
-    most_skips: int = operational(10)  # updates in a row that are left out; then the run stops
-    most_rewinds: int = operational(3)  # to the same checkpoint; then the run stops
-    # Steps between comparisons of what several devices hold alike, and at each save; 0: none.
+    spike_window: int = operational(128)  # how many of the last steps enter the mean; at least half are needed
+    most_skips: int = operational(10)  # consecutive skipped updates after which the run stops
+    most_rewinds: int = operational(3)  # rewinds to the same checkpoint after which the run stops
+    # Steps between comparisons of replicated arrays; also before each save. 0: none.
     replicas_every: int = operational(0)
-    # Without a step, after which a command ends with the stack of every thread; 0: never.
+    # Seconds without a finished step after which a command dumps the stack of every thread and exits; 0: never.
     hang_seconds: float = operational(1800.0)
     stragglers_every: int = operational(100)  # steps between comparisons of the hosts' own time; 0: none
 
@@ -67,12 +69,12 @@ class GuardsSection:
 
     @property
     def skip(self) -> tuple[str, ...]:
-        """What a step leaves out by itself; nothing, and the compiled step has nothing of guards."""
+        """The conditions under which the compiled step skips its update. Empty: the step is compiled without checks."""
         return tuple(name for name in ("nonfinite", "spike") if getattr(self, name) == "skip")
 
 
 class Rewind(Exception):
-    """The run is to go back: `step` is the bad one, and the message says what it had."""
+    """Asks the loop to rewind: `step` is the bad one, and the message says what was wrong with it."""
 
     def __init__(self, step: int, what: str) -> None:
         super().__init__(what)
@@ -80,7 +82,7 @@ class Rewind(Exception):
 
 
 class Finite:
-    """Which parameters are finite numbers, by one program for all.
+    """Checks that all parameters are finite, in one program.
 
     Args:
       like: the parameters, as `jax.ShapeDtypeStruct` with shardings.
@@ -92,57 +94,57 @@ class Finite:
         def every(params: Any) -> jax.Array:
             return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)])
 
-        # Compiled now, and not while a host that is about to be taken away waits for its last save.
+        # Compile now, not when a preempted host waits for its last save.
         self._every = jax.jit(every, out_shardings=replicated(mesh)).lower(like).compile()
 
-    def others(self, params: Any) -> list[str]:
-        """Returns the names of those that are not. Waits for the step that made them."""
+    def nonfinite(self, params: Any) -> list[str]:
+        """Returns the names of the parameters that are not finite. Waits for the step that computes them."""
         return [name for name, finite in zip(self._names, np.asarray(self._every(params)), strict=True) if not finite]
 
 
 class Watch:
-    """Looks at the numbers of each step, and does what the section says before a checkpoint of a bad one is written.
+    """Checks the numbers of each step, and acts as the section says before a bad state is saved.
 
     Args:
       directory: of the run, for messages.
-      finite: looks at the parameters before a save.
-      kept: what `keep` returned when the checkpoint was written that the run goes on from; nothing for a new run.
+      finite: checks the parameters before a save.
+      saved: the result of `to_json` in the checkpoint that the run resumes from; None for a new run.
     """
 
     def __init__(
-        self, section: GuardsSection, directory: Path, finite: Finite, kept: dict[str, Any] | None = None
+        self, section: GuardsSection, directory: Path, finite: Finite, saved: dict[str, Any] | None = None
     ) -> None:
         self._section, self._directory, self._finite = section, directory, finite
         self._steps: collections.deque = collections.deque()
-        kept = kept or {}
-        self._good: collections.deque = collections.deque(kept.get("good", ()), maxlen=section.spike_window + LAG)
-        self._skips: int = kept.get("skips", 0)
+        saved = saved or {}
+        self._good: collections.deque = collections.deque(saved.get("good", ()), maxlen=section.spike_window + LAG)
+        self._skips: int = saved.get("skips", 0)
 
     def limits(self, step: int) -> np.ndarray:
-        """Returns float32[2], the largest loss and gradient norm of this step that are no spike. They follow from steps that
-        are at least so far back that their numbers are known without a wait."""
+        """Returns float32[2], the largest loss and gradient norm of this step that do not count as a spike. They depend only on
+        steps so far back that their numbers are known without waiting."""
         s = self._section
         known = [row for row in self._good if row[0] < step - LAG][-s.spike_window :]
         if len(known) < max(2, s.spike_window // 2):
             return np.full(2, np.inf, np.float32)
         return np.array([_limit([row[i] for row in known], s.spike_factor) for i in (1, 2)], np.float32)
 
-    def add(self, step: int, metrics: dict[str, jax.Array], *, all_of_them: bool) -> None:
-        """Looks at the step that is `LAG` back. `all_of_them` looks at this step too, and waits for it: a save of its state
-        does so anyway.
+    def add(self, step: int, metrics: dict[str, jax.Array], *, wait: bool) -> None:
+        """Checks the step `LAG` steps back. With `wait` it also checks this step and all between, and waits for them, as a save
+        does anyway.
 
         Raises:
-          Diverged: the run is to stop. Rewind: it is to go back.
+          Diverged: the run must stop. Rewind: it must rewind.
         """
         loss, norm = metrics["loss"], metrics["grad_norm"]
         for value in (loss, norm):
-            value.copy_to_host_async()  # so that it is here when it is looked at
+            value.copy_to_host_async()  # so that it has arrived when it is checked
         self._steps.append((step, loss, norm))
-        while len(self._steps) > (0 if all_of_them else LAG):
-            at, loss, norm = self._steps.popleft()
-            self._judge(at, float(loss), float(norm))
+        while len(self._steps) > (0 if wait else LAG):
+            checked, loss, norm = self._steps.popleft()
+            self._check(checked, float(loss), float(norm))
 
-    def _judge(self, step: int, loss: float, norm: float) -> None:
+    def _check(self, step: int, loss: float, norm: float) -> None:
         s, what = self._section, f"step {step} has loss {loss} and gradient norm {norm}"
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._bad(step, s.nonfinite, what)
@@ -150,8 +152,8 @@ class Watch:
         if s.spike != "off":
             most = [float(x) for x in self.limits(step)]
             if loss > most[0] or norm > most[1]:
-                told = f"where at most {most[0]:.6g} and {most[1]:.6g} were expected (guards.spike_factor)"
-                self._bad(step, s.spike, f"{what}, {told}")
+                limits = f"above the limits {most[0]:.6g} and {most[1]:.6g} (guards.spike_factor)"
+                self._bad(step, s.spike, f"{what}, {limits}")
                 return
             self._good.append([step, loss, norm])
         self._skips = 0
@@ -163,53 +165,53 @@ class Watch:
             raise Diverged(stopped(f"{what}; nothing was saved since", self._directory))
         self._skips += 1
         if self._skips > self._section.most_skips:
-            many = f"the updates of {self._skips} steps in a row were left out (guards.most_skips)"
+            many = f"{self._skips} updates in a row were skipped (guards.most_skips)"
             raise Diverged(stopped(f"{what}, and {many}", self._directory, "a larger guards.most_skips"))
 
     def before_save(self, step: int, params: Any) -> None:
-        """Looks at the parameters that are to be saved. An update can break them though its loss and gradient are finite, and
-        a device can; no step leaves that out again, and no start goes on from it.
+        """Checks the parameters before they are saved. An update, or a faulty device, can break them although loss and gradient
+        are finite; skipping later steps does not repair that, and a run cannot resume from it.
 
         Raises:
-          Diverged: the run is to stop. Rewind: it is to go back.
+          Diverged: the run must stop. Rewind: it must rewind.
         """
-        if not (names := self._finite.others(params)):
+        if not (names := self._finite.nonfinite(params)):
             return
         more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
         what = f"after step {step} {names[0]}{more} {'are' if more else 'is'} not finite"
         if self._section.nonfinite == "rewind":
             raise Rewind(step, what)
-        past = "guards.nonfinite=rewind to go past the data since"
-        raise Diverged(stopped(f"{what}, and was not saved", self._directory, past))
+        remedy = "guards.nonfinite=rewind to skip the data since then"
+        raise Diverged(stopped(f"{what}, and was not saved", self._directory, remedy))
 
-    def keep(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: JSON, in which every number is itself again."""
+    def to_json(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON that preserves every number exactly."""
         return {"good": list(self._good), "skips": self._skips}
 
 
-_SKIPPED = "guards.nonfinite or guards.spike to skip such a step or to rewind past its data"
+_REMEDY = "guards.nonfinite or guards.spike set to skip such a step or rewind past its data"
 
 
-def stopped(what: str, directory: Path, past: str = _SKIPPED) -> str:
-    """Returns the words for a run that goes no further by itself; `past`, how it would get past the step."""
+def stopped(what: str, directory: Path, remedy: str = _REMEDY) -> str:
+    """Returns the message for a run that cannot continue on its own; `remedy` is the setting that gets it past the step."""
     return (
-        f"{what}. Start again in {directory} to go on from the last checkpoint, with {past}; or in another run.dir with a "
+        f"{what}. Start again in {directory} to resume from the last checkpoint, with {remedy}; or in another run.dir with a "
         "lower optimizer.learning_rate or more optimizer.warmup_steps"
     )
 
 
 def _limit(values: Sequence[float], factor: float) -> float:
-    """Returns their mean and `factor` standard deviations. Sums are exact, so that every machine has the same bits."""
+    """Returns the mean plus `factor` standard deviations. Sums are exact, so that every machine computes the same bits."""
     mean = math.fsum(values) / len(values)
     return mean + factor * math.sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
 
 
-class Passed:
-    """Which batch a step takes. The batch stays a pure function of (seed, number), and a rewind changes the numbers: from a
-    step on they are so many further. A run without a rewind takes batch n - 1 at step n.
+class SkippedBatches:
+    """Maps steps to batches. A batch is a pure function of (seed, number); each rewind adds an offset to the numbers from a
+    step on. Without rewinds step n takes batch n - 1.
 
     Attributes:
-      rewinds: [step, count]: from this step on batches are `count` further along, for each.
+      rewinds: list of [step, count]: from this step on, batch numbers are larger by `count`.
     """
 
     def __init__(self, rewinds: Iterable[Sequence[int]] = ()) -> None:
@@ -219,37 +221,37 @@ class Passed:
         """Returns the number of the batch, from 0, of a step, from 1."""
         return step - 1 + sum(count for first, count in self.rewinds if first <= step)
 
-    def past(self, bad: int, restored: int) -> Passed:
-        """Returns what holds once a run goes back from a bad step to a checkpoint: the next batch is that after the bad
+    def after_rewind(self, bad: int, restored: int) -> SkippedBatches:
+        """Returns the offsets after a rewind from a bad step to a checkpoint: the next batch is the one after the bad
         step's."""
-        kept = Passed(r for r in self.rewinds if r[0] <= restored + 1)
-        return Passed([*kept.rewinds, [restored + 1, self.number(bad) + 1 - kept.number(restored + 1)]])
+        earlier = SkippedBatches(r for r in self.rewinds if r[0] <= restored + 1)
+        return SkippedBatches([*earlier.rewinds, [restored + 1, self.number(bad) + 1 - earlier.number(restored + 1)]])
 
-    def times(self, restored: int) -> int:
-        """Returns how often a run went back to this checkpoint."""
+    def num_rewinds(self, restored: int) -> int:
+        """Returns how often the run has rewound to this checkpoint."""
         return sum(first == restored + 1 for first, _ in self.rewinds)
 
     def until(self, step: int) -> list[list[int]]:
-        """Returns the rewinds that batches of steps up to this one know of: what its checkpoint keeps."""
+        """Returns the rewinds that affect the steps up to this one, for its checkpoint."""
         return [r for r in self.rewinds if r[0] <= step]
 
     @staticmethod
-    def read(directory: Path, kept: Sequence[Sequence[int]], step: int) -> Passed:
-        """Returns that of a run that goes on from a checkpoint of this step: what it has kept, and later what the folder of the
-        run says, where a rewind is written down before any checkpoint knows of it.
+    def read(directory: Path, saved: Sequence[Sequence[int]], step: int) -> SkippedBatches:
+        """Returns the offsets of a run that resumes from a checkpoint of this step: those in the checkpoint, and later ones
+        from the run's folder, where a rewind is recorded before any checkpoint contains it.
 
         Raises:
-          ValueError: the file is not one that `write` wrote.
+          ValueError: the file was not written by `write`.
         """
-        path, later = directory / PASSED, []
+        path, later = directory / SKIPPED_FILE, []
         try:
             later = json.loads(path.read_text())["rewinds"] if path.exists() else []
-            return Passed([*kept, *(r for r in later if r[0] > step)])
+            return SkippedBatches([*saved, *(r for r in later if r[0] > step)])
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
-                f"{path} cannot be read ({error}): restore it, or remove it to take the batches of the last rewind after all"
+                f"{path} cannot be read ({error}): restore it, or remove it to use the batches that the last rewind skipped"
             ) from error
 
     def write(self, directory: Path) -> None:
-        """Writes it down, whole or not at all. Raises OSError."""
-        write_whole(directory / PASSED, json.dumps({"rewinds": self.rewinds}) + "\n")
+        """Writes the file atomically. Raises OSError."""
+        write_atomic(directory / SKIPPED_FILE, json.dumps({"rewinds": self.rewinds}) + "\n")

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is what was saved, and which item of it is not.
+"""Verifies that a checkpoint reads back as it was saved, and finds the item that does not.
 
-Beside the arrays stand a digest of each, made on the devices before they are written, its dtype and shape, and a checksum of
-the JSON that these stand in. What storage gives back is compared with them, on whatever mesh it is restored to.
+A checkpoint stores a digest of each array, computed on the devices before the write, its dtype and shape, and a checksum of
+the JSON that holds them. Restored arrays are compared with these, on whatever mesh they are restored to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.training.leaves import bits_of, kind_of, name_of
+from ejdist.training.pytree_io import bits_of, kind_of, name_of
 
 RUN_FILE = "run/metadata"
 _METADATA, _SHARDING, _ARRAYS = "state/_METADATA", "state/_sharding", "state/array_metadatas"
@@ -23,15 +23,15 @@ _JSON = ("_CHECKPOINT_METADATA", RUN_FILE, _METADATA, _SHARDING)
 
 
 class Changed(ValueError):
-    """An item is not what was saved; the message names it."""
+    """An item differs from what was saved; the message names it."""
 
 
 @jax.jit
 def digest(tree: Any) -> Any:
-    """Returns a uint32 for each array: the sum, modulo 2^32, of a hash of each element's bits and place.
+    """Returns a uint32 for each array: the sum, modulo 2^32, of a hash of each element's bits and index.
 
-    A change of any one element changes it, and of several all but once in 2^32. It does not depend on how the array lies on
-    devices, and costs one pass over it. The hash is the finalizer of MurmurHash3 (Appleby), which is one to one.
+    Changing one element always changes the digest; changing several misses it once in 2^32. It does not depend on the sharding,
+    and costs one pass over the array. The hash is the finalizer of MurmurHash3 (Appleby), which is a bijection.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -68,38 +68,38 @@ def kinds_of(arrays: Any) -> dict[str, str]:
 
 
 def check_digests(arrays: Any, written: dict[str, int]) -> None:
-    """Raises Changed, naming them, for arrays that are not those of which the digests were written."""
-    found = digests_of(arrays)
-    changed = sorted(name for name in {*found, *written} if found.get(name) != written.get(name))
+    """Raises Changed, naming the arrays, if their digests differ from the stored ones."""
+    read = digests_of(arrays)
+    changed = sorted(name for name in {*read, *written} if read.get(name) != written.get(name))
     if changed:
         raise Changed(f"{_named(changed)} is not what was saved")
 
 
 def check_kinds(found: dict[str, str], written: dict[str, str]) -> None:
-    """Raises Changed, naming them, for arrays that the files describe in another way than they were saved."""
+    """Raises Changed, naming the array, if the files give it another dtype or shape than it was saved with."""
     changed = sorted(name for name in {*found, *written} if found.get(name) != written.get(name))
     if changed:
         name = changed[0]
         raise Changed(
-            f"{_METADATA} or the index of the arrays has {name} as {found.get(name, 'nothing')}, and it was saved as "
+            f"{_METADATA} or the index of the arrays has {name} as {found.get(name, 'nothing')}, but it was saved as "
             f"{written.get(name, 'nothing')}"
         )
 
 
 def checksum(run: dict[str, Any]) -> int:
-    """Returns the CRC-32 of what JSON holds. It does not depend on the order of keys."""
+    """Returns the CRC-32 of a JSON object. It does not depend on the order of keys."""
     return zlib.crc32(json.dumps(run, sort_keys=True).encode())
 
 
 def check_run(run: dict[str, Any], written: int | None) -> None:
-    """Raises Changed if the JSON is not that of which the checksum was written."""
+    """Raises Changed if the JSON does not match its checksum."""
     if written is not None and checksum(run) != written:
         raise Changed(f"{RUN_FILE} is not what was saved")
 
 
 def reason_of(error: BaseException, most: int = 300) -> str:
-    """Returns the first line of what went wrong, and that of its first cause where that is another. Without what a library
-    adds for its own developers; too long a line keeps both ends: paths come first, and the cause last."""
+    """Returns the type and the first line of an error's root cause, without the debug details that TensorStore appends. A long
+    line keeps both ends, because paths come first and the cause last."""
     if isinstance(error, Changed):
         return str(error)
     cause = _first(error)
@@ -111,8 +111,8 @@ def reason_of(error: BaseException, most: int = 300) -> str:
 
 
 def item_of(checkpoint: Any, error: BaseException) -> str:
-    """Returns which file of a checkpoint an error comes from, in words that go before its reason; nothing where the reason
-    names a file or an array itself, as TensorStore's do. What reads the JSON files says only what is wrong in one.
+    """Returns the file of a checkpoint that an error comes from, as a prefix for its reason; "" if the reason already names a
+    file or an array, as TensorStore's do. The readers of the JSON files do not name the file.
 
     Args:
       checkpoint: path of the folder of a step.
@@ -126,29 +126,29 @@ def item_of(checkpoint: Any, error: BaseException) -> str:
     for name in (*_JSON, *arrays):
         try:
             found = json.loads((checkpoint / name).read_text())
-            # A key that is looked up and not there is an error too.
+            # A missing key is an error too.
             if name == _SHARDING:  # JSON in JSON
                 _ = [json.loads(text)["sharding_type"] for text in found.values()]
             elif name in arrays:
                 arrays_of = [one["array_metadata"] for one in found["array_metadatas"]]
                 _ = [tuple(one[key]) for one in arrays_of for key in ("param_name", "write_shape", "chunk_shape")]
         except FileNotFoundError:
-            return f"{name} is not there: "
+            return f"{name} is missing: "
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not JSON, or without a key
             return f"{name}: "
-    # It is JSON, and not what its reader expects.
+    # It is JSON, but not what its reader expects.
     readers = " ".join(frame.filename for frame in traceback.extract_tb(_first(error).__traceback__))
     return f"{_SHARDING}: " if "sharding" in readers + reason else f"{_METADATA}: "
 
 
 def _agrees(metadata: Any) -> bool:
-    """Returns whether each array is called the same in both places of that file; it is looked for by the second."""
+    """Returns whether both places in that file give each array the same name; arrays are looked up by the second."""
     try:
         for name, one in json.loads(metadata.read_text())["tree_metadata"].items():
             if name != str(tuple(key["key"] for key in one["key_metadata"])):
                 return False
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return True  # nobody knows
+        return True  # unknown
     return True
 
 

@@ -1,9 +1,8 @@
-"""Checkpoints on a disk of each host, between those that last (`checkpoint.local`).
+"""Local checkpoints on each host's own disk, between the durable ones (`checkpoint.local`).
 
-Each host writes what its own devices hold, each piece once, into a folder of its own: nothing goes over the network, and no
-host waits for another. What that can promise: a run that is started again on the same mesh, with each host as the number that
-it was, goes on from the last step that all of them still have. Where one has lost its folder, or the arrays lie in another
-way, `checkpoint.dir` is what there is.
+Each host writes the shards of its own devices, each shard once, to its own folder: nothing goes over the network, and no host
+waits for another. A run restarted on the same mesh, with the same host numbers, resumes from the last step that all hosts still
+have. If a host has lost its folder, or arrays are sharded differently, the run falls back to `checkpoint.dir`.
 
     DIR/<id of the run>/host-2-of-4/<step>/index.json   what is where, of which run, with checksums
                                            pieces.bin   the arrays' pieces after each other
@@ -25,42 +24,42 @@ import jax
 import numpy as np
 
 from ejdist.cluster.hosts import Hosts
-from ejdist.training.integrity import Changed, check_digests, leaves_of, reason_of
-from ejdist.training.leaves import like_arrays, name_of, to_arrays
-from ejdist.training.stored import (
+from ejdist.training.checkpoint_format import (
     CheckpointError,
     DamagedCheckpoint,
     Writing,
     check_same_model,
     described,
     keys_of,
+    nonempty_fields,
     split,
     whole,
-    without_empty,
 )
+from ejdist.training.integrity import Changed, check_digests, leaves_of, reason_of
+from ejdist.training.pytree_io import like_arrays, name_of, to_arrays
 
-# Of two, one is whole while the other is written, and one is on all hosts while some have the next already.
+# Two: one stays complete while the next is written, and one is on all hosts while only some have the next.
 _KEPT = 2
 _INDEX, _PIECES = "index.json", "pieces.bin"
 
 
 class LocalCheckpoints:
-    """The checkpoints of this host, of one run. Nothing is created until the first save."""
+    """This host's checkpoints of one run. Nothing is created until the first save."""
 
     def __init__(self, folder: str | Path, run_id: str, hosts: Hosts) -> None:
-        """`run_id` tells runs apart that use one folder."""
+        """`run_id` distinguishes runs that share a folder."""
         self._root, self._hosts = Path(folder).expanduser().absolute() / run_id, hosts
         self.directory = self._root / f"host-{hosts.index}-of-{hosts.count}"
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def steps(self, like: Any) -> list[int]:
-        """Returns the steps whose checkpoint has what this host's devices need, the last one first.
+        """Returns the steps whose checkpoint has all shards that this host's devices need, newest first.
 
         Args:
           like: tree of `jax.ShapeDtypeStruct` with shardings.
         """
-        wanted = {name: set(_spans(leaf)) for name, leaf in leaves_of(without_empty(like_arrays(like)))}
+        wanted = {name: set(_spans(leaf)) for name, leaf in leaves_of(nonempty_fields(like_arrays(like)))}
         there = self.directory.iterdir() if self.directory.is_dir() else ()
         found = []
         for step in sorted((int(p.name) for p in there if p.name.isdigit()), reverse=True):
@@ -73,25 +72,26 @@ class LocalCheckpoints:
         return found
 
     def common(self, like: Any) -> tuple[list[int], list[int]]:
-        """Returns the steps that all hosts have, the last one first, and the hosts that have none."""
-        said = self._hosts.all_say("the list of checkpoints in checkpoint.local", self.steps(like))
-        return sorted(set.intersection(*map(set, said)), reverse=True), [i for i, steps in enumerate(said) if not steps]
+        """Returns (the steps that all hosts have, newest first; the hosts that have none)."""
+        steps_of = self._hosts.all_gather("the list of checkpoints in checkpoint.local", self.steps(like))
+        without = [i for i, steps in enumerate(steps_of) if not steps]
+        return sorted(set.intersection(*map(set, steps_of)), reverse=True), without
 
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; returns once the arrays are copied, and the one before it is on disk.
+        """Starts writing a checkpoint; returns once the arrays are copied and the checkpoint before it is on disk.
 
         Raises:
           CheckpointError: the one before it could not be written. ValueError: a leaf of the state cannot be saved.
         """
         self.wait()
-        arrays = without_empty(to_arrays(state))
+        arrays = nonempty_fields(to_arrays(state))
         body = {"run": described(arrays, keys_of(state), run)}
         pieces = list(_pieces(arrays))
         self._thread = threading.Thread(target=self._write, args=(step, body, pieces), name="local checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when everything is on disk. Raises CheckpointError if it could not be written."""
+        """Waits until everything is on disk. Raises CheckpointError if a write failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -105,10 +105,10 @@ class LocalCheckpoints:
             self._thread.join()
 
     def restore(self, step: int, like: Any, first: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns (state, what `save` was given beside it), as `Checkpoints.restore` does.
+        """Returns (state, the `run` passed to `save`), as `Checkpoints.restore` does.
 
         Raises:
-          DamagedCheckpoint: on a host it cannot be read, or has other bits. CheckpointError: it is of another model.
+          DamagedCheckpoint: a host cannot read it, or its bits differ. CheckpointError: it has another model.
         """
         wanted = like_arrays(like)
         arrays, run, digests, reason = None, {}, {}, None
@@ -116,7 +116,7 @@ class LocalCheckpoints:
             body = self._index(step)
             run, digests, kinds, keys = split(body["run"])
             check_same_model(f"the local checkpoint of step {step}", like, kinds | keys)
-            arrays = self._read(step, body["pieces"], without_empty(wanted))
+            arrays = self._read(step, body["pieces"], nonempty_fields(wanted))
         except CheckpointError:
             raise
         except Exception as error:
@@ -134,12 +134,12 @@ class LocalCheckpoints:
             raise DamagedCheckpoint(f"checkpoint {self.directory / str(step)} cannot be read ({reason})")
 
     def set_aside(self, step: int) -> Path:
-        """Removes a checkpoint that cannot be read. Every host does so with its own."""
+        """Removes an unreadable checkpoint. Every host removes its own."""
         shutil.rmtree(self.directory / str(step), ignore_errors=True)
         return self.directory
 
     def forget_after(self, step: int) -> None:
-        """Removes what is of later steps, and what was cut off: the run does not go on from it."""
+        """Removes checkpoints of later steps, and interrupted ones: the run does not resume from them."""
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
             if not path.name.isdigit() or int(path.name) > step:
                 shutil.rmtree(path, ignore_errors=True)
@@ -152,12 +152,12 @@ class LocalCheckpoints:
             (self.directory / ".written").unlink()
         except OSError as error:
             raise ValueError(
-                f"checkpoint.local: {self.directory} cannot be written ({error.strerror}); give a folder on a disk of each "
-                "host, or none"
+                f"checkpoint.local: {self.directory} cannot be written ({error.strerror}); give a folder on a local disk of "
+                "each host, or leave it out"
             ) from error
 
     def _index(self, step: int) -> dict[str, Any]:
-        """Returns what is in a checkpoint. Raises Changed or others if that cannot be read."""
+        """Returns the index of a checkpoint. Raises Changed, or another error, if it cannot be read."""
         stored = json.loads((self.directory / str(step) / _INDEX).read_text())
         if zlib.crc32(stored["body"].encode()) != stored["crc32"]:
             raise Changed(f"{_INDEX} is not what was saved")
@@ -218,7 +218,7 @@ def _flush(file: Any) -> None:
 
 
 def _pieces(arrays: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yields (array, span, piece) of what this host's devices hold, each piece once. What is yielded does not change."""
+    """Yields (array name, span, shard) for the shards on this host's devices, each once. Later steps do not change them."""
     leaves = leaves_of(arrays)
     for _, leaf in leaves:
         if isinstance(leaf, jax.Array):
@@ -229,7 +229,7 @@ def _pieces(arrays: Any) -> Iterator[tuple[str, str, np.ndarray]]:
             continue
         held = {_span(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
         for span, shard in held.items():
-            # Where this is the device's own memory, as on the CPU, JAX gives it to nobody else while the array is there.
+            # On the CPU this is the device's own memory, which JAX does not reuse while the array is alive.
             yield name, span, np.asarray(shard.data)
 
 
@@ -240,6 +240,6 @@ def _spans(leaf: Any) -> list[str]:
 
 
 def _span(index: Any, shape: tuple[int, ...]) -> str:
-    """Returns a shard's place in its array, 0:4,8:16; nothing for a number."""
+    """Returns a shard's slice of its array as text, 0:4,8:16; "" for a number."""
     bounds = (part.indices(size)[:2] for part, size in zip(index, shape))
     return ",".join(f"{start}:{stop}" for start, stop in bounds)

@@ -1,4 +1,4 @@
-"""A training run from its recipe to its summary: opens it, makes its steps, and stops where it was told to."""
+"""A training run from recipe to summary: opens the run, runs its steps, and stops at the right step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ejdist.paths import ELSEWHERE
 from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
-from ejdist.training.guards import PASSED
-from ejdist.training.lock import let_go_at_the_end
-from ejdist.training.metrics import cannot_write, read_rows, summarise, write_whole
-from ejdist.training.opening import Run, open_run
-from ejdist.training.pace import SAVES, Pace
+from ejdist.training.guards import SKIPPED_FILE
+from ejdist.training.metrics import read_rows, summarise, write_atomic, write_error
 from ejdist.training.program import TrainSections
-from ejdist.training.resume import how_to_go_on
+from ejdist.training.resume import how_to_continue
+from ejdist.training.run_lock import release_locks_at_exit
+from ejdist.training.setup import Run, open_run
 from ejdist.training.start import open_source
-from ejdist.training.steps import Steps, begin, compile_stage, tell_stage
+from ejdist.training.step_timer import SAVES, StepTimer
+from ejdist.training.steps import Steps, compile_stage, log_stage, start_state
 from ejdist.training.stop import stop_on_signals
 
 
@@ -37,102 +37,104 @@ class Outcome:
     """How a run ended."""
 
     step: int
-    finished: bool  # False: it was stopped early and can go on
+    finished: bool  # False: it stopped early and can resume
     summary: dict[str, Any] | None
 
 
-@let_go_at_the_end()
+@release_locks_at_exit()
 def train(
     sections: TrainSections,
     *,
     devices: list[Any] | None = None,
-    say: Any = print,
+    log: Any = print,
     began: float | None = None,
 ) -> Outcome:
-    """Returns how the run ended, after training it from where `run.dir` left it.
+    """Trains a run from where `run.dir` left it, and returns how it ended.
 
     Writes to run.dir: metrics.jsonl, goodput.jsonl, tensorboard/, checkpoints/, and at the end summary.json, loss.png and the
     model's own pictures.
 
     Args:
       devices: default: all.
-      say: takes a line for the user; only the first process calls it.
-      began: when the process did, in seconds since 1970, for the goodput ledger; default: now.
+      log: takes a line for the user; called by the first process only.
+      began: start time of the process, in seconds since 1970, for the goodput ledger; default: now.
 
     Raises:
-      ValueError: the recipe is wrong; nothing has been written. CheckpointError: a checkpoint cannot be read or written.
-      Diverged: the loss is not a number any more, or a spike, and `guards` says to stop. ReplicasDiffer: a device has other
-        bits than those that hold the same. HostsDiffer: hosts were started with different things, before anything was written.
-        HostLost: one of them does not answer.
+      ValueError: the recipe is wrong; nothing was written. CheckpointError: a checkpoint cannot be read or written.
+      Diverged: the loss is not finite, or spiked, and `guards` says to stop. ReplicasDiffer: a device's bits differ from its
+        replicas'. HostsDiffer: the hosts were started with different inputs; nothing was written. HostLost: a host does not
+        answer.
     """
     s = sections
     main = jax.process_index() == 0
-    say = say if main else (lambda line: None)
+    log = log if main else (lambda line: None)
     ledger = Ledger(main, began)
     hosts = Hosts(s.run.host_timeout)
     with hosts.together():
-        opened = open_run(s, hosts, devices, say)
-        given = getattr(s.model, "init_from", None)
-        source = open_source(given, s.model) if given is not None and not opened.found else None
+        opened = open_run(s, hosts, devices, log)
+        init_from = getattr(s.model, "init_from", None)
+        source = open_source(init_from, s.model) if init_from is not None and not opened.checkpoints_found else None
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
-        # Compiled before anything is written, so that a recipe that cannot run leaves no trace.
+        # Compile before writing anything, so that a recipe that cannot run leaves no trace.
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger)
         check_shared(hosts, opened.directory)
-        if opened.found and given is not None:
-            say(f"model.init_from = {given!r} is not read: the run goes on from its own checkpoint")
-        begun = begin(opened, opened.found, source, say)
-        if begun.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
+        if opened.checkpoints_found and init_from is not None:
+            log(f"model.init_from = {init_from!r} is not read: the run resumes from its own checkpoint")
+        current = start_state(opened, opened.checkpoints_found, source, log)
+        if current.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
             where = opened.checkpoints.directory
-            say(f"there is no checkpoint in {where}: beginning at step 1, in place of the {rows} rows of metrics.jsonl")
-        if later := [(first, count) for first, count in begun.passed.rewinds if first > begun.step]:
+            log(f"no checkpoint in {where}: starting at step 1 and discarding the {rows} rows of metrics.jsonl")
+        if later := [(first, count) for first, count in current.skipped.rewinds if first > current.step]:
             first, count = later[0][0], sum(count for _, count in later)
-            kept = "as rewinds have said; remove it to take them after all"
-            say(f"{opened.directory / PASSED}: steps from {first} on go past {count} batches, {kept}")
-        opened.saves.begin(begun.step, say)
-    run, start = begun.run, begun.step
+            log(
+                f"{opened.directory / SKIPPED_FILE}: {count} batches are skipped from step {first} on, because of rewinds; "
+                "remove the file to use them after all"
+            )
+        opened.saves.begin(current.step, log)
+    run, start = current.run, current.step
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
     program, mesh, data = run.program, run.program.mesh, run.sections.data
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    say(
+    log(
         f"{program.num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {used or 'of one'}, "
-        f"{data.global_batch} x {data.sequence_length:,} tokens a step, {s.sequence.scheme} in {program.order.name} order"
+        f"{data.global_batch} x {data.sequence_length:,} tokens per step, {s.sequence.scheme} in {program.order.name} order"
     )
-    tell_stage(run, say)
+    log_stage(run, log)
     if s.guards.replicas_every and not compiled.replicas.every:
-        say(f"guards.replicas_every = {s.guards.replicas_every} compares nothing: no two devices hold the same")
+        log(f"guards.replicas_every = {s.guards.replicas_every} compares nothing: no array is replicated")
     if start >= end:
-        more = how_to_go_on(s.run, s.optimizer, start)
-        say(f"nothing to do: {run.directory} has {start} of {end} steps; {more}, or {ELSEWHERE}")
-        # A disk may have been full, or the run killed, after the last checkpoint and before the summary.
+        more = how_to_continue(s.run, s.optimizer, start)
+        log(f"nothing to do: {run.directory} has {start} of {end} steps; {more}, or {ELSEWHERE}")
+        # The disk may have filled up, or the run been killed, between the last checkpoint and the summary.
         summary = _finish(run) if main and not _has_summary(run.directory, start) else None
         return Outcome(start, start >= s.run.steps, summary)
-    pace = Pace(start, hosts, ledger, s.guards.stragglers_every, say)
+    timer = StepTimer(start, hosts, ledger, s.guards.stragglers_every, log)
     try:
         others = hosts.failed if hosts.count > 1 else None
         with hosts.together(), stop_on_signals() as stop, stepping(others, hosts.limit):
             ledger.open(run.directory)
             ledger.phase("restart", resumed=start)
-            with ending_hangs(pace, hosts, s.guards.hang_seconds, SAVES):
-                steps = Steps(s, source, stop, pace, ledger, say)
-                run, last = steps.make(begun, compiled, end)
+            with ending_hangs(timer, hosts, s.guards.hang_seconds, SAVES):
+                steps = Steps(s, source, stop, timer, ledger, log)
+                run, last = steps.run(current, compiled, end)
     except BaseException as error:
-        if lost(error) is None:  # else a save that is being written would wait for that host
-            with contextlib.suppress(Exception):  # what has ended the run is to be told
+        if lost(error) is None:  # otherwise an unfinished save would wait for the lost host
+            with contextlib.suppress(Exception):  # report the error that ended the run instead
                 run.saves.close()
         raise
     finally:
-        pace.close()
+        timer.close()
     run.saves.close()
     if stop.signals and last < end:
-        say(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command goes on from there")
+        log(f"stopped by {signal.Signals(stop.signals[0]).name} after step {last}; the same command resumes from there")
     if main:
-        say(str(account(read(run.directory / NAME))))
+        log(str(account(read(run.directory / NAME))))
     summary = _finish(run) if main else None
     return Outcome(last, last >= s.run.steps, summary)
 
 
 def _has_summary(directory: Path, step: int) -> bool:
-    """Returns whether the summary of that step is there, or cannot be made: its rows are not."""
+    """Returns whether the summary of that step exists, or cannot be written because its rows are missing."""
     try:
         written = json.loads((directory / "summary.json").read_text())["steps"] == step
     except (OSError, ValueError, KeyError, TypeError):
@@ -148,7 +150,7 @@ def _finish(run: Run) -> dict[str, Any]:
     peak = peak_flops(kind)
     facts = {
         "peak_source": f"none: no data sheet is known for {kind!r}" if peak is None else "data sheet, dense bf16",
-        "mfu_causal_counts": "attention by the (query, key) pairs of the mask that was used",
+        "mfu_causal_counts": "attention by the (query, key) pairs of the mask in use",
         "mfu_full_counts": "attention as sequence_length^2 in every layer",
         "device_kind": kind,
         "mesh": dict(program.mesh.shape),
@@ -161,11 +163,11 @@ def _finish(run: Run) -> dict[str, Any]:
     }
     summary = summarise(rows, devices=len(devices), peak=peak, since=run.stage.start, **facts)
     try:
-        write_whole(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens"
         draw_loss(rows, directory / "loss.png", title)
         for name, draw in program.model.pictures.items():
             draw(rows, directory / name)
     except OSError as error:
-        raise cannot_write(directory, error) from error
+        raise write_error(directory, error) from error
     return summary

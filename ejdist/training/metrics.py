@@ -1,7 +1,6 @@
 """Metrics of a run: a row a step, TensorBoard events, the progress line and the summary.
 
-A thread of its own fetches the numbers from the devices and writes them, so the loop that feeds the devices never waits
-for one.
+A separate thread fetches the numbers from the devices and writes them, so that the training loop never waits for them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import numpy as np
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics.jsonl, without lines that are none: the last may have been cut off, and one be damaged."""
+    """Returns the rows of a metrics.jsonl, without invalid lines: the last may be truncated, and others damaged."""
     found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
     return [row for row in found if isinstance(row, dict) and _is_row(row)]
 
 
 def json_of(line: str) -> Any:
-    """Returns what a line holds; None where it is no JSON."""
+    """Returns the JSON value of a line, None if it is invalid."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -41,32 +40,32 @@ def is_number(value: Any, kind: Any = (int, float), most: float = 2.0**63) -> bo
 
 
 def _is_row(row: dict[str, Any]) -> bool:
-    # Steps may have more than 2^63 FLOPs: of 8B parameters, 6 rows of 2^20 tokens.
+    # A step can exceed 2^63 FLOPs: 8B parameters on 6 rows of 2^20 tokens do.
     summed = all(is_number(row[name], most=2.0**200) for name in _SUMMED if name in row)
     summed = summed and row.get("step_time", 1) > 0
     return is_number(row.get("step"), int) and summed and (row.get("loss") is None or is_number(row["loss"]))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a file atomically."""
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
-    except OSError as error:  # that of a full disk names no file
+    except OSError as error:  # the error of a full disk names no file
         error.filename = error.filename or str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def cannot_write(directory: Path, error: OSError, key: str = "run.dir") -> OSError:
-    """Returns the error with the words that a user needs: where, why, and what to do."""
+def write_error(directory: Path, error: OSError, key: str = "run.dir") -> OSError:
+    """Returns the error with a message for users: where, why, and the remedy."""
     where = f" ({error.filename})" if error.filename else ""
     return OSError(
         error.errno,
-        f"{key} = {str(directory)!r} cannot be written: {error.strerror or error}{where}; make room, or mend the path, and "
-        "start again: the run goes on from its last complete checkpoint",
+        f"{key} = {str(directory)!r} cannot be written: {error.strerror or error}{where}; free space or fix the path, and "
+        "start again: the run resumes from its last complete checkpoint",
     )
 
 
@@ -103,33 +102,35 @@ class Progress:
 
 
 class Events:
-    """A TensorBoard events file. Written where it is called: a full disk raises there and then, where the threaded writer of
-    tensorboardX would die in silence and let its full queue block the run for ever.
+    """A TensorBoard events file, written synchronously: a full disk raises at once, where tensorboardX's threaded writer would
+    die silently and block the run forever once its queue is full.
     """
 
     def __init__(self, directory: Path, purge_step: int, flush_every: float = 10.0) -> None:
-        """`purge_step`: what an earlier start wrote from that step on is hidden."""
+        """`purge_step`: events of earlier starts from that step on are hidden."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
         from tensorboardX.summary import make_histogram
 
-        events: Any = event_pb2  # made at import, so that a type checker sees nothing in them
+        events: Any = event_pb2  # generated at import, so invisible to a type checker
         self._event, self._summary = events.Event, cast(Any, summary_pb2).Summary
         self._histogram = make_histogram
         self._every, self._flushed = flush_every, time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
-        # By the second alone two have one name, and the later one, as after a rewind, would empty the file of the one before.
+        # Names with a resolution of seconds collide after a rewind, and the later file would overwrite the earlier one.
         self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
-        log = events.SessionLog(status=events.SessionLog.START)
-        self._writer.write_event(self._event(step=purge_step, session_log=log))
+        started = events.SessionLog(status=events.SessionLog.START)
+        self._writer.write_event(self._event(step=purge_step, session_log=started))
 
     def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
-        """Adds numbers, and for each row of each table a histogram of its values."""
-        made = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
+        """Adds scalars, and a histogram for each row of each table."""
+        summaries = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
         found = {f"{n}/{i}": np.asarray(row, float) for n, rows in (tables or {}).items() for i, row in enumerate(rows)}
         finite = {name: row[np.isfinite(row)] for name, row in found.items()}
-        made += [self._summary.Value(tag=n, histo=self._histogram(row, 30)) for n, row in finite.items() if row.size]
-        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=made))
+        summaries += [
+            self._summary.Value(tag=n, histo=self._histogram(row, 30)) for n, row in finite.items() if row.size
+        ]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=summaries))
         self._writer.write_event(event)
         if time.monotonic() - self._flushed >= self._every:
             self._flushed = time.monotonic()
@@ -140,14 +141,14 @@ class Events:
 
 
 def _for_json(value: Any) -> Any:
-    """Returns a word, a number, or a list of them, as JSON has it: there is no NaN in it and no infinity."""
+    """Returns a string, a number, or a list of them, for JSON: NaN and infinity become None."""
     if isinstance(value, list):
         return [_for_json(x) for x in value]
     return value if isinstance(value, str) or math.isfinite(value) else None
 
 
 def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
-    """Returns the numbers of a metric, each with a name: those of a list are name/0, name/1, ..."""
+    """Returns the numbers of a metric with their names: name/0, name/1, ... for a list."""
     return [(f"{name}/{i}", x) for i, x in enumerate(value)] if isinstance(value, list) else [(name, value)]
 
 
@@ -160,11 +161,11 @@ class MetricsWriter:
 
     Args:
       directory: of the run; metrics.jsonl and tensorboard/ are written there.
-      start: the step that the run goes on from; rows past it are removed.
+      start: the step that the run resumes from; later rows are removed.
       total: steps of the run.
-      recipe: key -> value, for recipe.json: what the run was last started with.
-      tables_every: steps between rows that hold the metrics of two dims, such as the tokens of each expert in each layer; 0:
-        none does. In TensorBoard each row of a table is a histogram.
+      recipe: key -> value, for recipe.json, which records the latest start.
+      tables_every: steps between rows that include two-dimensional metrics, such as tokens per layer and expert; 0: never.
+        TensorBoard gets each row of a table as a histogram.
     """
 
     def __init__(
@@ -179,16 +180,16 @@ class MetricsWriter:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             rows = [row for row in read_rows(self.path) if row["step"] <= start]
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
             if recipe is not None:
-                write_whole(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
+                write_atomic(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
             self._file = self.path.open("a", buffering=1)
-            # At step 0 too: a start before may have made steps and ended, or gone back, before its first checkpoint.
+            # At step 0 too: an earlier start may have written steps without reaching its first checkpoint.
             self._events = Events(directory / "tensorboard", start + 1)
         except OSError as error:
-            raise cannot_write(directory, error) from error
+            raise write_error(directory, error) from error
         self._progress, self._total, self._tables_every = Progress(total), total, tables_every
-        # Bounded, so that the host runs ahead of the devices by a few steps and not by all of them.
+        # Bounded, so that the host runs only a few steps ahead of the devices.
         self._queue: queue.Queue = queue.Queue(maxsize=8)
         self._failure: BaseException | None = None
         self._finished_at = time.perf_counter()
@@ -196,7 +197,7 @@ class MetricsWriter:
         self._thread.start()
 
     def put(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float | str]) -> None:
-        """Hands over a step. Raises what went wrong in the thread, if anything did."""
+        """Queues a step. Raises the thread's error, if any."""
         if self._failure is not None:
             raise self._failure
         self._queue.put((step, metrics, host))
@@ -207,7 +208,7 @@ class MetricsWriter:
                 try:
                     self._write(*item)
                 except OSError as error:
-                    self._failure = cannot_write(self.directory, error)
+                    self._failure = write_error(self.directory, error)
                 except BaseException as error:
                     self._failure = error
             self._queue.task_done()
@@ -228,7 +229,7 @@ class MetricsWriter:
         self._progress.show(row)
 
     def close(self) -> None:
-        """Returns when every row is written. Raises what went wrong in the thread, if anything did."""
+        """Waits until every row is written. Raises the thread's error, if any."""
         self._queue.put(None)
         self._thread.join()
         self._progress.close()
@@ -236,14 +237,14 @@ class MetricsWriter:
             try:
                 file.close()
             except OSError as error:
-                self._failure = self._failure or cannot_write(self.directory, error)
+                self._failure = self._failure or write_error(self.directory, error)
         if self._failure is not None:
             raise self._failure
 
 
-# Of a row, what the summary is made from beside the loss.
+# The columns that the summary uses, apart from the loss.
 _SUMMED = ("step_time", "tokens", "flops_causal", "flops_full")
-# The first steps compile and warm up; speeds are taken from the others.
+# The first steps include compilation and warmup; speeds come from the others.
 _WARMUP_STEPS = 2
 _LAST = 10
 
@@ -253,15 +254,15 @@ def summarise(
 ) -> dict[str, Any]:
     """Returns the summary of a run from its rows.
 
-    loss_first is the loss of the first step; loss_last the mean over the last 10 that have one. Either is None where there is
-    none: a step whose update was skipped may have no loss, and its row may be gone. Speeds are of the median step after the
-    first two, of those on so many devices and on the mesh of the last row: a run may go on with another. tflops_per_device and
-    mfu_causal count attention by the mask that was used; mfu_full counts it as T x T.
+    loss_first is the loss of the first step, loss_last the mean over the last 10 steps that have one. Either may be None: a
+    skipped step may have no loss, and its row may be gone. Speeds are those of the median step after the first two, on
+    `devices` devices and on the mesh of the last row, because a run may have changed either. tflops_per_device and mfu_causal
+    count attention by the mask in use; mfu_full counts it as T x T.
 
     Args:
-      peak: FLOP/s of one device by its data sheet, for the two MFU. None where there is none, as of a CPU, and then there is
-        no MFU: a matmul that is timed for it is no ceiling, since whatever else the machine did meanwhile lowers it.
-      since: speeds are of the steps after this one: a run's stages have their own.
+      peak: FLOP/s of one device by its data sheet, for MFU. None if there is no data sheet, as for a CPU; then there is no MFU,
+        because a timed matmul is not a ceiling: any other load on the machine lowers it.
+      since: use the steps after this one for speeds: each stage of a run has its own.
     """
     own = [row for row in rows if row["step"] > since] or rows
     own = [row for row in own if row.get("devices", devices) == devices] or own

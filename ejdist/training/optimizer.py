@@ -19,8 +19,8 @@ class OptimizerSection:
     learning_rate: float = 3e-4  # the peak
     schedule: str = "warmup_cosine"  # warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
     warmup_steps: int = 100  # at most all but one of the run's steps
-    decay_fraction: float = 0.1  # wsd: the part of all steps, the last ones, in which the rate is below the peak
-    final_ratio: float = 0.1  # the rate of the last step, as a part of the peak
+    decay_fraction: float = 0.1  # wsd: fraction of all steps, at the end, that decay
+    final_ratio: float = 0.1  # the rate of the last step over the peak
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -36,7 +36,7 @@ class OptimizerSection:
         if not 0 <= self.final_ratio <= 1:
             raise ValueError(f"optimizer.final_ratio must be in [0, 1], got {self.final_ratio}")
         if not 0 < _in_float32(self.learning_rate) < math.inf:
-            raise ValueError(f"optimizer.learning_rate must be positive, got {_told(self.learning_rate)}")
+            raise ValueError(f"optimizer.learning_rate must be positive, got {_shown(self.learning_rate)}")
         if self.warmup_steps < 0:
             raise ValueError(f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}")
         bounds = {"b1": (0, 1), "b2": (0, 1), "eps": (0, math.inf), "weight_decay": (0, 10), "clip_norm": (0, math.inf)}
@@ -44,22 +44,22 @@ class OptimizerSection:
             value = getattr(self, name)
             held = _in_float32(value)
             if not low <= held < high or (value and not held):
-                raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {_told(value)}")
+                raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {_shown(value)}")
 
 
 def _in_float32(value: float) -> float:
-    """Returns what the step computes with: b1 = 0.99999999999 is 1, and eps = 1e39 infinite."""
+    """Returns the value that the step uses: in float32, b1 = 0.99999999999 is 1, and eps = 1e39 is infinite."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 
 
-def _told(value: float) -> str:
+def _shown(value: float) -> str:
     held = _in_float32(value)
-    return f"{value}" + (f", which float32 has as {held:g}" if held != value and held in (0, 1, math.inf) else "")
+    return f"{value}" + (f", which is {held:g} in float32" if held != value and held in (0, 1, math.inf) else "")
 
 
 def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
-    """Returns step -> learning rate, for step = 0 to `steps` - 1; the last has `final_ratio` of the peak.
+    """Returns step -> learning rate, for step = 0 to `steps` - 1; it ends at `final_ratio` times the peak.
 
     Raises:
       ValueError: names the key.
@@ -78,7 +78,7 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
         fall = optax.linear_schedule(s.learning_rate, s.learning_rate * s.final_ratio, max(decay, 1))
         stable = optax.constant_schedule(s.learning_rate)
         rest = optax.join_schedules([stable, fall], [after - decay]) if decay else stable
-    # The first step has a rate already: (step + 1) / warmup of the peak.
+    # Warmup does not start at 0: the rate is (step + 1) / warmup of the peak.
     rise = optax.linear_schedule(s.learning_rate / max(warmup, 1), s.learning_rate, max(warmup - 1, 1))
     return optax.join_schedules([rise, rest], [warmup]) if warmup else rest
 

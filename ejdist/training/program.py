@@ -1,4 +1,5 @@
-"""A recipe's sections, and the training step that they make on a mesh. Nothing here runs: a step may be compiled ahead."""
+"""A recipe's sections, and the training step built from them on a mesh. Nothing here runs, so a step can be compiled ahead of
+time."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ from kernels.framework.registry import Platform
 class RunSection:
     """The `run` section of a recipe."""
 
-    dir: str = operational("outputs/run")  # everything that the run writes; a run that is there goes on
+    dir: str = operational("outputs/run")  # everything that the run writes; an existing run resumes
     steps: int = compared(200, recorded=True)  # of the whole run; the schedule ends there. Compared by `check_same_run`
-    # Go on past the end that the schedule had: rates from here on follow the new run.steps.
+    # Continue past the end of the schedule: rates follow the new run.steps from here on.
     extend: bool = operational(False)
     stop_after: int | None = operational(None)  # stop at this step, with a checkpoint; the schedule does not change
     seed: int = compared(0)  # of parameters and data; compared by the data cursor
@@ -46,11 +47,11 @@ class RunSection:
     host_timeout: float = operational(900)
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; nothing is looked for on the disk."""
+        """Raises ValueError naming the key and the remedy; does not touch the disk."""
         if self.steps < 1:
             raise ValueError(f"run.steps must be at least 1, got {self.steps}")
         if self.stop_after is not None and self.stop_after < 1:
-            raise ValueError(f"run.stop_after must be at least 1, or null to make all steps, got {self.stop_after}")
+            raise ValueError(f"run.stop_after must be at least 1, or null to run all steps, got {self.stop_after}")
         if self.cpu_devices < 1:
             raise ValueError(f"run.cpu_devices must be at least 1, got {self.cpu_devices}")
         if not 0 <= self.seed < 2**32:
@@ -66,26 +67,28 @@ class RunSection:
 class SequenceSection:
     """The `sequence` section of a recipe."""
 
-    scheme: str = operational("ring")  # how keys and values travel over sp: ring, all_gather
-    order: str = operational("zigzag")  # how tokens lie on sp: contiguous, zigzag, striped
+    scheme: str = operational("ring")  # context-parallel strategy, how keys and values move over sp: ring, all_gather
+    order: str = operational("zigzag")  # order of tokens over sp: contiguous, zigzag, striped
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; the order says itself what is wrong with it."""
+        """Raises ValueError naming the key and the remedy; `Order` validates the order."""
         if self.scheme not in SEQUENCE_SCHEMES:
             raise ValueError(f"sequence.scheme = {self.scheme!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
 
 
 @dataclass
 class ExpertsSection:
-    """The `experts` section of a recipe: where experts lie and how tokens get to them; see `ejdist.moe`."""
+    """The `experts` section of a recipe: how experts are sharded and tokens dispatched to them; see `ejdist.moe`."""
 
-    # Mesh axes that they are split over: ep, or such as also split the sequence or parameters.
+    # Mesh axes that experts are sharded over: ep, or axes that also shard the sequence or parameters.
     axes: tuple[str, ...] = operational((EP,))
-    dispatch: str = operational("auto")  # all_gather, all_to_all, ragged_all_to_all, two_level; auto says which and why
-    buffer: float = operational(1.25)  # rows that a pass has room for, as a multiple of those of balanced experts
-    chunks: int = operational(1)  # parts of a pass, of which one travels while another is multiplied
-    capacity: float | None = None  # tokens of an expert at most, as a multiple of balanced ones; null: none is dropped
-    # Steps between rows of metrics.jsonl that hold the tokens of each expert; 0: none does.
+    dispatch: str = operational(
+        "auto"
+    )  # all_gather, all_to_all, ragged_all_to_all, two_level; auto logs its choice and why
+    buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
+    chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
+    capacity: float | None = None  # most tokens per expert, as a multiple of the balanced load; null: none is dropped
+    # Steps between rows of metrics.jsonl that hold the tokens of each expert; 0: never.
     load_every: int = operational(10)
 
     def __post_init__(self) -> None:
@@ -96,7 +99,7 @@ class ExpertsSection:
         unknown = [a for a in self.axes if a not in (*BATCH_AXES, SP)]
         if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
             known = ", ".join((*BATCH_AXES, SP))
-            raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that split the tokens: {known}")
+            raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that shard the tokens: {known}")
         if self.dispatch != "auto" and self.dispatch not in SCHEMES:
             raise ValueError(f"experts.dispatch = {self.dispatch!r} is unknown; use auto, {', '.join(SCHEMES)}")
         for key, value in (("buffer", self.buffer), ("capacity", self.capacity)):
@@ -108,13 +111,13 @@ class ExpertsSection:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
 
     def table(self, table: Axes) -> Axes:
-        """Returns where dims lie, with the experts where this says."""
+        """Returns the table of dims to axes, with the experts on this section's axes."""
         return {**table, "E": self.axes}
 
 
 @dataclass
 class TrainSections:
-    """What a training run is made from; `recipes.schema.Recipe` is this."""
+    """All sections of a training run; `recipes.schema.Recipe` extends this."""
 
     run: RunSection = field(default_factory=RunSection)
     model: Any = None  # a section with `vocab_size` and `build()`, which returns a `Model`
@@ -129,21 +132,21 @@ class TrainSections:
     curriculum: list[StageSection] = compared(default_factory=list)  # compared by `check_history`
     accumulation: int = 1  # microbatches of a step
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
-    platform: str | None = operational(None)  # backend of every operation; null for the fastest
-    # The same bits from the same step, where a faster backend adds in any order.
+    platform: str | None = operational(None)  # backend of every operation; null: the fastest
+    # Bitwise reproducible steps, even where a faster backend sums in arbitrary order.
     deterministic_attention: bool = operational(False)
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy: for its own keys, and for what several sections must agree on."""
+        """Raises ValueError naming the key and the remedy: for top-level keys, and for constraints between sections."""
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
-        # Of a curriculum, each stage has its own.
+        # Each stage of a curriculum has its own.
         if not self.curriculum and self.data.global_batch % self.accumulation:
             raise ValueError(
                 f"data.global_batch = {self.data.global_batch} must be a multiple of accumulation = {self.accumulation}"
             )
         if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss must be a number that is not negative, got {self.z_loss}; 0 for none")
+            raise ValueError(f"z_loss must be finite and not negative, got {self.z_loss}; 0 for none")
         known = dict.fromkeys([*Platform, *(name for op in kernels.operations().values() for name in op.order)])
         if self.platform is not None and self.platform not in known:
             raise ValueError(f"platform = {self.platform!r} is unknown; use null or one of {', '.join(known)}")
@@ -156,7 +159,7 @@ class TrainSections:
 
 @dataclass(frozen=True)
 class Program:
-    """A training step on a mesh, and where its arguments lie."""
+    """A training step on a mesh, and the shardings of its arguments."""
 
     model: Model
     mesh: jax.sharding.Mesh
@@ -168,9 +171,11 @@ class Program:
     )
     state: Any  # tree of jax.ShapeDtypeStruct with shardings
     batch: dict[str, jax.ShapeDtypeStruct]
-    limits: jax.ShapeDtypeStruct | None  # of a step that skips spikes: the largest loss and gradient norm of a good one
+    limits: (
+        jax.ShapeDtypeStruct | None
+    )  # for a step that skips spikes: the largest loss and gradient norm of a good step
     num_parameters: int
-    notes: list[str]  # what was chosen, and why; complete once the step is lowered
+    notes: list[str]  # the choices made, and why; complete once the step is lowered
 
     def lower(self) -> Any:
         """Returns the step lowered for the shapes of its arguments."""
@@ -178,7 +183,7 @@ class Program:
 
 
 def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
-    """Returns the order of a recipe's tokens on a mesh, which may be abstract.
+    """Checks a recipe's sizes against a mesh, which may be abstract, and returns the order of its tokens there.
 
     Args:
       sections: checked by `ejdist.sections.validate`.
@@ -197,8 +202,8 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     return order
 
 
-def stored_places(sections: TrainSections, declared: Any, mesh: Any, kind: str = "parameter") -> Any:
-    """Returns the tree with the sharding of each parameter as it is stored; the mesh may be abstract.
+def param_shardings(sections: TrainSections, declared: Any, mesh: Any, kind: str = "parameter") -> Any:
+    """Returns the tree of shardings of the stored parameters; the mesh may be abstract.
 
     Raises:
       ValueError: a dim does not divide; names the parameter.
@@ -210,7 +215,7 @@ def stored_places(sections: TrainSections, declared: Any, mesh: Any, kind: str =
 
 
 def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
-    """Returns the step of a recipe on a mesh. Nothing runs and nothing is allocated: it may be compiled ahead of time.
+    """Builds the training step of a recipe on a mesh. Runs and allocates nothing, so it can be compiled ahead of time.
 
     Raises:
       ValueError: a section is wrong, or a size does not fit the mesh; names the parameter or key, and the remedy.
@@ -222,15 +227,15 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     notes: list[str] = []
     if s.curriculum:
         notes.append(
-            f"of the curriculum's {len(s.curriculum)} stages this is none: it is the recipe's own data.sequence_length, "
-            "data.global_batch, mesh and positions. Give a stage's keys, and curriculum=[], for its program"
+            f"this program uses the base recipe's data.sequence_length, data.global_batch, mesh and positions, not one of the "
+            f"curriculum's {len(s.curriculum)} stages. For a stage's program, give its keys and curriculum=[]"
         )
     ops = bind(s, mesh, order, notes.append)
     decayed = map_declared(lambda _, p: p.decay, model.declared)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
 
     def loss(params: Any, batch: dict[str, jax.Array], *, context: StepContext) -> Any:
-        with set_layout(order=order):  # for what a part calls itself, and not by `ops`
+        with set_layout(order=order):  # for operations that a part calls directly, not through `ops`
             return model.loss(params, batch, ops, z_loss=s.z_loss, context=context)
 
     key = jax.random.key(s.run.seed)
@@ -242,9 +247,11 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
         return init_state(given["params"], optimizer, own)
 
-    placed = stored_places(s, model.declared, mesh)
+    placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
-    shardings = _state_shardings(shapes, placed, mesh)._replace(buffers=stored_places(s, model.buffers, mesh, "buffer"))
+    shardings = _state_shardings(shapes, placed, mesh)._replace(
+        buffers=param_shardings(s, model.buffers, mesh, "buffer")
+    )
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")
@@ -279,7 +286,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     )
 
 
-def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, told: Any) -> Ops:
+def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choice: Any) -> Ops:
     """Returns the operations of a recipe on a mesh: its order, ring, kernels and experts."""
     s = sections
     return bind_ops(
@@ -289,12 +296,12 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, told: A
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),
-        told=told,
+        on_choice=on_choice,
     )
 
 
 def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Returns a sharding for each leaf of the state: the moments lie with their parameters, the rest is replicated."""
+    """Returns a sharding for each leaf of the state: moments are sharded like their parameters, the rest is replicated."""
     whole = replicated(mesh)
     structure = jax.tree.structure(placed)
 
@@ -305,7 +312,7 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
-    """Returns the batch on the devices, permuted to the order; `batch` has the rows from `first_row` that this host needs."""
+    """Puts a batch on the devices, permuted to the order; `batch` has this host's rows, which start at `first_row`."""
 
     def put(name: str) -> jax.Array:
         like = program.batch[name]
@@ -322,7 +329,7 @@ def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) 
 
 
 def place_limits(limits: np.ndarray, program: Program) -> tuple[jax.Array, ...]:
-    """Returns what a step takes beside state and batch: the limits, on every device, or nothing where it skips no spikes."""
+    """Returns the step's extra arguments: the limits, replicated, or nothing if it does not skip spikes."""
     like = program.limits
     if like is None:
         return ()

@@ -1,9 +1,9 @@
-"""Compares what several devices hold alike: parameters, moments and whatever else of the state is replicated.
+"""Compares replicas: the copies of parameters, moments and other state that several devices hold.
 
-After the same step with the same numbers its replicas have the same bits, and a device that computes wrong, or loses a bit of
-its memory, does not. Each device hashes what it holds, in one program without a collective; the hosts compare the hashes
-through the store of JAX's coordinator. Nothing waits: a host says its hashes some steps later, when they are there, host 0
-judges some steps after that, and all hear of it at the same step.
+Replicas have the same bits after every step, except on a device that computes wrong or loses bits of its memory. Each device
+hashes its arrays, in one program without collectives; the hosts compare the hashes through the store of JAX's coordinator.
+Nothing waits: a host publishes its hashes a few steps later, when they have arrived, host 0 compares them a few steps after
+that, and all hosts read the result at the same step.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.cluster.hosts import Hosts, Question
+from ejdist.cluster.hosts import Hosts, Round
 from ejdist.layout import spec
 from ejdist.mapped import map_shards
 from ejdist.training.guards import LAG
 from ejdist.training.integrity import digest
-from ejdist.training.leaves import name_of
+from ejdist.training.pytree_io import name_of
 
 
 class ReplicasDiffer(RuntimeError):
-    """A device holds other bits than those that hold the same array; the message names the array, the device and its host."""
+    """A device's bits differ from its replicas'; the message names the array, the device and its host."""
 
 
 @dataclass
 class _Check:
-    """One comparison on its way."""
+    """A comparison in progress."""
 
     step: int
     hashes: jax.Array  # uint32[devices, arrays]
-    age: int = 0  # steps since; after a rewind they are other ones
-    question: Question | None = None
-    judged: bool = False
+    age: int = 0  # calls of `look` since; step numbers repeat after a rewind
+    round: Round | None = None
+    compared: bool = False
 
 
 class Replicas:
@@ -44,7 +44,7 @@ class Replicas:
 
     Args:
       like: the state, as `jax.ShapeDtypeStruct` with shardings.
-      every: steps between comparisons; 0: none is ever made.
+      every: steps between comparisons; 0: never.
     """
 
     def __init__(self, hosts: Hosts, like: Any, every: int) -> None:
@@ -56,14 +56,14 @@ class Replicas:
         if self.every:
             mesh = found[0][1].sharding.mesh
             held = {name: x for name, x in found if name in self.groups}
-            # Compiled now, and not in the step that is the first to be compared.
+            # Compile now, not at the first comparison.
             self._hash = _hasher(mesh, {name: x.sharding.spec for name, x in held.items()}).lower(held).compile()
 
     def look(self, step: int, state: Any, *, saves: bool) -> None:
-        """To be called after every step, by all hosts, with its state. Before a save it waits for all that is on its way.
+        """Call it after every step, on all hosts, with its state. Before a save it waits for all comparisons in progress.
 
         Raises:
-          ReplicasDiffer: on all hosts at the same step. HostLost: a host does not say what it has.
+          ReplicasDiffer: on all hosts at the same step. HostLost: a host does not publish its hashes.
         """
         if not self.every:
             return
@@ -76,33 +76,34 @@ class Replicas:
         for check in list(self._checks):
             age = 3 * LAG if saves else check.age
             check.age += 1
-            if age >= LAG and check.question is None:
-                check.question = self._hosts.ask(f"the comparison of replicas after step {check.step}", _said(check))
-            if age >= 2 * LAG and check.question is not None and not check.judged:
-                check.question.judge(self._judge(check.step))
-                check.question.forget()
-                check.judged = True
-            if age >= 3 * LAG and check.question is not None:
+            if age >= LAG and check.round is None:
+                name = f"the comparison of replicas after step {check.step}"
+                check.round = self._hosts.begin_round(name, _hashes_of(check))
+            if age >= 2 * LAG and check.round is not None and not check.compared:
+                check.round.reduce(self._comparison(check.step))
+                check.round.delete_values()
+                check.compared = True
+            if age >= 3 * LAG and check.round is not None:
                 self._checks.popleft()
-                if text := check.question.answer():
+                if text := check.round.result():
                     raise ReplicasDiffer(text)
                 self._agreed = check.step
 
-    def _judge(self, step: int) -> Any:
+    def _comparison(self, step: int) -> Any:
         agreed = f"after step {self._agreed}" if self._agreed else "at the start"
-        return lambda said: different(said, self.groups, step, agreed)
+        return lambda hashes: different(hashes, self.groups, step, agreed)
 
 
-def different(said: dict[int, Any], groups: dict[str, list[list[int]]], step: int, agreed: str) -> str | None:
-    """Returns what is to be said of replicas that differ, None where all agree.
+def different(reports: dict[int, Any], groups: dict[str, list[list[int]]], step: int, agreed: str) -> str | None:
+    """Returns a message about replicas that differ, None if all agree.
 
     Args:
-      said: host -> [its name, device -> the hashes of all arrays, eight hexadecimal digits each].
-      groups: array -> the groups of devices that hold the same part of it.
-      agreed: when they last did, in words.
+      reports: host -> [its name, device -> the hashes of all arrays, eight hexadecimal digits each].
+      groups: array -> the groups of devices that hold the same shard of it.
+      agreed: when they last agreed, for the message.
     """
-    owner = {int(device): (host, name) for host, (name, held) in said.items() for device in held}
-    hashes = {int(device): text for _, held in said.values() for device, text in held.items()}
+    owner = {int(device): (host, name) for host, (name, held) in reports.items() for device in held}
+    hashes = {int(device): text for _, held in reports.values() for device, text in held.items()}
     odd: dict[str, list[str]] = {}
     for n, (name, held) in enumerate(groups.items()):
         for group in held:
@@ -124,8 +125,8 @@ def different(said: dict[int, Any], groups: dict[str, list[list[int]]], step: in
     others = "" if len(odd) == 1 else f"; {len(odd) - 1} more sets of devices differ too"
     return (
         f"after step {step} {names[0]}{more} has {sides}{others}. They agreed {agreed}, and nothing was saved "
-        "since they differ: such a device computes wrong or loses bits. Take its host out of service, and start again: the run "
-        "goes on from the last checkpoint"
+        "since: such a device computes wrong or loses bits. Take its host out of service, and start again: "
+        "the run resumes from the last checkpoint"
     )
 
 
@@ -134,14 +135,14 @@ def _named(device: int, owner: dict[int, tuple[int, str]]) -> str:
     return f"device {device} of host {host} ({name})"
 
 
-def _said(check: _Check) -> dict[str, str]:
+def _hashes_of(check: _Check) -> dict[str, str]:
     """Returns device -> its hashes as text, for the devices of this host."""
     shards = check.hashes.addressable_shards
     return {str(s.device.id): "".join(f"{int(x):08x}" for x in np.asarray(s.data).ravel()) for s in shards}
 
 
 def _replicated(x: Any) -> list[list[int]]:
-    """Returns the groups of several devices that hold the same part of an array."""
+    """Returns the groups of two or more devices that hold the same shard of an array."""
     groups = collections.defaultdict(list)
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         groups[tuple(at.indices(size)[:2] for at, size in zip(index, x.shape, strict=True))].append(device.id)
@@ -152,7 +153,7 @@ def _hasher(mesh: Any, specs: dict[str, Any]) -> Any:
     """Returns the jitted function: name -> array to uint32[devices, arrays], each device's own hashes."""
 
     def body(arrays: dict[str, jax.Array]) -> jax.Array:
-        found = digest(arrays)
-        return jnp.stack([found[name] for name in specs])[None]
+        hashes = digest(arrays)
+        return jnp.stack([hashes[name] for name in specs])[None]
 
     return jax.jit(map_shards(body, mesh, (specs,), spec(("B", "_"), {"B": tuple(mesh.axis_names)})))

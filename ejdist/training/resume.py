@@ -1,10 +1,10 @@
-"""Whether a recipe may go on with the run that is in run.dir: whatever decides the losses must be what it was.
+"""Checks that a recipe may resume the run in run.dir: every key that affects the losses must be unchanged.
 
-Every key decides but those whose section says that they do not, see `ejdist.sections`.
+A key affects the losses unless its section declares otherwise, see `ejdist.sections`.
 
-`run.steps` alone may change. The learning rate of a step depends on it through the schedule, so it is allowed where the rates
-of all the steps made are the same under the new total: then this is the run that would have had that total from the start.
-It is so with a constant rate, and with wsd before its decay. Elsewhere `run.extend` says that it is meant.
+Only `run.steps` may change. The schedule depends on it, so a change is allowed if the rates of all steps run so far stay the
+same under the new total: the run is then the one that would have had that total from the start. This holds for a constant rate,
+and for wsd before its decay. Otherwise `run.extend` confirms the change.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _STEPS = "run.steps"
 
 
 def _as_stored(value: Any) -> Any:
-    """Returns a value as a checkpoint gives it back."""
+    """Returns a value as it comes back from a checkpoint, through JSON."""
     return json.loads(json.dumps(value))
 
 
 def fingerprint(sections: TrainSections) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of its recipe: the keys that decide the losses, and those that are recorded."""
+    """Returns the recipe keys that a checkpoint stores: those that affect the losses, and those marked as recorded."""
     return {key.name: _as_stored(key.value) for key in keys_of(sections) if key.recorded}
 
 
 def _changes(stored: dict[str, Any], sections: TrainSections) -> list[str]:
-    """Returns a phrase for each key that decides, and is not what it was in the run with this fingerprint."""
+    """Returns a phrase for each key that affects the losses and differs from the fingerprint."""
     found = []
     keys = {key.name: key for key in keys_of(sections)}
     for name, key in sorted(keys.items()):
         if not key.decides:
             continue
-        # A key that did not exist then had the meaning that its default has.
+        # A key that did not exist then behaved as its default does now.
         was = stored.get(name, _as_stored(key.default))
         if _as_stored(key.canonical(was)) != _as_stored(key.canonical(key.value)):
             since = "" if name in stored else " (the default: that run has no such key)"
@@ -50,8 +50,8 @@ def _changes(stored: dict[str, Any], sections: TrainSections) -> list[str]:
 
 
 def changed_rate(section: OptimizerSection, old: int, new: int, made: int) -> tuple[int, float, float] | None:
-    """Returns (step, its learning rate, the rate that it would have had) for the first of the steps made whose rate depends
-    on whether the run has `old` or `new` steps; None if none does. Steps are counted from 1."""
+    """Returns (step, its learning rate, the rate under the new total) for the first of the `made` steps whose rate differs
+    between a run of `old` and one of `new` steps; None if there is none. Steps count from 1."""
     steps = np.arange(made)
     was, would = (np.broadcast_to(np.asarray(make_schedule(section, n)(steps)), made) for n in (old, new))
     different = np.flatnonzero(was != would)
@@ -62,7 +62,7 @@ def changed_rate(section: OptimizerSection, old: int, new: int, made: int) -> tu
 
 
 def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, where: Path) -> None:
-    """Raises ValueError, naming the keys, if the run with this fingerprint, which made so many steps, may not go on."""
+    """Raises ValueError, naming the keys, if the run with this fingerprint and `made` steps may not resume with this recipe."""
     changed = _changes(stored, sections)
     old, new = stored.get(_STEPS), sections.run.steps
     if old == new and not changed:
@@ -79,16 +79,16 @@ def check_same_run(stored: dict[str, Any], sections: TrainSections, made: int, w
     step, was, would = rate
     remedy = f"restore {_STEPS}, or {ELSEWHERE}"
     if new > old:
-        remedy = f"run.extend=true goes on all the same, with the rates of the new {_STEPS} from here; or {remedy}"
+        remedy = f"set run.extend=true to resume anyway, with the rates of the new {_STEPS} from here on; or {remedy}"
     raise ValueError(
-        f"the run in {where} has made {made} steps with {_STEPS}: was {old}, is {new}; with {new} they would have had other "
-        f"learning rates under optimizer.schedule={sections.optimizer.schedule} (step {step} had {was:.9g}, and not "
-        f"{would:.9g}), so that the losses would be of neither run; {remedy}"
+        f"the run in {where} has {made} steps with {_STEPS}: was {old}, is {new}; with {new} their learning rates would "
+        f"differ under optimizer.schedule={sections.optimizer.schedule} (step {step} had {was:.9g}, not "
+        f"{would:.9g}), so the losses would match neither run; {remedy}"
     )
 
 
-def how_to_go_on(run: RunSection, optimizer: OptimizerSection, made: int) -> str:
-    """Returns what to change for more steps, of a run that has made as many as it was to."""
+def how_to_continue(run: RunSection, optimizer: OptimizerSection, made: int) -> str:
+    """Returns the keys to raise for more steps, for a run that has run all of its steps."""
     keys = []
     if made >= run.steps:
         doubled = changed_rate(optimizer, run.steps, 2 * run.steps, made)

@@ -35,12 +35,12 @@ class Run:
         own = None if not is_url(str(folder)) and (self.folder / "checkpoints").is_dir() else str(self.folder)
         if own is not None and not is_url(own) and not has_steps(Path(own)):
             raise WeightsError(
-                f"{own} has no checkpoint of a run; give the run.dir of one that has, or its checkpoint.dir"
+                f"{own} holds no checkpoint; give the run.dir of a run that has one, or its checkpoint.dir"
             )
         self._checkpoints = Checkpoints(str(self.folder), CheckpointSection(dir=own))
         last = self._checkpoints.latest()
         if last is None:
-            raise WeightsError(f"{self.folder} has no checkpoint of a run; give the run.dir of one that has")
+            raise WeightsError(f"{self.folder} holds no checkpoint; give the run.dir of a run that has one")
         steps = self._checkpoints.steps()[::-1]
         if step is not None and step not in steps:
             raise WeightsError(
@@ -92,7 +92,7 @@ def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
     given = {k.removeprefix("model."): v for k, v in recipe.items() if k.startswith("model.")}
     strange = sorted(set(given) - set(flat(DecoderConfig())))
     if strange:
-        raise WeightsError(f"{where} is a run of another model: it has model.{strange[0]}, which the decoder has not")
+        raise WeightsError(f"{where} has another model: it has model.{strange[0]}, which the decoder does not have")
     tree = nested(given)
     experts, latent = ExpertsShape(**tree.pop("experts", {})), LatentShape(**tree.pop("latent", {}))
     return DecoderConfig(**tree, experts=experts, latent=latent)

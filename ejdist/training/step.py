@@ -1,4 +1,4 @@
-"""One step of training: forward, loss, gradient, update, metrics. No mesh axis, backend or recipe key is in here."""
+"""One training step: forward, loss, gradient, update, metrics. It knows no mesh axis, backend or recipe key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     params: Any
     opt_state: Any
-    buffers: Any  # what changes without a gradient, such as the bias of a router
+    buffers: Any  # state that changes without a gradient, such as the bias of a router
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, buffers: Any = None) -> TrainState:
@@ -27,12 +27,12 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, buffers: An
 
 
 def microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
-    """Returns [count, B / count, ...] of each array; microbatch i has rows i, i + count, ..., so that every device keeps
-    its share of each."""
+    """Reshapes each array to [count, B / count, ...]; microbatch i has rows i, i + count, ..., so that every device keeps its
+    share of each."""
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % count:
         raise ValueError(
-            f"a batch of {rows} rows cannot be split into {count} equal microbatches; change one of the two"
+            f"a batch of {rows} rows cannot be split into {count} equal microbatches; change either number"
         )
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), batch)
 
@@ -54,16 +54,15 @@ def make_train_step(
       loss: (params, batch, context=StepContext) -> (sum over tokens, metrics, with "tokens" among them).
       accumulation: microbatches whose gradients are summed, in float32, before the one update. The result is the mean over
         all tokens of the batch, whatever the number.
-      place: applied to the gradients of each microbatch. On a mesh, puts them where the parameters lie: left alone, the
-        compiler is free to keep a sum whole on every device.
-      update: (buffers, the "update" metrics of the whole batch) -> buffers; once a step.
-      report: (the numbers of the whole batch) -> more that follow from them.
-      schedule: steps made before -> the learning rate, which is then among the metrics. The host need not compute it, which
-        on an accelerator would wait for the step.
-      skip: updates that are not applied: "nonfinite", where the loss or the gradient norm is no finite number, and "spike",
-        where one of them is above `limits`, float32[2]: the largest loss and gradient norm of a good step. Parameters, moments
-        and buffers then stay what they were, and the optimizer's count of updates too; the step is counted, and with it the
-        schedule goes on. "skipped" is among the metrics.
+      place: applied to the gradients of each microbatch. On a mesh, shards them like the parameters: without it the compiler
+        may keep a replicated sum on every device.
+      update: (buffers, the "update" metrics of the whole batch) -> buffers; once per step.
+      report: (metrics of the whole batch) -> metrics derived from them.
+      schedule: steps before this one -> the learning rate, which is added to the metrics, so that the host need not compute it,
+        which on an accelerator would wait for the step.
+      skip: when not to apply the update: "nonfinite", if the loss or the gradient norm is not finite; "spike", if one of them
+        exceeds `limits`, float32[2]: the largest loss and gradient norm of a good step. Parameters, moments, buffers and the
+        optimizer's update count then stay unchanged; the step count and the schedule advance. Adds "skipped" to the metrics.
     """
     if unknown := sorted(set(skip) - {"nonfinite", "spike"}):
         raise ValueError(f"skip has {unknown[0]!r}; there are nonfinite and spike")
@@ -78,28 +77,28 @@ def make_train_step(
         state: TrainState, batch: dict[str, jax.Array], limits: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         if accumulation == 1:
-            found, grads = gradient(state, batch, jnp.int32(0))
+            sums, grads = gradient(state, batch, jnp.int32(0))
         else:
 
             def add(total: Any, part: Any) -> tuple[Any, None]:
-                (metrics, sums), (more, grads) = total, gradient(state, *part)
-                # Without it XLA sees a sum of reductions, and makes it a reduction of the sum after the loop: of gradients that
-                # are whole on every device until then. For some programs its TPU compiler fails at that.
+                (metrics, grad_sum), (more, grads) = total, gradient(state, *part)
+                # Without the barrier XLA hoists the reduction out of the loop, which keeps unsharded gradients on every device
+                # until then. For some programs its TPU compiler also fails.
                 grads = jax.lax.optimization_barrier(grads)
                 joined = {name: m.plus(more[name]) for name, m in metrics.items()}
-                return (joined, jax.tree.map(jnp.add, sums, grads)), None
+                return (joined, jax.tree.map(jnp.add, grad_sum, grads)), None
 
             parts = microbatches(batch, accumulation), jnp.arange(accumulation, dtype=jnp.int32)
             shapes = jax.eval_shape(lambda p: gradient(state, *p), jax.tree.map(lambda x: x[0], parts))
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
-            (found, grads), _ = jax.lax.scan(add, ({name: m.start() for name, m in shapes[0].items()}, zeros), parts)
-        count = jnp.maximum(found["tokens"].value, 1)
+            (sums, grads), _ = jax.lax.scan(add, ({name: m.start() for name, m in shapes[0].items()}, zeros), parts)
+        count = jnp.maximum(sums["tokens"].value, 1)
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda g: g / count, grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        buffers = update(state.buffers, {name: m.value for name, m in found.items() if m.how == "update"})
-        metrics = {name: m.reported(count) for name, m in found.items() if m.how != "update"}
+        buffers = update(state.buffers, {name: m.value for name, m in sums.items() if m.how == "update"})
+        metrics = {name: m.reported(count) for name, m in sums.items() if m.how != "update"}
         metrics |= report(metrics)
         metrics["grad_norm"] = optax.tree.norm(grads)
         if schedule is not None:
@@ -120,13 +119,13 @@ def _is_wrong(loss: jax.Array, norm: jax.Array, limits: jax.Array | None, skip: 
         wrong |= ~(jnp.isfinite(loss) & jnp.isfinite(norm))
     if "spike" in skip:
         if limits is None:
-            raise ValueError("a step that skips spikes takes limits, float32[2], beside the batch")
+            raise ValueError("a step that skips spikes takes limits, float32[2], after the batch")
         wrong |= (loss > limits[0]) | (norm > limits[1])
     return wrong
 
 
 def _unless(wrong: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-    """Returns the old state where the new one is wrong, but for what counts steps: the learning rate is that of its step."""
+    """Returns the old state if the new one is wrong, except for the counter of the learning rate schedule, which advances."""
 
     def counts_steps(x: Any) -> bool:
         return isinstance(x, optax.ScaleByScheduleState)

@@ -1,4 +1,4 @@
-"""The steps of a run: feeds the devices, saves, goes back where a guard asks for it, and on to the next stage."""
+"""The step loop of a run: feeds the devices, saves, rewinds when a guard asks for it, and moves on to the next stage."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from ejdist.cluster.agreement import program_digest
 from ejdist.sections import flat
+from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
-from ejdist.training.guards import Finite, Passed, Rewind, Watch, stopped
-from ejdist.training.metrics import MetricsWriter, cannot_write
-from ejdist.training.opening import Run, resume, start_from
-from ejdist.training.pace import CALLS, DATA, HOST, SAVES, WAITS, Pace
+from ejdist.training.guards import Finite, Rewind, SkippedBatches, Watch, stopped
+from ejdist.training.metrics import MetricsWriter, write_error
 from ejdist.training.program import local_rows, place_batch, place_limits
 from ejdist.training.replicas import Replicas
-from ejdist.training.saves import Tier
+from ejdist.training.setup import Run, resume, start_from
 from ejdist.training.start import Source
+from ejdist.training.step_timer import CALLS, DATA, HOST, SAVES, WAITS, StepTimer
 from ejdist.training.stop import Diverged, Stop
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The step of a stage, what compares its replicas, and what looks at its parameters."""
+    """The compiled programs of a stage: its step, the hash of its replicas, and the check of its parameters."""
 
     stage: int
     step: Any
@@ -31,7 +31,8 @@ class Compiled:
 
 
 def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Compiled:
-    """Returns the compiled step of the run's stage. Raises unless all hosts come to it with the same, and with `more`."""
+    """Returns the compiled step of the run's stage. Raises HostsDiffer unless all hosts have the same program, data and
+    `more`."""
     ledger.phase("compile")
     program = run.program
     lowered = program.lower()
@@ -40,180 +41,184 @@ def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -
     run.hosts.compare(moment, facts)
     step = lowered.compile()
     replicas = Replicas(run.hosts, program.state, run.sections.guards.replicas_every)
-    made = Compiled(run.stage.number, step, replicas, Finite(program.state.params, program.mesh))
+    compiled = Compiled(run.stage.number, step, replicas, Finite(program.state.params, program.mesh))
     ledger.phase("restart")
-    return made
+    return compiled
 
 
 @dataclass
-class Begun:
-    """What steps go on from; `state` is taken out by whoever uses it up.
+class LoopState:
+    """The state that the loop continues from. `state` is None once the loop has donated it.
 
     Attributes:
-      run: in the stage that goes on.
-      kept: of guards, in the checkpoint.
+      run: the run in its current stage.
+      guards: the guards' state in the checkpoint, see `Watch.to_json`.
     """
 
     run: Run
     step: int
     state: Any
-    kept: dict[str, Any]
-    passed: Passed
+    guards: dict[str, Any]
+    skipped: SkippedBatches
 
 
-def begin(run: Run, found: list[tuple[int, Tier]], source: Source | None, say: Any) -> Begun:
-    """Returns the state of the last of these checkpoints that is whole, or the first one. To be called by all hosts.
+def start_state(run: Run, found: list[tuple[int, Tier]], source: Source | None, log: Any) -> LoopState:
+    """Returns the state of the newest of these checkpoints that is intact, or the initial state. Call it on all hosts.
 
     Raises:
-      ValueError: another process trains in a folder of the run, or has since this one looked; and as `resume`.
+      ValueError: another process trains in a folder of the run, or has since this one started; and as `resume`.
     """
     if found:
-        run, step, state, beside = resume(run, found, say)
-        kept = beside.get("guards", {})
+        run, step, state, metadata = resume(run, found, log)
+        guards = metadata.get("guards", {})
     else:
-        step, kept = 0, {}
-        state = run.program.init() if source is None else start_from(run.program, source, say)
+        step, guards = 0, {}
+        state = run.program.init() if source is None else start_from(run.program, source, log)
     hosts = run.hosts
     for lock in run.locks:
         try:
-            taken = lock.take(say, make=True)
+            taken = lock.take(log, make=True)
         except OSError as error:
-            raise cannot_write(lock.directory, error, lock.key) from error
-        # There was no such folder when this run was opened.
+            raise write_error(lock.directory, error, lock.key) from error
+        # The folder did not exist when this run was opened.
         if taken and any(p.name == "metrics.jsonl" or p.name.isdigit() for p in lock.directory.iterdir()):
             raise ValueError(
-                f"{lock.key} = {str(lock.directory)!r}: another process has trained in it since this one was started; start "
-                f"this one again, which goes on from there, or choose another {lock.key}"
+                f"{lock.key} = {str(lock.directory)!r}: another process has trained in it since this one started; start "
+                f"this one again to resume from there, or choose another {lock.key}"
             )
-    rewinds = Passed.read(run.directory, kept.get("passed", ()), step).rewinds if hosts.index == 0 else None
-    return Begun(run, step, state, kept, Passed(hosts.say("the batches that rewinds went past", rewinds)))
+    rewinds = SkippedBatches.read(run.directory, guards.get("passed", ()), step).rewinds if hosts.index == 0 else None
+    return LoopState(
+        run, step, state, guards, SkippedBatches(hosts.broadcast("the batches that rewinds skipped", rewinds))
+    )
 
 
 @dataclass
 class Steps:
-    """The steps from a state to the end, past rewinds and through stages.
+    """Runs the steps from a state to the end, through rewinds and stages.
 
     Attributes:
-      source: where the first state has its parameters from, should a run go back to it.
+      recipe: the recipe with all stages.
+      source: of the initial parameters, in case the run rewinds to step 0.
     """
 
-    recipe: Any  # TrainSections, with all stages
+    recipe: Any  # TrainSections
     source: Source | None
     stop: Stop
-    pace: Pace
+    timer: StepTimer
     ledger: Ledger
-    say: Any
+    log: Any
 
-    def make(self, begun: Begun, compiled: Compiled, end: int) -> tuple[Run, int]:
-        """Returns (the run in the stage that made it, the last step). `begun.state` is used up."""
-        # Where the newest checkpoint was damaged, it may be of an earlier stage.
-        compiled = self._compiled(begun, compiled)
+    def run(self, current: LoopState, compiled: Compiled, end: int) -> tuple[Run, int]:
+        """Returns (the run in its last stage, the last step). Donates `current.state`."""
+        # If the newest checkpoint was damaged, the run may resume in an earlier stage.
+        compiled = self._compiled(current, compiled)
         while True:
-            run, until = begun.run, min(end, begun.run.stage.until)
+            run, until = current.run, min(end, current.run.stage.until)
             bad = None
             try:
-                last = self._to(until, begun, compiled)
+                last = self._to(until, current, compiled)
                 if last == end or last < until or self.stop.signals:
                     return run, last
             except Rewind as error:
-                bad = error.step, str(error)  # and not the error, which holds the frames that hold the state
-            # Restored and compiled within the limits of a save.
-            with self.pace.at(SAVES):
-                begun = self._rewind(begun, *bad) if bad else self._next_stage(run)
-                compiled = self._compiled(begun, compiled)
+                bad = error.step, str(error)  # not the error itself, whose frames keep the state alive
+            # Restoring and compiling get the time limit of a save.
+            with self.timer.during(SAVES):
+                current = self._rewind(current, *bad) if bad else self._next_stage(run)
+                compiled = self._compiled(current, compiled)
 
-    def _compiled(self, begun: Begun, before: Compiled) -> Compiled:
-        """Returns the step of the stage that goes on."""
-        run = begun.run
+    def _compiled(self, current: LoopState, before: Compiled) -> Compiled:
+        """Returns the programs of the current stage."""
+        run = current.run
         if run.stage.number == before.stage:
             return before
-        made = compile_stage(run, f"step {begun.step + 1}", {"checkpoint": begun.step}, self.ledger)
-        tell_stage(run, self.say)
-        return made
+        compiled = compile_stage(run, f"step {current.step + 1}", {"checkpoint": current.step}, self.ledger)
+        log_stage(run, self.log)
+        return compiled
 
-    def _to(self, until: int, begun: Begun, compiled: Compiled) -> int:
-        """Returns the last step made, of those of a stage."""
-        run, s, start = begun.run, begun.run.sections, begun.step
-        watch = Watch(s.guards, run.directory, compiled.finite, begun.kept)
+    def _to(self, until: int, current: LoopState, compiled: Compiled) -> int:
+        """Runs the steps of a stage, and returns the last one."""
+        run, s, start = current.run, current.run.sections, current.step
+        watch = Watch(s.guards, run.directory, compiled.finite, current.guards)
         writer = None
         if run.hosts.index == 0:
             tables = s.experts.load_every
             recipe = flat(self.recipe)
             writer = MetricsWriter(run.directory, start, s.run.steps, tables_every=tables, recipe=recipe)
-        state, begun.state = begun.state, None
-        guards = Guards(watch, begun.passed, compiled.replicas, self.pace)
+        state, current.state = current.state, None
+        guards = Guards(watch, current.skipped, compiled.replicas, self.timer)
         try:
-            return make_steps(run, compiled.step, state, writer, start, until, self.stop, guards)
+            return run_steps(run, compiled.step, state, writer, start, until, self.stop, guards)
         finally:
             if writer is not None:
                 writer.close()
 
-    def _next_stage(self, run: Run) -> Begun:
-        """Returns what the next stage goes on from: the state that this one has saved at its end."""
+    def _next_stage(self, run: Run) -> LoopState:
+        """Returns the start of the next stage: the state that this one saved at its end."""
         last = run.stage.until
         self.ledger.phase("restart", step=last)
-        return begin(run.after(last), [(last, run.saves.durable)], None, lambda line: None)
+        return start_state(run.in_stage_after(last), [(last, run.saves.durable)], None, lambda line: None)
 
-    def _rewind(self, begun: Begun, bad: int, words: str) -> Begun:
-        """Returns what the run goes on from after a bad step: the last checkpoint, and the batches after those since."""
-        run, passed = begun.run, begun.passed
+    def _rewind(self, current: LoopState, bad: int, words: str) -> LoopState:
+        """Returns the state to continue from after a bad step: the last checkpoint, with every batch since then skipped."""
+        run, skipped = current.run, current.skipped
         run.saves.wait()
-        found = run.saves.find(run.program.state, self.say)
+        found = run.saves.find(run.program.state, self.log)
         restored = found[0][0] if found else 0
-        times = passed.times(restored)
+        times = skipped.num_rewinds(restored)
         if times >= run.sections.guards.most_rewinds:
-            many = f"the run has gone back to step {restored} {times} times (guards.most_rewinds)"
+            many = f"the run has rewound to step {restored} {times} times (guards.most_rewinds)"
             raise Diverged(stopped(f"{words}, and {many}", run.directory, "a larger guards.most_rewinds"))
-        self.pace.goes_back(restored)
-        new = passed.past(bad, restored)
-        gone = f"batches {passed.number(restored + 1)} to {passed.number(bad)}"
-        self.say(f"{words}: going back to step {restored} and past {gone}")
+        self.timer.rewind(restored)
+        new = skipped.after_rewind(bad, restored)
+        batches = f"batches {skipped.number(restored + 1)} to {skipped.number(bad)}"
+        self.log(f"{words}: rewinding to step {restored} and skipping {batches}")
         if run.hosts.index == 0:
             new.write(run.directory)
-        again = begin(run, found, self.source, self.say)
-        if again.step < restored:  # that checkpoint is damaged: what was made up to it is given up too
-            self.pace.goes_back(again.step)
+        again = start_state(run, found, self.source, self.log)
+        if again.step < restored:  # that checkpoint is damaged, so the steps before it are lost too
+            self.timer.rewind(again.step)
         return again
 
 
-def tell_stage(run: Run, say: Any) -> None:
-    """Says which stage it is, where there are several, and what its program has chosen."""
+def log_stage(run: Run, log: Any) -> None:
+    """Logs the stage, if there are several, and the choices made for its program."""
     if run.stage.count > 1:
-        say(run.stage.told())
+        log(run.stage.describe())
     for line in dict.fromkeys(run.program.notes):
-        say(line)
+        log(line)
 
 
 @dataclass(frozen=True)
 class Guards:
-    """What looks after the steps."""
+    """The checks on the steps."""
 
     watch: Watch
-    passed: Passed
+    skipped: SkippedBatches
     replicas: Replicas
-    pace: Pace
+    timer: StepTimer
 
 
-def make_steps(
+def run_steps(
     run: Run, train_step: Any, state: Any, writer: Any, start: int, end: int, stop: Stop, guards: Guards
 ) -> int:
-    """Returns the last step made. The loop: nothing in it waits for the step just started but a save of its state."""
+    """Runs the steps `start` + 1 to `end`, and returns the last one. Only a save waits for the step that was just
+    dispatched."""
     program, data, saves = run.program, run.data, run.saves
-    watch, passed, pace = guards.watch, guards.passed, guards.pace
+    watch, skipped, timer = guards.watch, guards.skipped, guards.timer
     rows = local_rows(program)
     mesh = " ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
-    batches = data.iterator(start, end, rows, lambda made: passed.number(made + 1))
+    batches = data.iterator(start, end, rows, lambda done: skipped.number(done + 1))
     step = start
-    pace.begins(start)
+    timer.start(start)
     for step in range(start + 1, end + 1):
-        with pace.at(DATA):
+        with timer.during(DATA):
             batch = next(batches)
-        with pace.at(HOST):
+        with timer.during(HOST):
             flops = step_flops(program.model.flops, batch["segment_ids"])
             placed = place_batch(batch, program, rows.start), *place_limits(watch.limits(step), program)
-        with pace.at(CALLS):
+        with timer.during(CALLS):
             state, metrics = train_step(state, *placed)
-        with pace.at(WAITS):
+        with timer.during(WAITS):
             if writer is not None:
                 share = data.global_batch / (rows.stop - rows.start)
                 host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
@@ -221,17 +226,17 @@ def make_steps(
                 writer.put(step, metrics, host | run.labels())
             stopped_here = stop.after(step)
             where = saves.due(step, last=step == end or stopped_here)
-            watch.add(step, metrics, all_of_them=where is not None)
+            watch.add(step, metrics, wait=where is not None)
             guards.replicas.look(step, state, saves=where is not None)
             if where is not None:
                 watch.before_save(step, state.params)
         if where is not None:
-            with pace.saving(step):
-                kept = watch.keep() | {"passed": passed.until(step)}
-                where.save(step, state, run.kept(step) | {"guards": kept})
-        pace.ends(step)
+            with timer.saving(step):
+                saved = watch.to_json() | {"passed": skipped.until(step)}
+                where.save(step, state, run.checkpoint_metadata(step) | {"guards": saved})
+        timer.end_step(step)
         if stopped_here:
             break
-    with pace.saving(step):
+    with timer.saving(step):
         saves.wait()
     return step

@@ -1,4 +1,4 @@
-"""What ends a run early: a signal, at the same step on all processes; and the error of a loss that is no number."""
+"""Stops a run early: on a signal, at the same step on all processes; and the error for a loss that diverged."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from jax.experimental import multihost_utils
 
 
 class Stop:
-    """Whether the run was told to stop. All processes hear of it before the same step: each makes the same steps, or the
-    others would wait for it for ever."""
+    """Whether the run was told to stop. All processes learn it at the same step: if one ran fewer steps, the others would wait
+    for it forever."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
-        self._asked = 0
+        self._counter = 0
 
     def after(self, step: int) -> bool:
-        """Returns whether this step, which has been started, is the last. Every process asks after every step."""
-        # JAX agrees on a number that no process has asked about yet, so it must grow: that of a step goes back with a rewind.
-        self._asked += 1
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._asked):
+        """Returns whether this step, already dispatched, is the last. Every process must call it after every step."""
+        # JAX's sync point needs a counter that only grows; step numbers go back with a rewind.
+        self._counter += 1
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self._counter):
             self.signals.append(signal.SIGTERM)
         return bool(self.signals)
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Yields what SIGTERM and SIGINT are told to. A second SIGINT has its usual effect; a second SIGTERM has none:
-    schedulers send one more when time is up, while the checkpoint may be half written."""
+    """Handles SIGTERM and SIGINT in the body, and yields the `Stop` that records them. A second SIGINT has its usual effect; a
+    second SIGTERM has none, because schedulers send another when time is up, while the checkpoint may be half written."""
     stop, before = Stop(), {}
 
     def note(number: int, frame: Any) -> None:
         if number == signal.SIGINT:
             signal.signal(number, before[number])
         if jax.process_count() > 1:
-            # JAX listens for SIGTERM itself, and brings all processes to agree on a step.
+            # JAX handles SIGTERM itself, and makes all processes agree on a step.
             signal.raise_signal(signal.SIGTERM)
         else:
             stop.signals.append(number)
 
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGTERM, signal.SIGINT)
-    with contextlib.suppress(ValueError):  # not the main thread: whoever runs this handles signals
+    with contextlib.suppress(ValueError):  # not the main thread: the caller handles signals
         for number in numbers:
             before[number] = signal.signal(number, note)
     try:
@@ -55,4 +55,4 @@ def stop_on_signals() -> Iterator[Stop]:
 
 
 class Diverged(RuntimeError):
-    """The loss is no number any more, or far from what it was; the message says since when, and what to do."""
+    """The loss is not finite, or spiked; the message gives the step and the remedy."""

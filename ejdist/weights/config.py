@@ -90,7 +90,7 @@ class Keys:
         """Returns the value of a key. Raises WeightsError if there is none."""
         found = self.get(name, None, *others)
         if found is None:
-            raise WeightsError(f"{self.path} has no {name}, without which the model is not known; copy the file again")
+            raise WeightsError(f"{self.path} has no {name}, which is required; copy the file again")
         return found
 
     def only(self, name: str, *values: Any) -> None:
@@ -106,7 +106,7 @@ class Keys:
         """Raises WeightsError for a key that nobody asked for."""
         if self.get("quantization_config") is not None:
             raise WeightsError(
-                f"{self.path} has a quantization_config: parameters here are plain numbers; load the model with transformers, "
+                f"{self.path} has a quantization_config, which is not supported; load the model with transformers, "
                 "dequantize it, and save it as bfloat16"
             )
         unknown = [
@@ -158,7 +158,7 @@ def read_rope(keys: Keys, base: float) -> dict[str, Any]:
         found["rope_attention_factor"] = factor
     elif kind not in ("default", "linear", "llama3"):
         raise WeightsError(
-            f"{keys.path} has rope_type = {kind!r}, which this model does not have; it has default, linear, llama3 and yarn"
+            f"{keys.path} has rope_type = {kind!r}, which is not supported; use default, linear, llama3 or yarn"
         )
     inner.finish()
     return found

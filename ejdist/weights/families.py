@@ -274,7 +274,9 @@ class Family:
         keys.only("attention_dropout", 0.0)
         act = keys.get("hidden_act", "silu")
         if act not in ACTIVATIONS:
-            raise WeightsError(f"{keys.path} has hidden_act = {act!r}, which is none of {', '.join(ACTIVATIONS)}")
+            raise WeightsError(
+                f"{keys.path} has hidden_act = {act!r}, which is not supported; supported are {', '.join(ACTIVATIONS)}"
+            )
         found = sizes | {"activation": ACTIVATIONS[act], "tie_embeddings": keys.get("tie_word_embeddings", False)}
         found |= read_rope(keys, self.rope_base) | self.read(keys, sizes)
         keys.finish()
@@ -282,7 +284,7 @@ class Family:
         try:
             validate(section)
         except ValueError as error:
-            raise WeightsError(f"{keys.path} makes no model: {error}") from error
+            raise WeightsError(f"{keys.path} does not describe a valid model: {error}") from error
         return section
 
     def config(self, c: DecoderShape) -> dict[str, Any]:
@@ -327,7 +329,7 @@ def read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     )
     if found is None:
         named = ", ".join(map(str, names)) or content.get("model_type")
-        raise WeightsError(f"{path} is of {named}, which is not known here; there are {', '.join(FAMILIES)}")
+        raise WeightsError(f"{path} is of {named}, which is not supported; supported are {', '.join(FAMILIES)}")
     return found, found.section(keys)
 
 
@@ -348,10 +350,10 @@ def family_of(c: DecoderShape) -> tuple[str, Family]:
             return name, family
         tried.append((len(left), name, left[0]))
     if not tried:
-        raise WeightsError("the model cannot be written: no family of transformers has one like it")
+        raise WeightsError("the model cannot be exported: no family of transformers matches it")
     _, name, key = min(tried, key=lambda t: t[0])
     value = written(flat(c).get(key)) if key != "layers" else ", ".join(dict.fromkeys(c.kinds()))
     raise WeightsError(
-        f"the model cannot be written: no family of transformers has one like it; {name} is the nearest, and its config.json "
+        f"the model cannot be exported: no family of transformers matches it; {name} is the nearest, and its config.json "
         f"cannot say {'layers of the kinds ' if key == 'layers' else f'model.{key} = '}{value}"
     )

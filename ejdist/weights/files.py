@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise WeightsError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(found, dict):
-        raise WeightsError(f"{path} holds a {type(found).__name__} and not an object; copy it again")
+        raise WeightsError(f"{path} holds a {type(found).__name__}, not an object; copy it again")
     return found
 
 
@@ -68,7 +68,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise WeightsError(
-                    f"{path} is not a safetensors file, or a part of one: its {size:,} bytes do not hold the header that they "
+                    f"{path} is not a complete safetensors file: its {size:,} bytes do not hold the header that they "
                     "begin with; copy it again"
                 )
             header = json.loads(file.read(length))
@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, Stored]:
                 raise ValueError(f"tensor {name} is from byte {start} to {stop}")
             if 8 + length + stop > size:
                 raise WeightsError(
-                    f"{path} is cut off: tensor {name} ends at byte {8 + length + stop:,} of {size:,}; copy the file again"
+                    f"{path} is truncated: tensor {name} ends at byte {8 + length + stop:,} of {size:,}; copy the file again"
                 )
             tensor = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
             if tensor.dtype in DTYPES and math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize != stop - start:
@@ -94,7 +94,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, WeightsError):
             raise
-        raise WeightsError(f"{path} has a header that cannot be read ({error}); copy the file again") from error
+        raise WeightsError(f"{path} has an unreadable header ({error}); copy the file again") from error
     return found
 
 
@@ -118,7 +118,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     old = next((p.name for p in sorted(folder.glob("*.bin")) if p.is_file()), "")
-    hint = f"; {old} is of another format: save the model again as safetensors" if old else ""
+    hint = f"; {old} is in another format: save the model again as safetensors" if old else ""
     raise WeightsError(f"{folder} holds no weights: neither {INDEX} nor {SINGLE} is there{hint}")
 
 
@@ -187,7 +187,7 @@ class Files:
     def write(self, name: str, tensor: np.ndarray) -> None:
         """Writes a tensor. Raises ValueError unless it is of the dtype and shape that were said."""
         if (tensor.dtype, tensor.shape) != self._kinds[name]:
-            raise ValueError(f"tensor {name} was to be {self._kinds[name]}, and is {(tensor.dtype, tensor.shape)}")
+            raise ValueError(f"tensor {name} should be {self._kinds[name]}, and is {(tensor.dtype, tensor.shape)}")
         file = self._open[self.names[name]]
         file.seek(self._places[name])
         file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)

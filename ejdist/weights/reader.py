@@ -34,7 +34,7 @@ def tensors_in(family: Family, c: DecoderConfig, stored: Mapping[str, Any]) -> l
 
 
 def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderConfig, where: Path) -> list[str]:
-    """Returns what is left out of the files and why, a line each.
+    """Returns what is ignored in the files and why, a line each.
 
     Raises:
       WeightsError: a tensor is missing, unknown, or of another shape or dtype.
@@ -42,18 +42,14 @@ def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderCon
     wanted = {t.name: t for t in tensors}
     absent = wanted.keys() - stored.keys()
     if absent:
-        raise WeightsError(
-            f"{where} lacks {names_in(absent)}, which its config.json says that the model has; copy all of its files"
-        )
+        raise WeightsError(f"{where} lacks {names_in(absent)}, which its config.json requires; copy all of its files")
     notes, unknown = [], set(stored) - set(wanted)
     derived = {n for n in unknown if _DERIVED.search(n)}
     ahead = {n for n in unknown if (m := re.match(r"model\.layers\.(\d+)\.", n)) and int(m[1]) >= c.num_layers}
     if derived:
-        notes.append(f"left out of {where}: {names_in(derived)}, which follow from its config.json")
+        notes.append(f"ignored in {where}: {names_in(derived)}, which follow from its config.json")
     if ahead:
-        notes.append(
-            f"left out of {where}: {names_in(ahead)}, of layers after the last, which predict more tokens ahead"
-        )
+        notes.append(f"ignored in {where}: {names_in(ahead)}, which belong to multi-token prediction layers")
     unknown -= derived | ahead
     if c.tie_embeddings and "lm_head.weight" in unknown:
         _check_tied(stored, where)
@@ -84,7 +80,7 @@ def _check_tied(stored: Mapping[str, Stored], where: Path) -> None:
     alike = table is not None and (head.shape, head.dtype) == (table.shape, table.dtype) and head.dtype in DTYPES
     if not (alike and table is not None and _equal(head.open(), table.open())):
         raise WeightsError(
-            f"{where} has a lm_head.weight that is not the embedding, though its config.json ties them; set "
+            f"{where} has a lm_head.weight that differs from the embedding, though its config.json ties them; set "
             "tie_word_embeddings to false in it"
         )
 

@@ -115,7 +115,7 @@ def expand(rules: Mapping[str, Sequence[Rule]], c: DecoderShape) -> list[Tensor]
             rows[part.name] += 1
     absent = leaves.keys() - {piece.leaf for t in found for piece in t.pieces}
     if absent:
-        raise ValueError(f"no tensor of a file holds the parameter {sorted(absent)[0]}; write its rule")
+        raise ValueError(f"no tensor maps to the parameter {sorted(absent)[0]}; add its rule")
     return found
 
 

@@ -23,11 +23,11 @@ MOST = 5_000_000_000  # bytes of tensors in a file, as transformers has it
 def check_target(to: Path) -> None:
     """Raises WeightsError unless there is nothing there that writing could mix with."""
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise WeightsError(f"to = {str(to)!r} is there already; name a folder that is not, or remove it")
+        raise WeightsError(f"to = {str(to)!r} already exists; name another folder, or remove it")
     if not to.parent.is_dir():
-        raise WeightsError(f"to = {str(to)!r}: there is no folder {to.parent}; make it first")
+        raise WeightsError(f"to = {str(to)!r}: there is no folder {to.parent}; create it first")
     if _partial(to).exists():
-        raise WeightsError(f"to = {str(to)!r}: {_partial(to)} is left of a time that was cut off; remove it")
+        raise WeightsError(f"to = {str(to)!r}: {_partial(to)} is left from an interrupted export; remove it")
 
 
 def _partial(to: Path) -> Path:

@@ -258,7 +258,7 @@ def _unbroken(good: np.ndarray) -> list[slice]:
 
 
 def _hovers(series: Sequence[Series], across: Scale) -> list[Markup]:
-    """Returns columns that nobody sees, and that tell the numbers below a pointer."""
+    """Returns invisible columns that show the numbers below the pointer."""
     edges = np.linspace(across.first, across.last, _HOVERS + 1)
     edges[-1] = math.inf
     bounds = [np.searchsorted(s.x, edges) for s in series]

@@ -1,4 +1,4 @@
-"""What the folder of a run says, and what of it is missing or damaged. Nothing here needs JAX devices or the run's program."""
+"""Reads the folder of a run, and lists what is missing or damaged. Nothing here needs JAX devices or the run's program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunFolder:
         return str(self.recipe.get("checkpoint.dir") or "")
 
     def status(self) -> str:
-        """Returns how far the run is, in words."""
+        """Returns the progress of the run as text."""
         if not self.rows:
             return "no step has been made"
         last, of = self.rows[-1]["step"], self.recipe.get("run.steps")
@@ -66,7 +66,7 @@ class RunFolder:
 
 
 def number(value: Any) -> float:
-    """Returns a number, nan for what is none."""
+    """Returns a number, nan for anything else."""
     try:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -74,7 +74,7 @@ def number(value: Any) -> float:
 
 
 def open_folder(path: Path, name: str) -> RunFolder:
-    """Returns what is in the folder of a run. Raises ValueError if it is no folder, or has nothing of a run in it."""
+    """Reads the folder of a run. Raises ValueError if it is not a folder, or holds no run."""
     if not path.is_dir():
         raise ValueError(f"run.dir = {name!r}: there is no such folder; name that of a run")
     run = RunFolder(path, name)
@@ -117,7 +117,7 @@ def _read_rows(run: RunFolder) -> None:
         run.written = path.stat().st_mtime
     except FileNotFoundError:
         drills = (run.path / "rehearsal.json").exists()
-        why = "this is a rehearsal, whose runs are in calm/run and beside it" if drills else "no step has been made"
+        why = "this is a rehearsal, whose runs are in calm/run and next to it" if drills else "no step has been made"
         run.missing.append(f"metrics.jsonl is not there: {why}")
         return
     except OSError as error:

@@ -60,7 +60,7 @@ FAULTS = (
     Fault(
         "a signal after a rewind is for a step that has been made",
         "Stop.after",
-        "multihost_utils.reached_preemption_sync_point(self._asked)",
+        "multihost_utils.reached_preemption_sync_point(self._counter)",
         "multihost_utils.reached_preemption_sync_point(step)",
         "tests/test_checkpoint.py -k though_steps_go_back",
     ),
@@ -81,7 +81,7 @@ FAULTS = (
     Fault(
         "each host looks at its own clock",
         "Clock.due",
-        "$due, $ahead = self._hosts.say('whether a checkpoint is due by time', [$left <= 0, $ahead])",
+        "$due, $ahead = self._hosts.broadcast('whether a checkpoint is due by time', [$left <= 0, $ahead])",
         "$due = $left <= 0",
         f"{TIER} -k another_host",
     ),

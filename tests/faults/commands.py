@@ -38,11 +38,11 @@ FAULTS = (
         "a printed recipe cannot be one",
         "_HEAD",
         "_HEAD = '# @package _global_\\n# Composed by python -m launch.train --cfg job; saved as "
-        "DIR/recipe/NAME.yaml it is recipe=NAME with --config-dir DIR.\\n# The section cluster is not in it: "
-        "it is of the place where a run is made.\\n'",
+        "DIR/recipe/NAME.yaml it is recipe=NAME with --config-dir DIR.\\n# The section cluster is left out: it describes "
+        "where a run runs.\\n'",
         "_HEAD = '\\n# Composed by python -m launch.train --cfg job; saved as DIR/recipe/NAME.yaml it is "
-        "recipe=NAME with --config-dir DIR.\\n# The section cluster is not in it: it is of the place where a "
-        "run is made.\\n'",
+        "recipe=NAME with --config-dir DIR.\\n# The section cluster is left out: it describes where a "
+        "run runs.\\n'",
         f"{TESTS} -k same_recipe",
     ),
     Fault(

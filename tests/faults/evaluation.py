@@ -115,14 +115,14 @@ FAULTS = (
     ),
     Fault(
         "a stage goes on after its end",
-        "Steps.make",
+        "Steps.run",
         "min($end, $begun.run.stage.until)",
         "$end",
         f"{STAGES} -k one_schedule",
     ),
     Fault(
         "the second stage reads the rows of the first",
-        "Run.after",
+        "Run.in_stage_after",
         "self.data.resized($s.data.sequence_length, $s.data.global_batch)",
         "self.data",
         f"{STAGES} -k one_schedule",

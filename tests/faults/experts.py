@@ -185,4 +185,18 @@ FAULTS = (
         "$counts.at[$documents[:, None], $chosen].set",
         "tests/test_experts_calls.py -k counts_every_choice",
     ),
+    Fault(
+        "the old name of on_choice is ignored",
+        "experts/layer:moe",
+        "on_choice = routing.pop('told')",
+        "routing.pop('told')",
+        "tests/test_experts_calls.py -k old_name",
+    ),
+    Fault(
+        "bind_ops ignores the old name of on_choice",
+        "bind_ops",
+        "on_choice = $told",
+        "pass",
+        "tests/test_experts_calls.py -k old_name",
+    ),
 )

@@ -43,7 +43,7 @@ FAULTS = (
         "the losses of experts counted again where a layer is computed again",
         "Experts._metrics",
         "Metric($loss * $share, $$after)",
-        "Metric($loss * $share * (1 + (at.config.remat == 'full')), $$after)",
+        "Metric($loss * $share * (1 + (ctx.config.remat == 'full')), $$after)",
         step("full"),
     ),
     Fault(

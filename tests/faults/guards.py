@@ -56,21 +56,21 @@ FAULTS = (
     ),
     Fault(
         "rewind reads the offending batch again",
-        "Passed.past",
+        "SkippedBatches.after_rewind",
         "self.number($bad) + 1",
         "self.number($bad)",
         f"{TESTS} -k no_step_takes",
     ),
     Fault(
         "a rewind is forgotten by the checkpoints after it",
-        "Passed.until",
+        "SkippedBatches.until",
         "[$r for $r in self.rewinds if $r[0] <= $step]",
         "[]",
         f"{TESTS} -k no_step_takes",
     ),
     Fault(
         "a bad step counts among those that spikes are told from",
-        "Watch._judge",
+        "Watch._check",
         "self._bad($step, $s.spike, f'{$what}, {$told}')",
         "self._good.append([$step, loss, norm])\nself._bad($step, $s.spike, f'{$what}, {$told}')",
         f"{TESTS} -k long_enough_ago",
@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "parameters are not looked at before a save",
-        "make_steps",
+        "run_steps",
         "$watch.before_save($step, $state.params)",
         "pass",
         f"{TESTS} -k end_well",
@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "a rewind to an earlier checkpoint keeps those after it",
-        "Passed.past",
+        "SkippedBatches.after_rewind",
         "($r for $r in self.rewinds if $r[0] <= $restored + 1)",
         "self.rewinds",
         "tests/test_guards.py -k after_each_other",

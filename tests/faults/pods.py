@@ -38,7 +38,7 @@ FAULTS = (
     ),
     Fault(
         "a job is told to stop when it begins, and is queued again for ever",
-        "slurm:options_of",
+        "slurm:parse",
         "0 < $seconds <= $made.grace",
         "False",
         f"{LAUNCHED} -k called_wrongly",
@@ -66,7 +66,7 @@ FAULTS = (
     ),
     Fault(
         "sbatch gets two answers to one question",
-        "slurm:options_of",
+        "slurm:parse",
         "$name in _OWN",
         "False",
         f"{LAUNCHED} -k called_wrongly",
@@ -221,7 +221,7 @@ FAULTS = (
     ),
     Fault(
         "a host counts its own rows as those of all",
-        "make_steps",
+        "run_steps",
         "$data.global_batch / ($rows.stop - $rows.start)",
         "1.0",
         "tests/test_many_processes.py -k bit_for_bit",

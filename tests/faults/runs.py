@@ -28,7 +28,7 @@ FAULTS = (
     ),
     Fault(
         "a run that was begun in the meantime is gone over",
-        "begin",
+        "start_state",
         "$taken and any(($p.name == 'metrics.jsonl' or $p.name.isdigit() for $p in $lock.directory.iterdir()))",
         "False",
         "tests/test_run_files.py -k of_the_first",
@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "a folder stays taken by a run that has ended",
         "Lock",
-        "def __del__(self) -> None:\n    self.let_go()",
+        "def __del__(self) -> None:\n    self.release()",
         "",
         "tests/test_run_files.py -k another_process",
     ),
@@ -85,7 +85,7 @@ FAULTS = (
     Fault(
         "a host that fails keeps it to itself",
         "Hosts.together",
-        "tell_others($reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
+        "notify_failure($reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
         "dict(reason=$reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
         f"{TESTS} -k ends_the_waits",
     ),
@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "a folder of one's own counts as the one of the run",
         "check_shared",
-        "'the folder of host 0' if $seen else f'{$directory}, in which a file that host 0 has made cannot be seen'",
-        "'the folder of host 0' if True else f'{$directory}, in which a file that host 0 has made cannot be seen'",
+        "'the folder of host 0' if $seen else f'{$directory}, where a file written by host 0 does not appear'",
+        "'the folder of host 0' if True else f'{$directory}, where a file written by host 0 does not appear'",
         f"{TESTS} -k must_be_one",
     ),
     Fault(
@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "all runs of a rehearsal have one place of checkpoints",
-        "rehearse:options_of",
+        "rehearse:parse",
         "$recipe.checkpoint.dir is not None",
         "False",
         f"{PROCESSES} -k no_place_of_the_recipe",

@@ -330,7 +330,7 @@ FAULTS = (
     ),
     Fault(
         "a run with init_from begins again where it should go on",
-        "begin",
+        "start_state",
         "if $found:\n    $$body\nelse:\n    $$body2\n$hosts = $run.hosts",
         "if $found and $run.sections.model.init_from is None:\n    $$body\nelse:\n    $$body2\n$hosts = $run.hosts",
         f"{RUNS} -k alike",

@@ -151,7 +151,7 @@ class Data:
         changed = [f"{key}: was {cursor.get(n)}, is {now[n]}" for n, key in keys.items() if cursor.get(n) != now[n]]
         if changed:
             raise ValueError(
-                f"this run cannot go on with other data: {'; '.join(changed)}; restore it, or start in another run.dir"
+                f"this run cannot resume with other data: {'; '.join(changed)}; restore it, or start in another run.dir"
             )
 
 
@@ -220,7 +220,7 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | D
     if tokenizer == OWN:
         given = "data.source is not set" if source is None else f"data.source = {source!r} is none"
         raise ValueError(
-            f"data.tokenizer = {OWN!r} is that of a dataset, and {given}: make one with python -m launch.tokenize and give its "
-            "folder, or name a tokenizer"
+            f"data.tokenizer = {OWN!r} is the tokenizer of a dataset, but {given}: make one with python -m launch.tokenize and "
+            "give its folder, or name a tokenizer"
         )
     return build_corpus(source, tokenizer, text_key, cache)

@@ -22,7 +22,7 @@ from typing import Any
 
 _BLOCK = 1 << 22  # bytes under one checksum
 _DEAD_AFTER = 24 * 3600  # seconds without a write, after which a build is taken for killed
-_REMEDY = "set data.cache_dir (or $EJDIST_CACHE_DIR) to a folder that can be written and has room"
+_REMEDY = "set data.cache_dir (or $EJDIST_CACHE_DIR) to a writable folder with enough space"
 
 
 class Damaged(Exception):
@@ -106,7 +106,9 @@ def new_folder(
                 raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(error.errno, f"cannot write {what} {folder}: {reason}; nothing was left; {remedy}") from error
+        raise OSError(
+            error.errno, f"cannot write {what} {folder}: {reason}; nothing was left behind; {remedy}"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -130,7 +132,7 @@ def open_folder(folder: Path) -> dict[str, Any] | None:
     try:
         return _verified(folder)
     except Damaged as damage:
-        warnings.warn(f"the corpus cache {folder} is damaged ({damage}): removed, to be made again", stacklevel=2)
+        warnings.warn(f"the corpus cache {folder} is damaged ({damage}): removed, to be rebuilt", stacklevel=2)
     except OSError as error:
         raise _unreadable(folder, error) from error
     _discard(folder, seen)
@@ -164,7 +166,7 @@ def sealed(path: Path) -> Any:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise Damaged(f"{path.name} is not what was written") from None
     if checksum_of(content) != checksum:
-        raise Damaged(f"{path.name} has other bytes than were written")
+        raise Damaged(f"{path.name} does not hold the bytes that were written")
     return content
 
 
@@ -194,7 +196,9 @@ def _verify(path: Path, size: int, checksums: list[int]) -> None:
             for block, made in enumerate(threads.map(checksum, range(len(checksums)))):
                 if made != checksums[block]:
                     end = min((block + 1) * _BLOCK, size)
-                    raise Damaged(f"{path.name} has other bytes than were written, from {block * _BLOCK} to {end}")
+                    raise Damaged(
+                        f"{path.name} does not hold the bytes that were written, from {block * _BLOCK} to {end}"
+                    )
 
 
 def _identity(folder: Path) -> tuple[int, int]:

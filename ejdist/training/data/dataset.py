@@ -59,7 +59,9 @@ class CheckedFile:
                 content = os.pread(handle.number, BLOCK, block * BLOCK)
                 if zlib.crc32(content) != self._checksums[block]:
                     last = min((block + 1) * BLOCK, self.size)
-                    raise Damaged(f"{self.path.name} has other bytes than were written, from {block * BLOCK} to {last}")
+                    raise Damaged(
+                        f"{self.path.name} does not hold the bytes that were written, from {block * BLOCK} to {last}"
+                    )
                 self._seen[block] = True
         parts = []
         while begin < end:
@@ -125,7 +127,7 @@ class Shard:
         made_from = f"{files} and {more} more" if more > 0 else files
         return OSError(
             errno.EIO,
-            f"data.source: the shard {self.folder} is damaged: {reason}; copy it again from where it is whole, or remove the "
+            f"data.source: the shard {self.folder} is damaged: {reason}; copy it again from an intact source, or remove the "
             f"folder and run python -m launch.tokenize to={self.folder.parent} again (it was made from {made_from})",
         )
 
@@ -192,12 +194,12 @@ def open_dataset(folder: Path, tokenizer: str, text_key: str = "text") -> Datase
         remedy = f"python -m launch.tokenize to={folder} with the same source"
         if (folder / MANIFEST).exists():
             raise ValueError(f"data.source = {str(folder)!r} is damaged: {damage}; {remedy} writes it again") from None
-        raise ValueError(f"data.source = {str(folder)!r} is not finished; {remedy} goes on with it") from None
+        raise ValueError(f"data.source = {str(folder)!r} is not finished; {remedy} resumes it") from None
     except OSError as error:
         raise OSError(error.errno, f"cannot read {folder / MANIFEST}: {error.strerror or error}") from error
     if made["format"] != FORMAT:
         raise ValueError(
-            f"data.source = {str(folder)!r} has format {made['format']}, and this version reads {FORMAT}; tokenize it again"
+            f"data.source = {str(folder)!r} has format {made['format']}, but this version reads {FORMAT}; tokenize it again"
         )
     if text_key not in ("text", made["text_key"]):
         raise ValueError(

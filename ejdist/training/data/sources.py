@@ -55,9 +55,7 @@ def _matches(pattern: str) -> list[Path]:
     everything = glob.glob(expanded, recursive=True)
     for path in everything:
         if not os.path.exists(path):
-            raise ValueError(
-                f"data.source = {pattern!r}: {path} is a link to nothing that can be read; mend or remove it"
-            )
+            raise ValueError(f"data.source = {pattern!r}: {path} is a broken link;  fix or remove it")
     matches = [Path(p) for p in everything if os.path.isfile(p)]
     if not matches:
         folder = any(os.path.isdir(p) for p in everything)
@@ -112,7 +110,7 @@ def documents(path: Path, text_key: str = "text") -> Iterator[str]:
 def unreadable(path: Path, error: OSError) -> ValueError:
     """Returns what the user is told of a source file that the system does not give."""
     remedies = {
-        errno.ENOENT: "it was there when the files were listed; start again once nothing moves them",
+        errno.ENOENT: "it existed when the files were listed; start again once nothing moves the files",
         errno.EACCES: "make it readable, or leave it out",
         errno.EPERM: "make it readable, or leave it out",
     }
@@ -135,7 +133,7 @@ def decoded(path: Path, content: bytes, begin: int) -> str:
     except UnicodeDecodeError as error:
         raise NotText(
             f"data.source: {path} is not UTF-8 text ({error.reason} at byte {begin + error.start}); convert it to UTF-8, or "
-            "leave it out (rows are read from .jsonl, .jsonl.gz, .ndjson, .ndjson.gz and .parquet alone)"
+            "leave it out (rows are read from .jsonl, .jsonl.gz, .ndjson, .ndjson.gz and .parquet only)"
         ) from None
     text = text.removeprefix("\ufeff") if begin == 0 else text
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -197,10 +195,10 @@ def _jsonl(path: Path, text_key: str, lines: Iterator[tuple[int, bytes]], after:
                 f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line); convert the file to UTF-8"
             ) from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg}); remove or mend the line") from None
+            raise ValueError(f"{where}: not JSON ({error.msg}); remove or fix the line") from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
             reason = str(error).partition(";")[0]
-            raise ValueError(f"{where}: JSON that cannot be read ({reason}); remove or mend the line") from None
+            raise ValueError(f"{where}: unreadable JSON ({reason}); remove or fix the line") from None
         yield text_of(row, text_key, where)
 
 
@@ -240,19 +238,19 @@ def _listed(names: Sequence[str]) -> str:
 def text_of(row: object, text_key: str, where: str) -> str:
     """Returns the text of a row. Raises ValueError: it has none; `where` names the row in the message."""
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; mend or remove it")
+        raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; fix or remove it")
     if text_key not in row:
         raise ValueError(f"{where}: no key {text_key!r} (there is {_listed(list(row)) or 'none'}); set data.text_key")
     text = row[text_key]
     if not isinstance(text, str):
         raise ValueError(
-            f"{where}: {text_key!r} is {type(text).__name__}, not text; mend or remove it, or set data.text_key"
+            f"{where}: {text_key!r} is {type(text).__name__}, not text; fix or remove it, or set data.text_key"
         )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where}: {text_key!r} has half of a surrogate pair (\\u{ord(text[error.start]):04x} at character "
-            f"{error.start}), which is no text; mend or remove it"
+            f"{error.start}), which is not text; fix or remove it"
         ) from None
     return text

@@ -41,9 +41,9 @@ from ejdist.training.data.units import Span, Unit, digest_of, span_of, texts_of,
 
 SEGMENT = 1 << 18  # characters of a document that are tokenized at once
 _BATCH = 1 << 20  # characters that go to the tokenizer together, in documents or parts of them
-_REMEDY = "name a folder in to= that can be written and has room"
+_REMEDY = "name a writable folder with enough space in to="
 
-Told = Callable[[int], None]  # hears of characters that have been tokenized
+Report = Callable[[int], None]  # called with the number of characters tokenized
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _settings(
         begun = any(folder.glob("shard-*"))
         anew = "" if begun else f", or remove {SETTINGS} and {TOKENIZER} there: no shard is made yet"
         raise ValueError(
-            f"{folder} was begun with another {' and '.join(wrong)} ({SETTINGS} there: {there.tokenizer}, fingerprint "
+            f"{folder} was started with another {' and '.join(wrong)} ({SETTINGS} there: {there.tokenizer}, fingerprint "
             f"{there.fingerprint}, text_key {there.text_key}, shard_mb {there.shard_bytes / 2**20:g}); give the same, or "
             f"tokenize into another folder{anew}"
         )
@@ -260,7 +260,7 @@ def _batches(segments: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, b
         yield batch
 
 
-def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenizer, source: Any, told: Told) -> None:
+def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenizer, source: Any, report: Report) -> None:
     """Makes the shard of a unit, unless another process has in the meantime.
 
     Raises:
@@ -288,7 +288,7 @@ def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenize
                 out.write(content)
                 offsets.write(ends.tobytes())
                 digest.update(content)
-                told(sum(len(t) for t, _ in batch))
+                report(sum(len(t) for t, _ in batch))
         for checksums in (new.files[name]["checksums"] for name in ("tokens.bin", "offsets.bin")):
             digest.update(json.dumps(checksums).encode())
         facts = {"documents": documents, "tokens": tokens, "fingerprint": digest.hexdigest()[:24]}

@@ -60,9 +60,9 @@ class Progress:
 
 
 def make_shards(
-    plan: Plan, units: Sequence[Unit], *, processes: int, threads: int, told: Callable[[Progress], Any]
+    plan: Plan, units: Sequence[Unit], *, processes: int, threads: int, on_progress: Callable[[Progress], Any]
 ) -> Progress:
-    """Makes the shards of the units; `told` hears of the progress some times a second.
+    """Builds the shards of the units; calls `on_progress` a few times per second.
 
     Whatever ends it, its processes have ended too, and what they had not finished is removed.
 
@@ -104,7 +104,7 @@ def make_shards(
                     del busy[pipe]
                     if waiting:
                         give(pipe)
-            told(progress)
+            on_progress(progress)
     finally:
         for pipe, worker in workers.items():
             if pipe in busy and worker.is_alive():
@@ -152,7 +152,7 @@ def _received(pipe: Connection, worker: Any, unit: Unit) -> tuple[str, Any]:
 
 
 def _work(folder: Path, settings: Any, source: Any, pipe: Connection) -> None:
-    """A process: makes the shards that it is told to, until the pipe ends."""
+    """A worker process: builds the shards requested through the pipe, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent hears it too, and ends this process
     signal.signal(signal.SIGTERM, _end)
     # JAX's, of arrays, of which there are none here: what a signal raises while garbage is collected is dropped.

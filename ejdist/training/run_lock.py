@@ -1,4 +1,4 @@
-"""One run at a time in a run.dir, and in a checkpoint.dir: two would write over each other's metrics, and remove each other's
+"""Allows one run at a time in a run.dir or checkpoint.dir: two would overwrite each other's metrics and remove each other's
 unfinished checkpoints."""
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Seconds that a process of before, which is ending, has to let go: one that was told to stop may still write its checkpoint.
+# Seconds to wait for a previous process that is stopping and may still be writing its checkpoint.
 _PATIENCE = 60.0
 _EVERY = 0.5
-# (device, inode) of a folder -> who has it in this process, which has one run at a time.
+# (device, inode) of a folder -> its lock in this process, which has one run at a time.
 _HELD: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
-def let_go_at_the_end() -> Iterator[None]:
-    """Lets go of all folders that this process has when the run ends: what was of it may be in memory for longer."""
+def release_locks_at_exit() -> Iterator[None]:
+    """Releases all locks of this process when the run ends, since its objects may stay in memory for longer."""
     try:
         yield
     finally:
         for lock in list(_HELD.values()):
-            lock.let_go()
+            lock.release()
 
 
 class Lock:
-    """A folder of a run that is made. The kernel lets go of it when the process ends, however it does.
+    """A lock on a folder of a run. The kernel releases it when the process ends, however it ends.
 
-    It is a lock (flock) of the folder itself, so nothing is written. Where a file system has none for folders, as NFS, nothing
-    is known of others, and nothing refused.
+    It is an flock on the folder itself, so nothing is written. On file systems without directory locks, such as NFS, it has no
+    effect.
 
     Args:
-      key: of the recipe, which names the folder.
-      holds: whether this process is the one of the run's that takes it: host 0.
-      limit: seconds that the other hosts wait for what it finds.
+      key: the recipe key that names the folder.
+      holds: whether this process takes the lock for the run: host 0.
+      limit: seconds that the other hosts wait for it.
     """
 
     def __init__(self, key: str, directory: Path, holds: bool, limit: float) -> None:
         self.key, self.directory, self._holds, self._limit = key, directory, holds, limit
         self._folder: int | None = None  # a file descriptor
 
-    def take(self, say: Any, *, make: bool = False) -> bool:
-        """Takes the folder, if it is there and not taken yet. Returns whether it was taken now.
+    def take(self, log: Any, *, make: bool = False) -> bool:
+        """Takes the lock if the folder exists and this lock is not held yet. Returns whether it was taken now.
 
         Args:
-          make: make the folder.
+          make: create the folder.
 
         Raises:
-          ValueError: another process trains in it. OSError: it cannot be made.
+          ValueError: another process trains in the folder. OSError: it cannot be created.
         """
         if not self._holds or self._folder is not None:
             return False
@@ -60,17 +60,17 @@ class Lock:
             self.directory.mkdir(parents=True, exist_ok=True)
         try:
             folder = os.open(self.directory, os.O_RDONLY)
-        except OSError:  # it is not there, or it is no folder, which whoever looks into it says
+        except OSError:  # missing, or not a folder, which is reported when it is used
             return False
         facts = os.fstat(folder)
         if before := _HELD.get((facts.st_dev, facts.st_ino)):
-            before.let_go()
+            before.release()
         try:
-            self._wait(folder, say)
+            self._wait(folder, log)
         except BlockingIOError as error:
             os.close(folder)
             raise ValueError(
-                f"{self.key} = {str(self.directory)!r}: another process trains in it; let that end, or stop it, or choose "
+                f"{self.key} = {str(self.directory)!r}: another process trains in it; stop it or let it finish, or choose "
                 f"another {self.key}"
             ) from error
         except OSError:
@@ -80,7 +80,7 @@ class Lock:
         _HELD[facts.st_dev, facts.st_ino] = self
         return True
 
-    def _wait(self, folder: int, say: Any) -> None:
+    def _wait(self, folder: int, log: Any) -> None:
         end, said = time.monotonic() + min(_PATIENCE, self._limit / 2), False
         while True:
             try:
@@ -89,15 +89,15 @@ class Lock:
                 if time.monotonic() >= end:
                     raise
                 if not said:
-                    say(f"waiting for another process that trains in {self.directory}")
+                    log(f"waiting for another process that trains in {self.directory}")
                 said = True
                 time.sleep(_EVERY)
 
-    def let_go(self) -> None:
-        """Lets go of the folder, if it was taken."""
+    def release(self) -> None:
+        """Releases the lock if it is held."""
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
 
     def __del__(self) -> None:
-        self.let_go()
+        self.release()

@@ -1,4 +1,4 @@
-"""What the leaves of a state are on disk: arrays. A PRNG key is written as its data, a number as an array of no dims."""
+"""Converts the leaves of a state to arrays on disk and back. A PRNG key is stored as its data, a number as a 0-d array."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Those that TensorStore writes and `digest` reads. A number of less than a byte is none of them.
+# The dtypes that TensorStore writes and `digest` reads; sub-byte types are not supported.
 _DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 bfloat16 float16 float32 float64 complex64 complex128 "
     "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()
 )
 
-# NumPy would choose the type of a Python number by its value; what is restored must not depend on it.
+# NumPy picks the dtype of a Python number by its value; the restored type must not depend on that.
 _NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
 
@@ -24,18 +24,18 @@ def name_of(path: Any) -> str:
 
 
 def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf, or what describes one, is a typed PRNG key or an array of them."""
+    """Returns whether a leaf, or its ShapeDtypeStruct, is a typed PRNG key or an array of them."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def kind_of(leaf: Any) -> str:
-    """Returns the dtype and shape of a leaf in words, float32[3, 4]. That of a key names its implementation."""
+    """Returns the dtype and shape of a leaf as text, float32[3, 4]. For a key the dtype names its implementation."""
     dtype, shape = (leaf.dtype, leaf.shape) if hasattr(leaf, "dtype") else (_number_dtype(leaf), ())
     return f"{dtype.name}{list(shape)}"
 
 
 def to_arrays(state: Any) -> Any:
-    """Returns the tree of arrays that is written for a state.
+    """Returns the tree of arrays to write for a state.
 
     Raises:
       ValueError: a leaf cannot be saved; names it, and the remedy.
@@ -44,7 +44,7 @@ def to_arrays(state: Any) -> Any:
 
 
 def like_arrays(like: Any) -> Any:
-    """Returns what describes the arrays on disk, for a tree that describes a state. Numbers in it may be of any value."""
+    """Returns the description of the arrays on disk, for a tree that describes a state. The values of numbers do not matter."""
 
     def one(leaf: Any) -> Any:
         if is_key(leaf):
@@ -58,7 +58,7 @@ def like_arrays(like: Any) -> Any:
 
 
 def from_arrays(arrays: Any, like: Any) -> Any:
-    """Returns the state whose arrays are these; every leaf is of the type that it has in `like`."""
+    """Returns the state from its arrays; every leaf gets the type that it has in `like`."""
 
     def one(leaf: Any, array: Any) -> Any:
         if is_key(leaf):
@@ -73,8 +73,8 @@ def from_arrays(arrays: Any, like: Any) -> Any:
 
 
 def bits_of(array: Any) -> Any:
-    """Returns an array in which JAX reads every bit: it would round a 64-bit one of NumPy to 32 bits, so this has two
-    uint32 for each element."""
+    """Returns an array whose every bit JAX can read: 64-bit NumPy arrays, which JAX would truncate to 32 bits, become two
+    uint32 per element."""
     if isinstance(array, np.ndarray) and array.dtype.itemsize >= 8:
         return np.ascontiguousarray(array).reshape(*array.shape, 1).view(np.uint32)
     return array
@@ -94,21 +94,21 @@ def _to_array(name: str, leaf: Any) -> Any:
             leaf = np.asarray(leaf, _number_dtype(leaf))
         except OverflowError:
             raise ValueError(
-                f"the state cannot be saved: {name} is {leaf}, which 64 bits do not hold; keep it smaller, or as several"
+                f"the state cannot be saved: {name} is {leaf}, which does not fit in 64 bits; use a smaller number, or several"
             ) from None
     if not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
-            f"the state cannot be saved: {name} is {type(leaf).__name__}, not an array, a number or a PRNG key; make it one, "
-            "or keep it out of the state"
+            f"the state cannot be saved: {name} is {type(leaf).__name__}, not an array, a number or a PRNG key; convert "
+            "it, or keep it out of the state"
         )
     if leaf.dtype.name not in _DTYPES or not leaf.dtype.isnative:
         raise ValueError(
-            f"the state cannot be saved: {name} has dtype {leaf.dtype}, which no checkpoint holds; convert it, or keep it out "
-            "of the state"
+            f"the state cannot be saved: {name} has dtype {leaf.dtype}, which checkpoints do not support; convert it, or keep "
+            "it out of the state"
         )
     if leaf.size == 0:
         raise ValueError(
-            f"the state cannot be saved: {name} has no elements (shape {leaf.shape}), and such an array is not written; keep "
+            f"the state cannot be saved: {name} has no elements (shape {leaf.shape}), which checkpoints do not support; keep "
             "it out of the state"
         )
     return leaf

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint beside the arrays, and the errors of reading and writing one."""
+"""The metadata stored with a checkpoint's arrays, and the errors of reading and writing one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax
 from ejdist.cluster.hosts import lost
 from ejdist.paths import ELSEWHERE
 from ejdist.training.integrity import RUN_FILE, Changed, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
-from ejdist.training.leaves import from_arrays, is_key, kind_of, like_arrays
+from ejdist.training.pytree_io import from_arrays, is_key, kind_of, like_arrays
 
-# What is added to the run: of each array its digest, dtype and shape, of each PRNG key its kind.
+# Keys added to the run's metadata: the digest, dtype and shape of each array, and the kind of each PRNG key.
 _DIGEST, _KINDS, _KEYS = "digest", "kinds", "keys"
 
 
@@ -21,23 +21,23 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """What was saved cannot be read back; the message names the array or the file. An earlier checkpoint may be whole."""
+    """A checkpoint cannot be read back; the message names the array or the file. An earlier one may be intact."""
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Raises HostLost if that is what an error means: nothing is known then of the disk, or of what is on it."""
+    """Raises HostLost if that is what an error amounts to: it then says nothing about the disk."""
     if (gone := lost(error)) is not None:
         raise gone
 
 
 def described(arrays: Any, keys: dict[str, str], run: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is written beside the arrays: the run, and what the arrays are compared with when they are read."""
+    """Returns the metadata to store with the arrays: the run, and the digests to verify the arrays with."""
     run = run | {_DIGEST: digests_of(arrays), _KINDS: kinds_of(arrays)} | ({_KEYS: keys} if keys else {})
     return run | {_DIGEST: run[_DIGEST] | {RUN_FILE: checksum(run)}}
 
 
 def split(stored: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int], dict[str, str], dict[str, str]]:
-    """Returns (run, digests, kinds, kinds of keys), checked. Checkpoints of before there was a checksum have no kinds."""
+    """Returns (run, digests, kinds, kinds of keys), verified. Checkpoints from before checksums have no kinds."""
     if not isinstance(stored.get(_DIGEST), dict):
         raise Changed(f"{RUN_FILE} is not what was saved: it has no digests")
     digests = dict(stored[_DIGEST])
@@ -48,44 +48,44 @@ def split(stored: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int], dict[
 
 
 def whole(arrays: Any, wanted: Any, like: Any) -> Any:
-    """Returns the state of the arrays that were read: with the empty fields that are not on disk."""
+    """Returns the state built from the arrays that were read, with the empty fields that are not on disk."""
     return from_arrays(wanted._replace(**arrays) if hasattr(wanted, "_replace") else arrays, like)
 
 
-def without_empty(state: Any) -> Any:
-    """Returns a named tuple as a dict of its fields that hold something. What a model has no use for, such as buffers, is
-    then not in its checkpoints, and those written before there was such a field are read as before."""
+def nonempty_fields(state: Any) -> Any:
+    """Returns the nonempty fields of a named tuple as a dict. Fields that a model does not use, such as buffers, are then not
+    in its checkpoints, and checkpoints from before a field existed stay readable."""
     if not hasattr(state, "_asdict"):
         return state
     return {name: value for name, value in state._asdict().items() if jax.tree.leaves(value)}
 
 
 def keys_of(tree: Any) -> dict[str, str]:
-    """Returns the kind of each typed PRNG key, by name. On disk it is its data, of which several kinds have the same."""
+    """Returns the kind of each typed PRNG key, by name. The stored key data alone does not determine it."""
     return {name: kind_of(leaf) for name, leaf in leaves_of(tree) if is_key(leaf)}
 
 
 def check_same_model(where: str, like: Any, found: dict[str, str]) -> None:
-    """Raises CheckpointError unless `like` has the leaves that were saved, each of its dtype and shape."""
+    """Raises CheckpointError unless `like` has the same leaves as were saved, with their dtypes and shapes."""
     wanted = {name: kind_of(leaf) for name, leaf in leaves_of(like_arrays(like))} | keys_of(like)
     for name, kind in wanted.items():
         if name in found and found[name] != kind:
             raise CheckpointError(
-                f"{where} is of another model: {name} is {found[name]} there and {kind} "
+                f"{where} has another model: {name} is {found[name]} there and {kind} "
                 f"in this recipe; restore the recipe, or {ELSEWHERE}"
             )
     if set(found) != set(wanted):
         odd = sorted(set(found) ^ set(wanted))[:3]
         raise CheckpointError(
-            f"{where} is of another model or optimizer: {', '.join(odd)} is on one side "
+            f"{where} has another model or optimizer: {', '.join(odd)} exists on one side "
             f"only; restore the recipe, or {ELSEWHERE}"
         )
 
 
 @dataclass
 class Writing:
-    """Turns whatever goes wrong while writing into one clear error: HostLost where it is that a host is gone, of which arrays
-    that are still being computed tell here too."""
+    """Turns any failure while writing into a CheckpointError, or HostLost if a host is gone, which can surface here through
+    arrays that are still being computed."""
 
     directory: str
     step: int | None
@@ -99,8 +99,8 @@ class Writing:
         raise_if_lost(error)
         what = "the last checkpoint" if self.step is None else f"checkpoint {self.step}, or the one before it,"
         full = "no space" in str(error).lower() or "quota" in str(error).lower()
-        remedy = "free space on that disk" if full else "check that the disk is there and can be written"
+        remedy = "free space on that disk" if full else "check that the disk is mounted and writable"
         raise CheckpointError(
             f"{what} could not be written to {self.directory} ({reason_of(error)}); {remedy} and start again: "
-            "the run goes on from the last complete one"
+            "the run resumes from the last complete one"
         ) from error
