@@ -216,7 +216,7 @@ def test_sides_of_tiles_and_warps_are_powers_of_2(op):
             both(put(cfg, path, 24))
         except ValueError as error:
             refused += 1
-            assert "= 24 is no power of 2" in str(error) and "'cfg'" in str(error), path
+            assert "= 24 is not a power of 2" in str(error) and "'cfg'" in str(error), path
         else:
             # Quantized weights have no gradient.
             assert path[-1] in COUNTS or (op.name, path[0]) == ("grouped_matmul_quantized", "d_rhs"), path

@@ -160,8 +160,8 @@ def test_a_plan_says_which_measurement_decided(chip):
     "damage, words",
     [
         (lambda text: text[:40], "JSONDecodeError"),
-        (lambda text: text.replace('"format": 1', '"format": 0'), "of format 0"),
-        (lambda text: text.replace(CHIP, "Another"), "of Another"),
+        (lambda text: text.replace('"format": 1', '"format": 0'), "format 0 for"),
+        (lambda text: text.replace(CHIP, "Another"), "for Another"),
         (lambda text: text.replace('"backward"', '"both"'), "unexpected keyword argument 'both'"),
         (lambda text: "[]", "TypeError"),
     ],
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_is_an_error_in_one_sentence(chip, damage, wo
             make_op()(jnp.ones((4, 5)))
         said = str(error.value)
         assert said.startswith(f"{path} is damaged or of another version") and words in said and "\n" not in said
-        assert "install the package anew" in said and "python -m benchmarks --write" in said
+        assert "reinstall the package" in said and "python -m benchmarks --write" in said
 
 
 def test_the_kind_of_device_is_this_processs_own(monkeypatch):

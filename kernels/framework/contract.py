@@ -1,8 +1,8 @@
-"""The contract of an operation, its backends, and the call that joins them.
+"""The contract of an operation, its backends, and the call that dispatches between them.
 
-An operation is stated as a plain `jnp` function (signature, meaning and oracle in one) and wrapped in `Op`. Files beside it
-add backends with `op.register(forward, backward, ...)`. All that a backend must write is the two directions on arrays.
-See README.md in this folder for how operations of every shape fit.
+An operation is written as a plain `jnp` function, which is its signature, specification and oracle, and wrapped in
+`Op`. Other files in its folder add backends with `op.register(forward, backward, ...)`; a backend only has to implement
+these two functions on arrays. README.md in this folder shows how different kinds of operations fit.
 """
 
 from __future__ import annotations
@@ -43,38 +43,37 @@ class Op:
     Args:
       function: the contract, plain `jnp` with jaxtyping dims; returns all outputs. It is the oracle.
       outputs: a name for each output.
-      residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend may be
+      residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend can be
         followed by the backward of another. The inputs are always available to a backward.
       kept: function of the contract's parameters -> name -> array: additional residuals, computed only under
-        differentiation. It is the meaning and the oracle of what backends
-        register as `keeping`.
-      features: feature name -> predicate(call), for what the options alone do not tell. A backend names those it supports;
-        an optional parameter needs no feature, since a backend supports what its functions name.
-      no_gradient: float arguments without a gradient, as scales and quantised weights. All other floats have one, those
-        inside a pytree too, each leaf by itself.
-      local_dims: dims that may be split over devices without communication.
-      sum_dims: dims that every output is a sum over: split, each device has a part of the sum.
-      tied_dims: pairs of dims that are split alike or not at all, (query heads, key heads): the second may also be 1.
-      elsewhere: dim -> the function of `ejdist` that can have it split, because it communicates.
-      offset_of: integer argument -> dim: the argument counts from the first entry of that dim that a device has.
-      ordered: whether tokens depend on the order in which they lie along T or S, as in a recurrence; or a function of the call
-        that tells. Stated by every operation with a T or S that is neither local nor summed over (ordered.py).
-      weights: arguments that are parameters of a model. They may be stored split over any dim, and are gathered.
-      same_dtype: float arguments that must agree in dtype.
-      order: names of backend files that may exist, fastest first, where nothing was measured.
-      classes: call -> the class of calls that it belongs to, among which one backend is fastest on a kind of device: what was
-        measured for it goes before `order` (measured.py); None for a call of no class.
-      backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both, zero for outputs
-        that nothing depends on. Of these it is given no cotangent itself.
-      padding: where segment ids are negative, and which arguments backends are given with zeros there, because 0 times NaN
-        would reach others (padding.py). None: nothing is promised here.
+        differentiation. It specifies what backends register as `keeping`, and is its oracle.
+      features: feature name -> predicate(call), for requirements that the options alone do not express. A backend lists
+        the features it supports. Optional parameters need no feature: a backend supports those that its functions name.
+      no_gradient: float arguments without a gradient, such as scales and quantised weights. All other floats have one,
+        including each leaf of a pytree.
+      local_dims: dims that can be split over devices without communication.
+      sum_dims: dims that every output is a sum over: if split, each device computes a partial sum.
+      tied_dims: pairs of dims that must be split alike, such as (query heads, key heads); the second may be 1.
+      elsewhere: dim -> the function of `ejdist` that supports splitting it, because it communicates.
+      offset_of: integer argument -> dim: the argument is relative to a device's first entry of that dim.
+      ordered: whether the order of tokens along T or S matters, as in a recurrence; or a function of the call. Required
+        for every operation with a T or S that is neither local nor summed over (ordered.py).
+      weights: arguments that are model parameters. They may be stored split over any dim, and are gathered before use.
+      same_dtype: float arguments that must have the same dtype.
+      order: names of the possible backend files, fastest first; applies where there are no measurements.
+      classes: call -> a key for calls of similar size, for which one backend is fastest on a kind of device.
+        Measurements under that key take precedence over `order` (measured.py). None: the call has no key.
+      backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; by default all of both, with
+        zeros for the cotangents of unused outputs. The function itself gets no entry for an unused output.
+      padding: where segment ids are negative, and which arguments must be zeroed there before a backend sees them,
+        because 0 times NaN would spread to other tokens (padding.py). None: no guarantee.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
-      work: call -> (Work of the forward, Work of the backward), see work.py: what each direction must at least compute and
-        move; None where nobody has counted it.
+      work: call -> (Work of the forward, Work of the backward), see work.py: the minimum that each direction must
+        compute and move. None: not counted.
 
     Raises:
-      TypeError: the contract cannot be read, or what is said of it does not fit it.
+      TypeError: the contract cannot be parsed, or an argument does not fit it.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Op:
         self._programs: dict[Any, Callable] = {}
         check_facts(self)
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- backends -----------------------------------------------------------------------------------------------------
 
     def register(
         self,
@@ -138,23 +137,23 @@ class Op:
         version: int = 1,
         name: str | None = None,
     ) -> None:
-        """Adds a backend; its name is that of the file it stands in.
+        """Adds a backend, named after the file that defines `forward`.
 
         Args:
-          forward, backward: functions of the contract's parameters, by name: those that they name are supported, and a call
-            that uses another is refused. `backward` takes `saved` before them and returns name -> gradient. Either may
-            name `cfg`.
-          keeping: the forward of a differentiated call, where the contract has `kept`: takes what `forward` takes and returns
-            (outputs, name -> array of what is kept), which `backward` finds in `saved`.
-          platforms: that it can be lowered for: cpu, cuda, rocm, tpu.
-          features: of the contract's `features`, those that it supports.
+          forward, backward: functions that name the contract's parameters that they support; a call that uses another
+            is refused. `backward` takes `saved` first and returns name -> gradient. Either may also name `cfg`.
+          keeping: the forward under differentiation, if the contract has `kept`: takes what `forward` takes and returns
+            (outputs, name -> extra residual); `backward` finds these in `saved`.
+          platforms: platforms that it can be lowered for: cpu, cuda, rocm, tpu.
+          features: those of the contract's `features` that it supports.
           rejects: call -> why it cannot run that call, or None.
-          heuristic: (call, platform that is lowered for) -> configuration. candidates: call -> configurations to tune over.
-          symbolic: dims whose size need not be known when it is compiled.
-          version: raised when configurations tuned for older code no longer apply.
+          heuristic: (call, platform being lowered for) -> configuration. candidates: call -> configurations to tune
+            over.
+          symbolic: dims whose size may be unknown at compile time.
+          version: increment it to invalidate tuned configurations after a change of the code.
 
         Raises:
-          TypeError: a function or fact does not fit the contract.
+          TypeError: a function or another argument does not fit the contract.
         """
         strange = set(features) - set(self.features)
         if strange:
@@ -167,10 +166,10 @@ class Op:
 
     @property
     def backends(self) -> dict[str, Backend]:
-        """The available backends by name, fastest first. Backend files are imported at the first use.
+        """The available backends by name, fastest first. Backend files are imported on first use.
 
         Raises:
-          ImportError: a backend's file cannot be imported, whenever it is needed; a toolchain that is not installed only
+          ImportError: a backend's file cannot be imported; raised on every use. A toolchain that is not installed only
             makes its backends unavailable.
         """
         if not self._loaded:
@@ -181,7 +180,7 @@ class Op:
         return {n: self._backends[n] for n in (*self.order, *self._backends) if n in self._backends}
 
     def unavailable(self) -> dict[str, str]:
-        """Returns the backends whose toolchain is missing or in a version that lacks what they need, with what to install."""
+        """Returns backend -> what to install, for backends whose toolchain is missing or too old."""
         return dict(self._unavailable) if self.backends else {}
 
     def _load(self, stem: str) -> None:
@@ -198,8 +197,8 @@ class Op:
             self._unavailable[stem] = reason
         except Exception as error:
             raise ImportError(
-                f"{self.name}: the backend {stem} cannot be imported ({type(error).__name__}: {error}); mend the installation "
-                "of its toolchain, or uninstall it"
+                f"{self.name}: the backend {stem} cannot be imported ({type(error).__name__}: {error}); "
+                "repair the installation of its toolchain, or uninstall it"
             ) from error
 
     @property
@@ -208,7 +207,7 @@ class Op:
         return tuple(p.name for p in self.parameters.values() if not p.required)
 
     def used_options(self, call: Call) -> list[str]:
-        """Returns the optional parameters that a call gives another value than the default."""
+        """Returns the optional parameters for which a call passes a value other than the default."""
         used = []
         for name in self.options:
             value, default = call.arguments[name], self.parameters[name].default
@@ -218,13 +217,13 @@ class Op:
         return used
 
     def used_features(self, call: Call) -> list[str]:
-        """Returns the names of the features that a call asks for."""
+        """Returns the names of the features that a call needs."""
         return [name for name, predicate in self.features.items() if predicate(call)]
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def bind(self, *args: Any, **kwargs: Any) -> Call:
-        """Returns the call, checked. Raises ValueError naming the argument, the dim and the remedy."""
+        """Returns the checked call. Raises ValueError naming the argument, the dim and the remedy."""
         arguments = bind(self.name, self.parameters, args, kwargs)
         dims = resolve_dims(self.name, self.parameters, arguments)
         if wrong := of_sizes(arguments, dims):
@@ -243,21 +242,22 @@ class Op:
     def choose(
         self, call: Call, toolchain: str | None, *, device: str = "any", differentiated: bool = False
     ) -> dict[str, Backend | str]:
-        """Returns, for each platform that may be lowered for, the backend that runs or the reason why none does.
+        """Returns, for each platform, the backend that runs, or the reason why none does.
 
         Args:
-          toolchain: a toolchain or backend name, which is then the only candidate; None for any.
-          device: "cpu", "gpu" or "tpu" keeps only backends for that kind of device.
+          toolchain: a toolchain or backend name, to consider nothing else; None for any.
+          device: "cpu", "gpu" or "tpu" to consider only backends for that kind of device.
 
         Raises:
-          ValueError: `toolchain` or `device` names nothing known.
-          Unsupported: no backend can run the call; the message has every backend's reason.
+          ValueError: `toolchain` or `device` is unknown.
+          Unsupported: no backend can run the call; the message lists every backend's reason.
         """
         choices = self._choices(call, toolchain, device, differentiated)
         return {c.platform: c.reason if c.backend is None else c.backend for c in choices}
 
     def _choices(self, call: Call, toolchain: str | None, device: str, differentiated: bool) -> list[Choice]:
-        """Returns what `choose` does, with the measurements that decided; configurations are not chosen yet."""
+        """Returns the same as `choose`, with the measurements behind each choice; configurations are not selected
+        yet."""
         backends = self.backends
         pool = [b for b in backends.values() if toolchain in (None, b.name, b.toolchain)]
         if not pool and toolchain is not None:

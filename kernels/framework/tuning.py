@@ -1,4 +1,4 @@
-"""The autotuner: times a backend's candidates on real arrays and keeps the fastest whose numbers are right."""
+"""The autotuner: times a backend's candidates on the call's arrays and returns the fastest with correct numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from kernels.framework.binding import floats_apart, merged
 from kernels.framework.select import Request
 
-# A candidate may round differently from the heuristic's configuration, but not be wrong: some tile shapes are known to
-# be miscompiled, so each candidate's numbers are compared before it may win.
+# A candidate may round differently from the heuristic's configuration, but must not be wrong. Some tile shapes are
+# known to be miscompiled, so each candidate's numbers are compared before it can win.
 _ALLOWED_RELATIVE_ERROR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 
 def _step(request: Request, cfg: Any) -> Any:
-    """Returns the jitted function arrays -> (outputs, gradients) of one configuration on this backend alone."""
+    """Returns the jitted function arrays -> (outputs, gradients) with one configuration, on this backend alone."""
     op, call = request.op, request.call
     static = call.static()
 
@@ -37,7 +37,7 @@ def _step(request: Request, cfg: Any) -> Any:
 
 
 def seconds(function: Any, *args: Any, rounds: int = 5, target: float = 0.02) -> float:
-    """Returns the median time of one call, in seconds: each round runs as many calls as take about `target` seconds."""
+    """Returns the median time of one call, in seconds. Each round makes enough calls to take about `target` seconds."""
     jax.block_until_ready(function(*args))
     start = time.perf_counter()
     jax.block_until_ready(function(*args))
@@ -68,7 +68,7 @@ def tune(request: Request) -> Any:
     """Returns the fastest candidate, forward and backward together, whose numbers agree with the heuristic's.
 
     Raises:
-      RuntimeError: not one candidate ran; the message has each one's reason.
+      RuntimeError: no candidate ran; the message has the reason for each.
     """
     floats, others = floats_apart(request.call.traced(), request.op.no_gradient)
     assert request.backend.candidates is not None
@@ -79,7 +79,7 @@ def tune(request: Request) -> Any:
         function = _step(request, cfg)
         try:
             actual = jax.block_until_ready(function(floats, others))
-        except Exception as error:  # a candidate may not fit the device; which error that is depends on the compiler
+        except Exception as error:  # the error type of one that does not fit depends on the compiler
             reasons.append(f"{cfg}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
         if wanted is None:

@@ -1,10 +1,11 @@
-"""What Gluon kernels have in common, whatever they compute: tiles in shared memory, stages that go round, and a queue of tiles.
+"""Parts shared by Gluon kernels: layouts of tiles in shared memory, rings of stages, and a tile scheduler.
 
-Programs that stay take a tile each, the one of their own number first, and then the next that nobody has. A `queue` is (two
-places for the number of a tile, and barriers of each for "is told" and "is read"): one warp takes, and tells the others.
+A persistent program starts with the tile of its own number, and then takes the next free one. A `queue` is (two slots
+for the number of a tile, and per slot barriers for "is published" and "is read"): the producer warp takes tiles and
+publishes them to the consumers.
 """
 
-# Gluon declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unsupported-operation]
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Of a block of 16-bit entries in shared memory, as TMA and the matrix units read it. Rows are of 64 entries or more.
+# Layout of a block of 16-bit entries in shared memory, as TMA and the tensor cores read it. Rows have at least 64
+# entries.
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
 def after(stage, phase, STAGES: gl.constexpr):
-    """Returns the stage after this one, and its phase: how often the ring has been gone round, modulo 2."""
+    """Returns the next stage and its phase: the number of completed rounds of the ring, modulo 2."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def make_queue(HEARING: gl.constexpr):
-    """Returns a queue that so many groups of warps hear of."""
+    """Allocates a queue with HEARING consumers."""
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -38,7 +40,8 @@ def make_queue(HEARING: gl.constexpr):
 
 @gluon.jit
 def take(queue, turn_ptr, turn):
-    """Returns the next tile, which the warp that takes it tells the others. `turn_ptr` is of a counter that was zero before."""
+    """Takes the next tile from the counter at `turn_ptr`, which starts at zero, publishes it to the consumers, and
+    returns it."""
     tiles, told, read = queue
     tile = gl.num_programs(0) + gl.atomic_add(turn_ptr, 1, sem="relaxed")
     mbarrier.wait(read.index(turn % 2), (turn // 2 & 1) ^ 1)
@@ -49,7 +52,7 @@ def take(queue, turn_ptr, turn):
 
 @gluon.jit
 def hear(queue, turn):
-    """Returns the tile that was told at a turn."""
+    """Returns the tile that was published in a turn."""
     tiles, told, read = queue
     mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
     tile = gl.max(tiles.index(turn % 2).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)

@@ -234,10 +234,10 @@ FAULTS = (
         "measured: a damaged file is passed over",
         "of_device",
         "raise RuntimeError(f'{$path} is damaged or of another version ({type($error).__name__}: {$error}): "
-        "install the package anew, or write the file anew with `python -m benchmarks --write`') from $error",
+        "reinstall the package, or regenerate the file with `python -m benchmarks --write`') from $error",
         "return {}\n"
         "raise RuntimeError(f'{$path} is damaged or of another version ({type($error).__name__}: {$error}): "
-        "install the package anew, or write the file anew with `python -m benchmarks --write`') from $error",
+        "reinstall the package, or regenerate the file with `python -m benchmarks --write`') from $error",
         "tests/test_measured.py -k one_sentence",
     ),
     Fault(

@@ -232,7 +232,7 @@ def without(arrays, **changed):
         ("delta_rule", without(D, query=D["key"].repeat(2, 2)), {}, r"'key' must have as many heads as 'query'"),
         ("delta_rule", D, {"state": STATE, "initial_state": STATE}, "'initial_state' and 'state' are two names of one"),
         ("delta_rule", D, {"state": STATE[:1]}, "'initial_state' must be"),
-        ("delta_rule", D, {"cu_seqlens": CUTS}, "'cum_seqlens' cuts one packed row"),
+        ("delta_rule", D, {"cu_seqlens": CUTS}, "'cum_seqlens' splits one packed row"),
         ("delta_rule", D, {"softmax_scale": "x"}, "'softmax_scale' must be float or None"),
         ("delta_rule", D, {"use_qk_l2norm": "no"}, "'use_qk_l2norm' must be bool, got 'no'"),
         ("delta_rule", D, {"segment_ids": IDS[:, :3]}, "'segment_ids' must have the shape"),

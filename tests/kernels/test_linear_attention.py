@@ -281,7 +281,7 @@ WRONG = {
         "gla_attention", (X, X, X), {"g_gamma": [[-1.0], [-1.0, -2.0]]},
     ),
     "'initial_state' must be a float array [B, ...] = [2, 4, 3, 3]": ("rwkv6", (X, X, X, X, X[0, 0]), {"state": X}),
-    "'cum_seqlens' cuts one packed row": ("recurrent_attention", (X, X, X), {"cu_seqlens": [0, 4]}),
+    "'cum_seqlens' splits one packed row": ("recurrent_attention", (X, X, X), {"cu_seqlens": [0, 4]}),
 }  # fmt: skip
 
 

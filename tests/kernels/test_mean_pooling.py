@@ -186,7 +186,7 @@ def test_on_a_mesh_of_explicit_axes():
             {},
         ),
         (r"'attention_mask' must have the shape \[B, T\] = \(4, 16\) .* got \(4, 15\)", (X, MASK[:, 1:]), {}),
-        (r"'cum_seqlens' cuts one packed row, and x has B = 4; reshape", (X,), {"cum_seqlens": CUTS}),
+        (r"'cum_seqlens' splits one packed row, but x has B = 4; reshape", (X,), {"cum_seqlens": CUTS}),
         (r"'cum_seqlens' must be integers .* got float32", (X[:1],), {"cum_seqlens": CUTS.astype(np.float32)}),
         (r"'cum_seqlens' must be integers .* shape \(1,\)", (X[:1],), {"cum_seqlens": [0]}),
         (r"'cum_seqlens' must rise, .*not the lengths", (X[:1],), {"cum_seqlens": [9, 7]}),

@@ -376,7 +376,7 @@ W1 = WEIGHTS["lstm", 1]
         ("arguments 'lengths' and 'segment_ids'", (X, None, W1), {"lengths": [1, 2], "segment_ids": IDS}),
         (r"'lengths' must be integers \[B\] = \[2\]", (X, None, W1), {"lengths": [1]}),
         ("'segment_ids' and 'cum_seqlens' both say", (X[:1], None, W1), {"cu_seqlens": CUTS, "segment_ids": IDS[:1]}),
-        ("'cum_seqlens' cuts one packed row", (X, None, W1), {"cu_seqlens": CUTS}),
+        ("'cum_seqlens' splits one packed row", (X, None, W1), {"cu_seqlens": CUTS}),
         ("'hidden' and 'initial_state' are two names", (X, normal(B, F), W1), {"initial_state": normal(B, F)}),
     ],
 )

@@ -355,7 +355,7 @@ def test_what_is_sent_does_not_grow_with_the_length(name):
         (state_space_v2, "'norm_weight' .* got int", V2, {"norm_weight": np.ones(20, int)}),
         (state_space_v2, "'initial_state' must be a float array", V2, {"initial_state": normal(B, N, P, S)}),
         (state_space_v2, "'initial_state' and 'state' are two names", V2, dict.fromkeys(("initial_state", "state"), V2["x"])),
-        (state_space_v2, "'cum_seqlens' cuts one packed row", V2, {"cu_seqlens": CUTS}),
+        (state_space_v2, "'cum_seqlens' splits one packed row", V2, {"cu_seqlens": CUTS}),
         (state_space_v1, r"'x' must be a float array \[B, T, D\], got list", {**V1, "x": [[1.0]]}, {}),
         (state_space_v1, r"'A' must be a float array \[D, S\]", {**V1, "A": V1["A"][0]}, {}),
         (state_space_v1, r"'A' must have the shape \(6, 3\) beside 'x'", {**V1, "A": V1["A"][1:]}, {}),

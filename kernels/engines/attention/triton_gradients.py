@@ -1,6 +1,6 @@
-"""The kernels of flash attention's backward in Triton: two passes, and one for a bias that is broadcast."""
+"""The backward kernels of flash attention in Triton: two passes, and one for a broadcast bias."""
 
-# Triton declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kernels.engines.attention.triton_parts import (
 def _query_blocks(dq, d_slope, begin, end, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
                   k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O: tl.constexpr,
                   MASKED: tl.constexpr):  # fmt: skip
-    """Returns the gradients of a block of queries, and of the slope, after the key blocks from `begin` to `end`."""
+    """Returns the gradients of a block of queries, and of the ALiBi slope, after the key blocks from `begin` to
+    `end`."""
     for i in range(begin, end):
         n = nth(list_ptr, i)
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
@@ -57,7 +58,7 @@ def _query_blocks(dq, d_slope, begin, end, list_ptr, q, d_out, lse, delta, k_ptr
 
 @triton.jit
 def query_gradient_kernel(
-    d_bias_ptr,  # [B, N, T, S] float32, zeros before; or None: there is no bias, or it is broadcast
+    d_bias_ptr,  # [B, N, T, S] float32, zero-initialised; None without a bias, or if it is broadcast
     d_out_ptr,  # [B, T, N, HV]
     lse_ptr,  # [B, T, N]
     delta_ptr,
@@ -77,7 +78,7 @@ def query_gradient_kernel(
     slope_ptr,
     seed_ptr,
     dq_ptr,  # [B, T, N, H]
-    d_slope_ptr,  # [B, N, query blocks], a part of the sum each
+    d_slope_ptr,  # [B, N, query blocks], partial sums
     O: tl.constexpr,  # `Options`
 ):
     BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
@@ -139,8 +140,9 @@ def query_gradient_kernel(
 def _key_blocks(dk, dv, begin, end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj, k_at, k_segment, q_at_ptr,
                 q_segment_ptr, ends_ptr, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
-    """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. Logits lie
-    with the keys as rows, so that the weights are the left side of both products as they are."""
+    """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. The
+    logits are transposed, with keys as rows, so that the weights are the left operand of both products without a
+    transpose."""
     for i in range(begin, end):
         m = nth(list_ptr, i)
         at = m * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
@@ -175,8 +177,8 @@ def key_gradient_kernel(
     k_ptr,
     v_ptr,
     spans_ptr,  # [B|1, key blocks, 4]; with lists, as in the forward
-    index_ptr,  # [B|1, N|1, key blocks, query blocks]: lists of the blocks of queries that are visited, or None
-    order_ptr,  # [B|1, K|1, key blocks]: blocks of keys by the lengths of their lists
+    index_ptr,  # [B|1, N|1, key blocks, query blocks]: lists of the query blocks to visit, or None
+    order_ptr,  # [B|1, K|1, key blocks]: key blocks, those with the longest lists first
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -268,8 +270,8 @@ def bias_gradient_kernel(
     d_bias_ptr,  # [B|1, N|1, T|1, S|1] float32
     O: tl.constexpr,  # `Options`
 ):
-    """The gradient of a bias that is broadcast. A program has a block of it and goes over all that it was broadcast to, so that
-    sums are of one order, whatever runs first; logits and the gradients of weights are computed once more for it."""
+    """The gradient of a broadcast bias. A program owns a block of it and loops over everything it was broadcast to, so
+    that the order of summation is fixed. Logits and gradients of weights are recomputed for it."""
     Q_BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
     K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     rest = tl.program_id(0)

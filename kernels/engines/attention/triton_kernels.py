@@ -1,12 +1,12 @@
-"""The forward kernel of flash attention in Triton; those of the backward are in `triton_gradients.py`. Plain Triton: any GPU
-since Ampere, and the interpreter.
+"""The forward kernel of flash attention in Triton; the backward kernels are in `triton_gradients.py`. Plain Triton:
+runs on any GPU since Ampere, and in the interpreter.
 
-A program has a block of queries, or of keys, of one head and row of the batch, and goes over the blocks that meet it: where
-every pair attends without a look at the mask, elsewhere entry by entry (tiles.py). Logits are in units of log 2, so that every
+A program owns a block of queries, or of keys, of one head and batch row, and loops over the blocks paired with it: full
+blocks without evaluating the mask, others entry by entry (tiles.py). Logits are in units of log 2, so that each
 exponential is one instruction.
 """
 
-# Triton declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from kernels.engines.attention.triton_parts import (
 def _forward_blocks(acc, largest, total, begin, end, list_ptr, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
                     k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O: tl.constexpr,
                     MASKED: tl.constexpr):  # fmt: skip
-    """Returns the state of the rows after the key blocks from `begin` to `end`, or those at these places of a list."""
+    """Returns the state of the rows after the key blocks from `begin` to `end`, or those entries of a list of
+    blocks."""
     for i in range(begin, end):
         n = nth(list_ptr, i)
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
@@ -48,7 +49,7 @@ def _forward_blocks(acc, largest, total, begin, end, list_ptr, q, k_ptr, v_ptr, 
         new = tl.maximum(largest, tl.max(x, axis=1))
         anchor = new
         if MASKED:
-            anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+            anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has not seen any key yet
         p = tl.exp2(x - anchor[:, None])
         rescale = tl.exp2(largest - anchor)
         total = total * rescale + tl.sum(p, axis=1)
@@ -65,10 +66,10 @@ def forward_kernel(
     q_ptr,  # [B, T, N, H]
     k_ptr,  # [B, S, K, H]
     v_ptr,  # [B, S, K, HV]
-    spans_ptr,  # [B|1, query blocks, 4]; with lists, of each tile (how many attend wholly, how many there are)
-    index_ptr,  # [B|1, N|1, query blocks, key blocks]: lists of the blocks of keys that are visited, or None
-    order_ptr,  # [B|1, N|1, query blocks]: blocks of queries by the length of their lists
-    q_at_ptr,  # [B|1, T], positions, or None; so all below
+    spans_ptr,  # [B|1, query blocks, 4]; with lists, per tile (number of full blocks, number of blocks)
+    index_ptr,  # [B|1, N|1, query blocks, key blocks]: lists of the key blocks to visit, or None
+    order_ptr,  # [B|1, N|1, query blocks]: query blocks, those with the longest lists first
+    q_at_ptr,  # [B|1, T], positions, or None, like all below
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
@@ -82,7 +83,7 @@ def forward_kernel(
     lse_ptr,  # [B, T, N]
     O: tl.constexpr,  # `Options`
 ):
-    # The last queries see the most keys, as a rule: the longest programs first.
+    # The last queries usually see the most keys: start the longest programs first.
     BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
     block = BLOCKS - 1 - tl.program_id(0) % BLOCKS
     n, b = tl.program_id(0) // BLOCKS % O.N, tl.program_id(0) // (BLOCKS * O.N)
@@ -119,7 +120,7 @@ def forward_kernel(
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_V], tl.float32)
     largest = tl.full([O.BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([O.BLOCK_Q], tl.float32)
-    if sink_ptr is not None:  # the first "key" of every row, whose value is zero
+    if sink_ptr is not None:  # acts as the first key of every row, with value zero
         sink = tl.load(sink_ptr + n) * LOG2E
         largest = tl.zeros([O.BLOCK_Q], tl.float32) + sink
         total = tl.where(largest > float("-inf"), 1.0, 0.0)
@@ -135,7 +136,7 @@ def forward_kernel(
     acc, largest, total = _forward_blocks(
         acc, largest, total, full_end, last, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = tl.where(some, total, 1.0)
     lse = tl.where(some, (largest + tl.log2(total)) * LN2, float("-inf"))
     tl.store(lse_ptr + (wide * O.T + at) * O.N + n, lse, mask=at < O.T)

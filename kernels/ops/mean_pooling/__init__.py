@@ -36,13 +36,13 @@ def _cuts(cum_seqlens: Any, batch: Any) -> jax.Array:
     cuts = jnp.asarray(cum_seqlens)
     if cuts.ndim != 1 or cuts.shape[0] < 2 or not jnp.issubdtype(cuts.dtype, jnp.integer):
         raise ValueError(
-            "mean_pooling: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], one more than there are sequences, "
+            "mean_pooling: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], with one more entry than sequences, "
             f"got {cuts.dtype} of shape {cuts.shape}"
         )
     if batch != 1:
         raise ValueError(
-            f"mean_pooling: argument 'cum_seqlens' cuts one packed row, and x has B = {batch}; reshape x to [1, B * T, D], or "
-            "say by 'attention_mask' which tokens of each row are valid"
+            f"mean_pooling: argument 'cum_seqlens' splits one packed row, but x has B = {batch}; reshape x to [1, B * T, D], "
+            "or pass 'attention_mask'"
         )
     values = known(cum_seqlens)
     if values is not None and (values[1:] < values[:-1]).any():
