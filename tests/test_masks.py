@@ -202,7 +202,7 @@ def test_the_first_tokens_stay_visible_beside_a_window():
     np.testing.assert_array_equal(packed.replace(q_positions=at, kv_positions=at).visible(12, 12)[0, 0], wanted)
     assert packed.resolved().resolved().q_sink_ends.tolist() == [[2**30] * 2 + [4] * 10]
     x = jnp.ones((1, 12, 1, 8))
-    with pytest.raises(ValueError, match="'sink_tokens' = 2 keeps tokens visible beside a window"):
+    with pytest.raises(ValueError, match="'sink_tokens' = 2 keeps tokens visible in addition to a window"):
         kernels.flash_attention(x, x, x, causal=True, sink_tokens=2)
 
 

@@ -265,8 +265,8 @@ WRONG = {
     "'g_gamma' must be a float or a float array [N]": ("retention", (X, X, X, jnp.ones(3)), {}),
     "'u' must be a float array [N, H] = [4, 3], got float32 of shape (3,)": ("rwkv6", (X, X, X, X, X[0, 0, 0]), {}),
     "'w' must be a float array of log decays [B, T, N, H], got None": ("rwkv6", (X, X, X, None, X[0, 0]), {}),
-    "'decay' [N] says how fast heads forget": ("lightning_attention", (X, X, X), {}),
-    "'decay' [N] says how fast": ("lightning_attention", (X, X, X, 1, 2), {"decay": 0.5}),
+    "pass either argument 'decay' [N], the rate at which heads forget": ("lightning_attention", (X, X, X), {}),
+    "pass either argument 'decay' [N]": ("lightning_attention", (X, X, X, 1, 2), {"decay": 0.5}),
     "'decay' [N] says": ("lightning_attention", (X, X, X, 1), {}),
     "'layer_idx' must be in [0, num_layers = 2), got 2": ("lightning_attention", (X, X, X, 2, 2), {}),
     "'layer_idx' must be an integer, got nan": ("lightning_attention", (X, X, X, float("nan"), 2), {}),
@@ -297,7 +297,7 @@ def test_a_wrong_call_is_a_value_error(said):
 def test_a_chunk_is_a_power_of_two():
     with pytest.raises(ValueError, match="chunk must be a power of two or None, got 48"):
         kernels.ChunkConfig(48)
-    with pytest.raises(ValueError, match="N = 4 heads, which is no multiple of the key's K = 3"):
+    with pytest.raises(ValueError, match="N = 4 heads, not a multiple of the key's K = 3"):
         op(X, X[:, :, :3], X[:, :, :3])
 
 

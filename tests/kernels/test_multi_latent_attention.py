@@ -335,7 +335,7 @@ def mla(**changes):
         (r"'softmax_aux' must be \[N\] or \[N, sinks\] with N = 4, got \(3,\)", mla(softmax_aux=normal(3))),
         (r"'cum_seqlens' and 'cu_seqlens' are two names of one", mla(cum_seqlens=[0, 12], cu_seqlens=[0, 12])),
         (r"'cu_seqlens' cuts one packed axis, so the batch must be 1, got 2", mla(cu_seqlens=[0, 12])),
-        (r"'segment_ids' is of queries and keys alike", lambda: flash_mla(**inputs(length=3), segment_ids=IDS)),
+        (r"'segment_ids' applies to queries and keys alike", lambda: flash_mla(**inputs(length=3), segment_ids=IDS)),
         (r"'mask_info' must be a MaskInfo, got str", mla(mask_info="causal")),
         (r"'w_kc' is bfloat16 but 'query' is float32", mla(w_kc=A["w_kc"].astype("bfloat16"))),
         (r"'kv_cache' has entries of width 11, .* R \+ Hr = 8 \+ 4", lambda: mla_decode(*NARROW)),

@@ -375,7 +375,11 @@ W1 = WEIGHTS["lstm", 1]
         (r"'hidden' of lstm .* \[2, B, F\] = \[2, 2, 3\]", (X, normal(B, F), WEIGHTS["lstm", 2], "lstm", True), {}),
         ("arguments 'lengths' and 'segment_ids'", (X, None, W1), {"lengths": [1, 2], "segment_ids": IDS}),
         (r"'lengths' must be integers \[B\] = \[2\]", (X, None, W1), {"lengths": [1]}),
-        ("'segment_ids' and 'cum_seqlens' both say", (X[:1], None, W1), {"cu_seqlens": CUTS, "segment_ids": IDS[:1]}),
+        (
+            "'segment_ids' and 'cum_seqlens' both define",
+            (X[:1], None, W1),
+            {"cu_seqlens": CUTS, "segment_ids": IDS[:1]},
+        ),
         ("'cum_seqlens' splits one packed row", (X, None, W1), {"cu_seqlens": CUTS}),
         ("'hidden' and 'initial_state' are two names", (X, normal(B, F), W1), {"initial_state": normal(B, F)}),
     ],

@@ -38,7 +38,7 @@ def softmax(logits: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array
     largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits, largest) - largest), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     return weights / total, jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0]
 

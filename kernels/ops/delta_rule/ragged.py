@@ -82,10 +82,10 @@ def ragged_gated_delta_rule(
         tokens each: for decoding (1) and drafts. Outputs of tokens past it are 0, and they are not in the state. None: chunk by
         chunk, one request after the other, which is for long prompts.
       softmax_scale: default 1 / sqrt(H).
-      use_qk_l2norm: as of `delta_rule`; Qwen3-Next's layers want it.
+      use_qk_l2norm: as in `delta_rule`; Qwen3-Next's layers want it.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> x, ones = jnp.ones((5, 2, 4)), jnp.ones((5, 2))

@@ -227,7 +227,7 @@ def forward(
             return new, total, out * rescale[..., None] + pv
 
         largest, total, out = jax.lax.fori_loop(0, count, key_block, (largest, total, out))
-        some = total != 0  # of a NaN too, so that lse is one
+        some = total != 0  # true for NaN too, so that lse becomes NaN
         lse = jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
         out = out / jnp.where(some, total, 1)[..., None]
         out = jnp.moveaxis(out, 3, 1).reshape(B, blocks.block_q, N, Hv).astype(query.dtype)

@@ -137,7 +137,7 @@ def grouped_matmul(
     lhs, rhs and rhs_bias have gradients. The backward keeps the inputs alone: what an activation hides is computed again.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Sources: Gale et al., MegaBlocks, 2022; the functions of this kind in megablox and tokamax.
 

@@ -1,4 +1,5 @@
-"""The contract of linear_attention: the recurrence, a token at a time, and the cases that every backend is held to."""
+"""The contract of linear attention: the recurrence, one token at a time, and the cases that every backend is tested
+with."""
 
 from __future__ import annotations
 
@@ -30,25 +31,24 @@ def linear_attention(
     softmax_scale: float | None = None,
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B G N H Hv"]]:
-    """Returns (out, final_state) of S_t = D_t * S_{t-1} + k_t v_tᵀ and o_t = scale · S_tᵀ q_t, with S [H, Hv] for each head.
+    """Returns (out, final_state) of S_t = D_t * S_{t-1} + k_t v_tᵀ and o_t = scale · S_tᵀ q_t, with S [H, Hv] for each
+    head.
 
-    D_t = exp(a_t) exp(b_t)ᵀ has the log decays a_t = g_gamma + g_t + gk_t of the key's channels and b_t = gv_t of the value's;
-    those left out are 0. With `bonus` u (RWKV-6) the query reads the state before its own token, and that with weight u:
-    o_t = scale · (S_{t-1} + (u * k_t) v_tᵀ)ᵀ q_t.
-    Head n reads key head n // (N / K). All of it is computed in float32; out has the dtype of query, the state is float32.
-    What segment_ids, initial_state and num_states mean: see kernels/engines/scan/recurrence.py; a state begins from 0.
+    D_t = exp(a_t) exp(b_t)ᵀ has log decays a_t = g_gamma + g_t + gk_t of the key's channels and b_t = gv_t of the
+    value's; those not given are 0. With `bonus` u (RWKV-6) the query reads the state before its own token, and that
+    token with weight u: o_t = scale · (S_{t-1} + (u * k_t) v_tᵀ)ᵀ q_t.
+    Head n reads key head n // (N / K). Everything is computed in float32; out has the dtype of query, the state is
+    float32. For segment_ids, initial_state and num_states see kernels/engines/scan/recurrence.py; states start from 0.
 
     Args:
       softmax_scale: default 1 / sqrt(H).
 
     Raises:
-      ValueError: N is no multiple of K.
+      ValueError: N is not a multiple of K.
     """
     N, H, K = *query.shape[2:], key.shape[2]
     if N % K:
-        raise ValueError(
-            f"linear_attention: argument 'query' has N = {N} heads, which is no multiple of the key's K = {K}"
-        )
+        raise ValueError(f"linear_attention: argument 'query' has N = {N} heads, not a multiple of the key's K = {K}")
     scale = H**-0.5 if softmax_scale is None else softmax_scale
     wide = jnp.promote_types(query.dtype, jnp.float32)
     q = query.astype(wide) * scale
@@ -70,8 +70,8 @@ def linear_attention(
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions. A token and head costs two products of the size of a state forward, its update and
-    its reading; backward the state is computed again, and q, k, v and the state's gradient cost one each."""
+    """Returns the work of both directions. Per token and head, the forward does two products of the size of a state:
+    update and read. The backward recomputes the state, and q, k, v and the state's gradient take one each."""
     d = call.dims
     state = d["H"] * d["Hv"]
     product = 2 * d["B"] * d["T"] * d["N"] * state
@@ -83,7 +83,7 @@ def work(call: Call) -> tuple[Work, Work]:
 
 
 def _log_decay(*dims: str):
-    """Returns a maker of log decays: most of them mild, some near 0, some that forget nearly all."""
+    """Returns a maker of log decays: most are mild, some near 0, some erase nearly everything."""
 
     def make(rng, sizes):
         x = -np.exp(rng.standard_normal([sizes[d] for d in dims]) * 2 - 2)
@@ -93,7 +93,7 @@ def _log_decay(*dims: str):
 
 
 def _documents(rng, dims):
-    """Rows of documents one after the other, with padding between and after them."""
+    """Rows of consecutive documents, with padding between and after them."""
     ids = np.sort(rng.integers(0, 4, (dims["B"], dims["T"])), axis=1)
     ids[rng.random(ids.shape) < 0.1] = -1
     ids[:, -3:] = -1
@@ -101,7 +101,7 @@ def _documents(rng, dims):
 
 
 def _packed(rng, dims):
-    """Sequences that each begin from a state; one of them is empty, and the end is padding."""
+    """Sequences that each start from a state; one is empty, and the end is padding."""
     G, T = dims["G"], dims["T"]
     rows = []
     for _ in range(dims["B"]):

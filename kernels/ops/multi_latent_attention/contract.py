@@ -131,7 +131,7 @@ def check_rope(query_rope: Any, key_rope: Any) -> None:
     """Raises ValueError where one of the two is given without the other."""
     if (query_rope is None) != (key_rope is None):
         given, lacks = ("query_rope", "key_rope") if key_rope is None else ("key_rope", "query_rope")
-        raise ValueError(f"flash_mla: argument {given!r} was given without {lacks!r}; give both, or neither")
+        raise ValueError(f"flash_mla: argument {given!r} was given without {lacks!r}; pass both or neither")
 
 
 def check_cache(name: str, width: int, rank: int, rope: int) -> None:
@@ -180,7 +180,7 @@ def _softmax(logits: jax.Array, visible: jax.Array, sinks: jax.Array | None) -> 
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if extra is not None:
         total = total + jnp.sum(jnp.exp(extra - largest), axis=-1, keepdims=True)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     return weights / total, jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0]
 

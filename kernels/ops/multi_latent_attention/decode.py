@@ -70,7 +70,7 @@ def forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window,
     start = jnp.full((B, T * N), -jnp.inf, jnp.float32)
     start = start, jnp.zeros_like(start), jnp.zeros((B, T * N, R), jnp.float32)
     largest, total, sums = jax.lax.fori_loop(rows.first, rows.last, block, start)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     out = (sums / total[..., None]).astype(query.dtype)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)

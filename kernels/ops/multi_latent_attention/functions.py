@@ -1,4 +1,4 @@
-"""What users call: latent attention under the arguments of the field, brought to the contract's form."""
+"""Public functions: latent attention under the arguments of the field, brought to the contract's form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _check_array(name: str, what: str, x: Any, dims: str) -> None:
         got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
         raise ValueError(f"{name}: argument {what!r} must be a float array [{', '.join(dims.split())}], got {got}")
     if any(isinstance(n, int) and n == 0 for n in x.shape):
-        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
+        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; skip the call")
 
 
 def _integers(name: str, what: str, x: Any) -> jax.Array:
@@ -34,7 +34,7 @@ def _integers(name: str, what: str, x: Any) -> jax.Array:
         raise ValueError(f"{name}: argument {what!r} is missing")
     x = x if is_array(x) else jnp.asarray(x)
     if any(isinstance(n, int) and n == 0 for n in x.shape):
-        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
+        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; skip the call")
     return segments.indices(x)
 
 
@@ -46,7 +46,9 @@ def _options(name: str, softmax_scale: Any, logits_soft_cap: Any) -> dict[str, f
         if x is not None and not (isinstance(x, numbers.Real) and math.isfinite(x)):
             raise ValueError(f"{name}: argument {what!r} must be a finite number, got {x!r}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
-        raise ValueError(f"{name}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
+        raise ValueError(
+            f"{name}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; use None for no cap"
+        )
     given = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
     return {n: float(x) for n, x in given.items() if x is not None}
 
@@ -90,7 +92,7 @@ def flash_mla(
       segment_ids: int [B, T], T = S: equal and >= 0 attends, -1 is padding.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: DeepSeek-V2, 2024, equations 9 to 19.
 
@@ -141,7 +143,9 @@ def _masks(
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise ValueError(f"flash_mla: argument 'mask_info' must be a MaskInfo, got {type(mask_info).__name__}")
     if cum_seqlens is not None and cu_seqlens is not None:
-        raise ValueError("flash_mla: arguments 'cum_seqlens' and 'cu_seqlens' are two names of one; give one of them")
+        raise ValueError(
+            "flash_mla: arguments 'cum_seqlens' and 'cu_seqlens' are two names for the same argument; pass only one"
+        )
     cuts = cum_seqlens if cu_seqlens is None else cu_seqlens
     given = "cum_seqlens" if cu_seqlens is None else "cu_seqlens"
     for name, x in ((given, cuts), ("segment_ids", segment_ids)):
@@ -232,7 +236,7 @@ def mla_decode(
       sliding_window: W for the last W entries, a query's own counted.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: DeepSeek-V2, 2024, section 2.1.2.
 
@@ -293,7 +297,7 @@ def multi_latent_ragged_page_attention(
       sliding_window: W for the last W entries, a query's own counted.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot, or a gradient is asked for.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call, or a gradient is requested.
 
     Sources: DeepSeek-V2, 2024, section 2.1.2; Kwon et al., PagedAttention, 2023.
 

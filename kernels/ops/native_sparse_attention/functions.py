@@ -1,4 +1,4 @@
-"""What users call: native sparse attention under the arguments of the field, brought to the contract's form."""
+"""Public functions: native sparse attention under the arguments of the field, brought to the contract's form."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def native_sparse_attention(
       cfg: `NativeSparseConfig`.
 
     Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
+      ValueError: names the invalid argument. Unsupported: no backend can run the call.
 
     >>> import jax.numpy as jnp
     >>> x, gate = jnp.ones((1, 12, 2, 4)), jnp.full((1, 12, 2), 0.5)
@@ -174,7 +174,7 @@ def _selection(block_indices: Any, block_counts: Any, B: int, T: int, K: int, si
 def _documents(name: str, cuts: Any, segment_ids: Any, B: int, T: int, S: int) -> jax.Array | None:
     if cuts is not None and segment_ids is not None:
         raise ValueError(
-            f"native_sparse_attention: arguments {name!r} and 'segment_ids' both say where documents are; give one of them"
+            f"native_sparse_attention: arguments {name!r} and 'segment_ids' both say where documents are; pass only one"
         )
     if cuts is None and segment_ids is None:
         return None

@@ -244,7 +244,7 @@ def append_to_cache(
       k_scale, v_scale: as in `page_attention`; a quantised cache gets the rows divided by them, rounded and saturated.
 
     Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+      ValueError: names the invalid argument. Unsupported: no backend can run the call, or a gradient is requested.
 
     >>> import jax.numpy as jnp
     >>> pages, new = jnp.zeros((2, 4, 1, 8)), jnp.ones((3, 1, 8))

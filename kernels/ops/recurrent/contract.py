@@ -1,4 +1,4 @@
-"""What recurrent cells and the time mix of RWKV-4 mean: loops over time."""
+"""The contracts of recurrent cells and of RWKV-4's time mix: loops over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid
 ACTIVATIONS = tuple(_ACTIVATIONS)
 # cell type -> (gates, arrays of its state): an LSTM has a hidden and a cell state.
 CELLS = {"lstm": (4, 2), "gru": (3, 1), "rnn": (1, 1)}
-# Exponent of a sum that is empty: far below any other, and finite, so that differences of two are numbers.
+# Exponent of an empty sum: far below any other, but finite, so that differences of two are not NaN.
 EMPTY = -1e38
 # Added to an exponent, it makes a weight 0; a chunk of them together is far from the least float.
 FORGET = -1e30
@@ -55,10 +55,10 @@ def cell_of(cell_type: str, activation: str) -> Callable[[jax.Array, jax.Array, 
 def check_weights(
     weights: Any, width: Any, cell_type: str = "lstm", activation: str = "tanh", bidirectional: bool = False
 ) -> int:
-    """Returns F, after checking the weights for inputs of that width.
+    """Checks the weights for inputs of that width, and returns F.
 
     Raises:
-      ValueError: naming the argument, and the entry of 'weights'.
+      ValueError: names the argument, and the entry of 'weights'.
     """
     if not isinstance(cell_type, str) or cell_type not in CELLS:
         raise ValueError(f"recurrent: argument 'cell_type' = {cell_type!r} is unknown; use one of {', '.join(CELLS)}")
@@ -73,14 +73,14 @@ def check_weights(
     if not isinstance(weights, Mapping):
         raise ValueError(f"{what} must be a dict of arrays, {', '.join(known)}, got {type(weights).__name__}")
     if set(weights) - set(known) or set(needed) - set(weights):
-        hint = "; names of torch end in _l0, which is left off here" if any("_l0" in n for n in weights) else ""
+        hint = "; remove torch's suffix _l0" if any("_l0" in n for n in weights) else ""
         raise ValueError(
-            f"{what} must have {', '.join(needed)}, and may have biases, {', '.join(known)}; got {sorted(weights)}{hint}"
+            f"{what} must have {', '.join(needed)}, and may have {', '.join(known)}; got {sorted(weights)}{hint}"
         )
     for name, value in weights.items():
         if not is_array(value) or not is_float_array(value):
             raise ValueError(
-                f"{what} must hold float arrays, and {name!r} is {getattr(value, 'dtype', type(value).__name__)}"
+                f"{what} must hold float arrays, but {name!r} is {getattr(value, 'dtype', type(value).__name__)}"
             )
     hidden = weights["weight_hh"]
     F = hidden.shape[1] if hidden.ndim == 2 else 0
@@ -96,7 +96,7 @@ def check_weights(
 
 
 def of_direction(weights: Mapping[str, Any], end: str) -> dict[str, Any]:
-    """Returns the weights of one direction, by their names without its ending ("" or "_reverse")."""
+    """Returns the weights of one direction, with the suffix ("" or "_reverse") removed from their names."""
     names = [n for n in weights if n.endswith("_reverse") == bool(end)]
     return {n.removesuffix("_reverse"): weights[n] for n in names}
 
@@ -112,14 +112,15 @@ def recurrent(
     bidirectional: bool = False,
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B G _ F"]]:
-    """Returns (out [B, T, F], or [B, T, 2 F] of both directions; final state), computed in float32, see `cell_of`.
+    """Returns (out [B, T, F], or [B, T, 2 F] if bidirectional; final state), computed in float32, see `cell_of`.
 
-    The gates are weight_ih x + bias_ih of the input and weight_hh h + bias_hh of the hidden state. The state is h, or h and c
-    of an LSTM, and after those of the forward direction those of the reverse one: that starts at the end of a row and of each
-    segment, and what it needs has names that end in _reverse. States and segments: see `kernels.engines.scan.recurrence`.
+    The gates are weight_ih x + bias_ih of the input and weight_hh h + bias_hh of the hidden state. The state is h, or h
+    and c for an LSTM. The states of the reverse direction follow those of the forward one; it starts at the end of each
+    row and segment, and its weights have the suffix _reverse. For states and segments see
+    `kernels.engines.scan.recurrence`.
 
     Raises:
-      ValueError: weights that are not there or do not fit, an unknown cell or activation.
+      ValueError: missing or ill-shaped weights, an unknown cell or activation.
     """
     F = check_weights(weights, inputs.shape[2], cell_type, activation, bidirectional)
     wide = jnp.promote_types(inputs.dtype, jnp.float32)
@@ -156,8 +157,8 @@ def rwkv4(
     """Returns (out, final state) of RWKV-4's time mix in each channel, in float32. With the decay d = -exp(w):
     out_t = (sum_{s<t} e^{(t-1-s) d + k_s} v_s + e^{u + k_t} v_t) / (the same without v).
 
-    The state is (a, b, p): the sums up to a token are e^p a and e^p b, where p is the largest exponent in them (-1e38 of empty
-    sums), so nothing overflows. States and segments are those of `kernels.engines.scan.recurrence`.
+    The state is (a, b, p): the running sums are e^p a and e^p b, where p is the largest exponent in them (-1e38 for
+    empty sums), so nothing overflows. For states and segments see `kernels.engines.scan.recurrence`.
     Source: Peng et al., RWKV, 2023, arXiv:2305.13048, appendix.
     """
     wide = jnp.promote_types(k.dtype, jnp.float32)
@@ -182,12 +183,12 @@ def rwkv4(
 
 
 def _states(call: Call, size: int) -> int:
-    """Returns the bytes of the states in and out, float32."""
+    """Returns the bytes of the initial and final states, float32."""
     return call.dims["B"] * call.num_states * size * 4 * (1 if call.initial_state is None else 2)
 
 
 def work_recurrent(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls: 2 a direction; the backward has 4, and the 2 again, whose results nothing holds."""
+    """Returns the work of the matmuls: 2 per direction forward; the backward has 4, and recomputes the 2."""
     gates, n = CELLS[call.cell_type]
     F, ways = call.weights["weight_hh"].shape[1], 2 if call.bidirectional else 1
     tokens = call.dims["B"] * call.dims["T"]
@@ -200,8 +201,8 @@ def work_recurrent(call: Call) -> tuple[Work, Work]:
 
 
 def work_rwkv4(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the loop: some 20 flops an element, exponentials among them; the backward does it again, beside
-    adjoints of twice that."""
+    """Returns the work of the loop: about 20 flops per element, exponentials included; the backward recomputes it, and
+    its adjoints take twice as much."""
     elements, ids, state = call.k.size, nbytes(call.segment_ids), _states(call, 3 * call.dims["F"])
     arrays = nbytes(call.w, call.u, call.k, call.v)
     forward = Work(20 * elements, arrays + nbytes(call.k) + ids + state)

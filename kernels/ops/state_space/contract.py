@@ -1,4 +1,4 @@
-"""What state spaces and the convolution before them mean: loops over time, and the facts that meshes are told."""
+"""The contracts of state spaces and of their convolution: loops over time, and metadata for sharding."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def state_space_v2(
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B G N H Hv"]]:
     """Returns (out, final state) of Mamba-2's recurrence in each head, all of it in float32:
-    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, out_t = C_t^T h_t + D x_t. Heads n of N share group n // (N / K) of B and C.
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, out_t = C_t^T h_t + D x_t. Head n uses group n // (N / K) of B and C.
 
-    States and segments are those of `kernels.engines.scan.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
+    For states and segments see `kernels.engines.scan.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
     """
     wide = _wide(x.dtype)
     groups = B.shape[2]
@@ -67,9 +67,9 @@ def state_space_v1(
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B G F H"]]:
     """Returns (out, final state) of Mamba's selective scan in each channel, all of it in float32:
-    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, out_t = C_t^T h_t + D x_t, where A is diagonal, of H numbers a channel.
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, out_t = C_t^T h_t + D x_t, A diagonal, with H entries per channel.
 
-    States and segments are those of `kernels.engines.scan.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
+    For states and segments see `kernels.engines.scan.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
     """
     wide = _wide(x.dtype)
 
@@ -97,8 +97,8 @@ def causal_conv1d(
     """Returns (out, final state) of a convolution of each channel with its own taps:
     out_t = activation(bias + sum_j weight[:, j] x_{t - W + 1 + j}), in float32.
 
-    The state is the W - 1 inputs before a token, the oldest first: zeros at the start of a segment. States and segments are
-    those of `kernels.engines.scan.recurrence`, so a window holds the last W tokens of its segment that are no padding.
+    The state is the W - 1 inputs before a token, oldest first: zeros at the start of a segment. A window holds the last
+    W valid tokens of its segment. For states and segments see `kernels.engines.scan.recurrence`.
 
     Raises:
       ValueError: the activation is unknown.
@@ -118,18 +118,16 @@ def causal_conv1d(
 
 
 def check_activation(activation: str | None) -> None:
-    """Raises ValueError for an activation that there is not."""
+    """Raises ValueError for an unknown activation."""
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"causal_conv1d: argument 'activation' = {activation!r} is unknown; use 'silu', or None for none"
-        )
+        raise ValueError(f"causal_conv1d: argument 'activation' = {activation!r} is unknown; use 'silu' or None")
 
 
 # -- how much there is to do -------------------------------------------------------------------------------------------
 
 
 def _state_bytes(call: Call, *dims: int) -> int:
-    """Returns the bytes of the states in and out, float32."""
+    """Returns the bytes of the initial and final states, float32."""
     size = call.dims["B"] * call.num_states * 4
     for n in dims:
         size *= n
@@ -137,8 +135,8 @@ def _state_bytes(call: Call, *dims: int) -> int:
 
 
 def _of_state_space(call: Call, elements: int, state: int) -> tuple[Work, Work]:
-    """Returns the work of a state space: a token multiplies, adds and reads its state, 6 flops an element, and the backward
-    does that again beside two such adjoints. Its arrays are read once, and in the backward their gradients written."""
+    """Returns the work of a state space: per token, 6 flops per element of the state; the backward recomputes that and
+    has two such adjoints. The arrays are read once, and in the backward their gradients are written."""
     arrays = nbytes(call.x, call.dt, call.A, call.B, call.C, call.D)
     out = nbytes(call.x)
     ids = nbytes(call.segment_ids)
@@ -160,8 +158,8 @@ def work_v1(call: Call) -> tuple[Work, Work]:
 
 
 def work_conv(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the convolution: a multiply-add a tap; the backward has two convolutions of that size, and where
-    there is an activation the first one again."""
+    """Returns the work of the convolution: a multiply-add per tap. The backward has two convolutions of that size, and
+    with an activation recomputes the first one."""
     taps = 2 * call.x.size * call.dims["W"]
     weights, state = nbytes(call.weight, call.bias), _state_bytes(call, call.dims["F"], call.dims["W"] - 1)
     forward = Work(taps, 2 * nbytes(call.x) + weights + state + nbytes(call.segment_ids))
