@@ -1,4 +1,5 @@
-"""The two forms of a latent head: keys and values that are made of the latent, and queries that absorb the up-projection."""
+"""The two forms of a latent head: explicit keys and values computed from the latent, and queries that absorb the
+up-projection."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def joined_heads(
 
 
 def absorbed(query: jax.Array, w_kc: jax.Array) -> jax.Array:
-    """Returns queries in the space of the latents, [..., N, R]: q . (c w_kc) = (q w_kc^T) . c."""
+    """Returns queries in the latent space, [..., N, R]: q . (c w_kc) = (q w_kc^T) . c."""
     return dot("...nh,rnh->...nr", query, w_kc).astype(query.dtype)
 
 
