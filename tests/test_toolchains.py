@@ -301,7 +301,7 @@ def test_a_gluon_kernel_is_launched_with_the_warps_of_all_its_partitions():
 
 
 def test_a_block_that_does_not_fit_shared_memory_is_refused():
-    with pytest.raises(ValueError, match=r"specialised_copy_kernel: .* bytes of shared memory .* than the 232,448"):
+    with pytest.raises(ValueError, match=r"specialised_copy_kernel: needs .* bytes of shared memory, .* have 232,448"):
         checks.export_cuda(lambda x: specialised_copy(x, 29), jax.ShapeDtypeStruct((64, 64), "bfloat16"))
 
 

@@ -27,34 +27,34 @@ def after(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def make_queue(HEARING: gl.constexpr):
-    """Allocates a queue with HEARING consumers."""
+def make_tile_queue(CONSUMERS: gl.constexpr):
+    """Allocates a queue for CONSUMERS warpgroups."""
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    published = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
-        mbarrier.init(told.index(i), count=1)
-        mbarrier.init(read.index(i), count=HEARING)
-    return tiles, told, read
+        mbarrier.init(published.index(i), count=1)
+        mbarrier.init(read.index(i), count=CONSUMERS)
+    return tiles, published, read
 
 
 @gluon.jit
-def take(queue, turn_ptr, turn):
+def claim_tile(queue, turn_ptr, turn):
     """Takes the next tile from the counter at `turn_ptr`, which starts at zero, publishes it to the consumers, and
     returns it."""
-    tiles, told, read = queue
+    tiles, published, read = queue
     tile = gl.num_programs(0) + gl.atomic_add(turn_ptr, 1, sem="relaxed")
     mbarrier.wait(read.index(turn % 2), (turn // 2 & 1) ^ 1)
     tiles.index(turn % 2).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
-    mbarrier.arrive(told.index(turn % 2))
+    mbarrier.arrive(published.index(turn % 2))
     return tile
 
 
 @gluon.jit
-def hear(queue, turn):
+def next_tile(queue, turn):
     """Returns the tile that was published in a turn."""
-    tiles, told, read = queue
-    mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
+    tiles, published, read = queue
+    mbarrier.wait(published.index(turn % 2), turn // 2 & 1)
     tile = gl.max(tiles.index(turn % 2).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
     mbarrier.arrive(read.index(turn % 2))
     return tile

@@ -45,8 +45,8 @@ def place(O: gl.constexpr, HEADS: gl.constexpr):
     """Returns the batch row, the key head and the block of keys of a program. The first keys come first."""
     BLOCKS: gl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     pid = gl.program_id(0)
-    some = pid // (BLOCKS * HEADS)
-    return some // (O.K // HEADS), some % (O.K // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
+    group = pid // (BLOCKS * HEADS)
+    return group // (O.K // HEADS), group % (O.K // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
 
 
 @gluon.jit
@@ -268,7 +268,7 @@ def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.con
 
 
 @gluon.jit
-def specialised_gradient_kernel(
+def warp_specialized_bwd_kernel(
     dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, BLOCK_H], zero-initialised; times 1 / SCALE
     d_out_desc,  # [B, T, N, HV] in blocks [1, BLOCK_Q, 1, BLOCK_V]
     q_desc,  # [B, T, N, H] in blocks [1, BLOCK_Q, 1, BLOCK_H]
@@ -288,7 +288,7 @@ def specialised_gradient_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 128
     HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
-    LOADING: gl.constexpr,  # registers per producer thread
+    PRODUCER_REGISTERS: gl.constexpr,  # registers per producer thread
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
@@ -306,5 +306,5 @@ def specialised_gradient_kernel(
                      HEADS, STAGES)),
         ],
         [1],
-        [LOADING],
+        [PRODUCER_REGISTERS],
     )  # fmt: skip

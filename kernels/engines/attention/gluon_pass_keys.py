@@ -144,12 +144,12 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
 
 
 @gluon.jit
-def specialised_key_gradient_kernel(
+def warp_specialized_dkdv_kernel(
     d_out_desc,  # [B, T, N, HV] in blocks [1, 64, 1, BLOCK_V]
     q_desc,  # [B, T, N, H] in blocks [1, 64, 1, BLOCK_H]
     k_desc,  # [B, S, K, H] in blocks [1, 64, 1, BLOCK_H]
     v_desc,  # [B, S, K, HV] in blocks [1, 64, 1, BLOCK_V]
-    lse_desc,  # as in `specialised_gradient_kernel`, in blocks [1, 64]
+    lse_desc,  # as in `warp_specialized_bwd_kernel`, in blocks [1, 64]
     delta_desc,
     spans_ptr,  # this and the following as in `key_gradient_kernel`, with blocks of BLOCK_K keys and 64 queries
     index_ptr,
@@ -164,8 +164,8 @@ def specialised_key_gradient_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 and a BLOCK_K of 64 or 128
     HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
-    DIFFERENTIATING: gl.constexpr,  # registers per thread of the second warpgroup; the first gets the rest
-    LOADING: gl.constexpr,  # registers per producer thread
+    CONSUMER_REGISTERS: gl.constexpr,  # registers per thread of the second warpgroup; the first gets the rest
+    PRODUCER_REGISTERS: gl.constexpr,  # registers per producer thread
 ):
     WARPGROUPS: gl.constexpr = O.BLOCK_K // ROWS
     dtype: gl.constexpr = q_desc.dtype
@@ -182,7 +182,7 @@ def specialised_key_gradient_kernel(
                 (_load_queries, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [1],
-            [LOADING],
+            [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -192,5 +192,5 @@ def specialised_key_gradient_kernel(
                 (_load_queries, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [4, 1],
-            [DIFFERENTIATING, LOADING],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -106,7 +106,7 @@ def _differentiate_queries(lists, masks, rows_ptr, dq_ptr, stays, ring, O: gl.co
 
 
 @gluon.jit
-def specialised_query_gradient_kernel(
+def warp_specialized_dq_kernel(
     d_out_desc,  # as above
     q_desc,
     k_desc,
@@ -125,8 +125,8 @@ def specialised_query_gradient_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 or 128 and a BLOCK_K of 64
     HEADS: gl.constexpr,  # heads that run side by side
     STAGES: gl.constexpr,
-    DIFFERENTIATING: gl.constexpr,  # as above
-    LOADING: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,  # as above
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     WARPGROUPS: gl.constexpr = O.BLOCK_Q // ROWS
     dtype: gl.constexpr = q_desc.dtype
@@ -143,7 +143,7 @@ def specialised_query_gradient_kernel(
                 (_load_keys, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [1],
-            [LOADING],
+            [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -153,5 +153,5 @@ def specialised_query_gradient_kernel(
                 (_load_keys, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [4, 1],
-            [DIFFERENTIATING, LOADING],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

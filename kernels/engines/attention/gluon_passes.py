@@ -41,8 +41,8 @@ def place_of(order_ptr, LENGTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, ALL: gl.
     without lists the last ones. A few heads run side by side, so that what they read stays in the cache."""
     BLOCKS: gl.constexpr = count_of(LENGTH, BLOCK_ROWS)
     pid = gl.program_id(0)
-    some = pid // (BLOCKS * HEADS)
-    b, n, rank = some // (ALL // HEADS), some % (ALL // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
+    group = pid // (BLOCKS * HEADS)
+    b, n, rank = group // (ALL // HEADS), group % (ALL // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
     if order_ptr is None:
         block = BLOCKS - 1 - rank
     else:

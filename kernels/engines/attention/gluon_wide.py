@@ -286,9 +286,9 @@ def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.const
 
 
 @gluon.jit
-def specialised_wide_gradient_kernel(
+def warp_specialized_wide_bwd_kernel(
     dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, columns of a tile], zero-initialised; times 1 / SCALE
-    d_out_desc,  # this and the following as in `specialised_gradient_kernel`
+    d_out_desc,  # this and the following as in `warp_specialized_bwd_kernel`
     q_desc,
     k_desc,
     v_desc,
@@ -305,8 +305,8 @@ def specialised_wide_gradient_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 64
     HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
-    DIFFERENTIATING: gl.constexpr,  # registers per thread of the warpgroup for the gradient of the keys
-    ADDING: gl.constexpr,  # likewise for the gradient of the queries; the first warpgroup gets the rest
+    KEY_REGISTERS: gl.constexpr,  # registers per thread of the warpgroup for the gradient of the keys
+    QUERY_REGISTERS: gl.constexpr,  # likewise for the gradient of the queries; the first warpgroup gets the rest
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
@@ -333,5 +333,5 @@ def specialised_wide_gradient_kernel(
             (_add, (dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O, HEADS, STAGES)),
         ],
         [4, 4],
-        [DIFFERENTIATING, ADDING],
+        [KEY_REGISTERS, QUERY_REGISTERS],
     )  # fmt: skip

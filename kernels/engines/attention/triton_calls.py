@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from kernels.engines.attention.gluon_gradients import specialised_gradient_kernel
-from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
+from kernels.engines.attention.gluon_gradients import warp_specialized_bwd_kernel
+from kernels.engines.attention.gluon_kernels import warp_specialized_fwd_kernel
 from kernels.engines.attention.gluon_parts import BLOCK
-from kernels.engines.attention.gluon_wide import specialised_wide_gradient_kernel
+from kernels.engines.attention.gluon_wide import warp_specialized_wide_bwd_kernel
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import Edge, Interval, KeyRange
 from kernels.engines.attention.tiles import spans
@@ -23,16 +23,16 @@ from kernels.toolchains.triton import tensor_descriptor, triton_launch
 
 WIDEST = 256
 # Warps of a program of the Hopper kernels: three specialised warpgroups. Plain programs have a power of two.
-SPECIALISED = 12
+WARP_SPECIALIZED = 12
 # Shared memory that such a program may use for tiles.
 SHARED_MEMORY = 220 * 1024
 # The maximum number of heads whose programs run side by side, so that the keys (or queries) they read stay in the
 # cache. In the backward of wide heads the accumulators of several do not fit: one head at a time is a third faster on
 # an H200 at 32k. For narrow heads, 8 are as fast there, and faster at 8k.
 SIDE_BY_SIDE = {
-    specialised_forward_kernel.fn.__name__: 8,
-    specialised_gradient_kernel.fn.__name__: 8,
-    specialised_wide_gradient_kernel.fn.__name__: 1,
+    warp_specialized_fwd_kernel.fn.__name__: 8,
+    warp_specialized_bwd_kernel.fn.__name__: 8,
+    warp_specialized_wide_bwd_kernel.fn.__name__: 1,
 }
 
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
         warps, stages = params.num_warps or 4, params.num_stages or 2
         return self.launch_with(kernel, first, spans, blocks, num_warps=warps, num_stages=stages, **rest)
 
-    def launch_specialised(
+    def launch_warp_specialized(
         self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], heads: int, **rest: Any
     ):
         """The same for a Hopper kernel, with programs for `heads` heads."""
@@ -159,7 +159,7 @@ def _ends(keys: KeyRange) -> tuple[Any, dict[str, tuple[int, int] | None]]:
 def _exact(query: Any, cfg: KernelConfig) -> bool:
     """Returns whether a soft cap needs more than the tanh instruction: if 16-bit weights are more accurate than its
     error, or if the plain kernels, which lack the instruction, run the other direction."""
-    return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {SPECIALISED}
+    return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {WARP_SPECIALIZED}
 
 
 def bytes_of(queued: int, params: FwdParams, wide: int, tall: int) -> int:
@@ -209,7 +209,7 @@ def plain_tiles(width: int, itemsize: int) -> KernelConfig:
     return config_of((128, 64, 8, 2), (64, 64, 8, 2))
 
 
-def specialised_tiles(H: int, HV: int, itemsize: int, scale: float, cap: float | None) -> KernelConfig:
+def warp_specialized_tiles(H: int, HV: int, itemsize: int, scale: float, cap: float | None) -> KernelConfig:
     """Returns the tiles of the Hopper kernels for heads of these widths, or those of the plain ones if Hopper has no
     kernel."""
     wide, tall = padded_width(H), padded_width(HV)
@@ -220,11 +220,11 @@ def specialised_tiles(H: int, HV: int, itemsize: int, scale: float, cap: float |
     keys = 128 if wide <= 128 else 64
     # With a soft cap, twice the queries do not fit in registers.
     backward = (128, 2) if wide <= 64 and cap is None else (64, 3 if wide <= 128 else 2)
-    forward = 64 if panel_of(H, HV) == 256 else 128
-    return config_of((128, forward, SPECIALISED, 2), (backward[0], keys, SPECIALISED, backward[1]))
+    forward = 64 if head_tile_width(H, HV) == 256 else 128
+    return config_of((128, forward, WARP_SPECIALIZED, 2), (backward[0], keys, WARP_SPECIALIZED, backward[1]))
 
 
-def panel_of(H: int, HV: int) -> int:
+def head_tile_width(H: int, HV: int) -> int:
     """Returns the columns of a tile of queries or keys in the Hopper forward.
 
     Heads of 129 to 192 are stored in three tiles, so that they are multiplied as 192 and leave room for 128 keys. The

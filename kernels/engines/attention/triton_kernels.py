@@ -17,8 +17,8 @@ import triton.language as tl
 from kernels.engines.attention.triton_parts import (
     LN2,
     LOG2E,
+    dropout_factor,
     ends_of,
-    kept,
     limits_of,
     list_of,
     nth,
@@ -32,7 +32,7 @@ from kernels.engines.attention.triton_parts import (
 
 
 @triton.jit
-def _forward_blocks(acc, largest, total, begin, end, list_ptr, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
+def _forward_blocks(acc, row_max, row_sum, begin, end, list_ptr, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
                     k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O: tl.constexpr,
                     MASKED: tl.constexpr):  # fmt: skip
     """Returns the state of the rows after the key blocks from `begin` to `end`, or those entries of a list of
@@ -46,19 +46,19 @@ def _forward_blocks(acc, largest, total, begin, end, list_ptr, q, k_ptr, v_ptr, 
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")
         x, _ = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
-        new = tl.maximum(largest, tl.max(x, axis=1))
+        new = tl.maximum(row_max, tl.max(x, axis=1))
         anchor = new
         if MASKED:
             anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has not seen any key yet
         p = tl.exp2(x - anchor[:, None])
-        rescale = tl.exp2(largest - anchor)
-        total = total * rescale + tl.sum(p, axis=1)
-        largest = new
+        rescale = tl.exp2(row_max - anchor)
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        row_max = new
         if seed is not None:
-            p *= kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+            p *= dropout_factor(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
         v = rows_of(v_ptr, kj, O.K, head, O.HV, O.S, O.BLOCK_V)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, largest, total
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -90,11 +90,11 @@ def forward_kernel(
     head = n // (O.N // O.K)
     if order_ptr is not None:
         block = tile_of(order_ptr, b, n, tl.program_id(0) % BLOCKS, BLOCKS, 1, O)
-    wide = b.to(tl.int64)
+    b64 = b.to(tl.int64)
     at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
-    q_ptr += wide * (O.T * O.N * O.H)
-    k_ptr += wide * (O.S * O.K * O.H)
-    v_ptr += wide * (O.S * O.K * O.HV)
+    q_ptr += b64 * (O.T * O.N * O.H)
+    k_ptr += b64 * (O.S * O.K * O.H)
+    v_ptr += b64 * (O.S * O.K * O.HV)
     if q_at_ptr is not None:
         q_at_ptr += b * O.Q_AT_BATCH
         k_at_ptr += b * O.K_AT_BATCH
@@ -102,9 +102,9 @@ def forward_kernel(
         q_segment_ptr += b * O.Q_SEGMENT_BATCH
         k_segment_ptr += b * O.K_SEGMENT_BATCH
     if dense_ptr is not None:
-        dense_ptr += wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
+        dense_ptr += b64 * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
     if bias_ptr is not None:
-        bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+        bias_ptr += b64 * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     slope, seed = None, None
     if ends_ptr is not None:
         ends_ptr += b * O.ENDS_BATCH
@@ -118,26 +118,26 @@ def forward_kernel(
     q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
 
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_V], tl.float32)
-    largest = tl.full([O.BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([O.BLOCK_Q], tl.float32)
+    row_max = tl.full([O.BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([O.BLOCK_Q], tl.float32)
     if sink_ptr is not None:  # acts as the first key of every row, with value zero
         sink = tl.load(sink_ptr + n) * LOG2E
-        largest = tl.zeros([O.BLOCK_Q], tl.float32) + sink
-        total = tl.where(largest > float("-inf"), 1.0, 0.0)
+        row_max = tl.zeros([O.BLOCK_Q], tl.float32) + sink
+        row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
     K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     list_ptr = list_of(index_ptr, b, n, block, BLOCKS, K_BLOCKS, O)
     first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
-    acc, largest, total = _forward_blocks(
-        acc, largest, total, first, full, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+    acc, row_max, row_sum = _forward_blocks(
+        acc, row_max, row_sum, first, full, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
-    acc, largest, total = _forward_blocks(
-        acc, largest, total, full, full_end, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+    acc, row_max, row_sum = _forward_blocks(
+        acc, row_max, row_sum, full, full_end, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, False)  # fmt: skip
-    acc, largest, total = _forward_blocks(
-        acc, largest, total, full_end, last, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+    acc, row_max, row_sum = _forward_blocks(
+        acc, row_max, row_sum, full_end, last, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
-    some = total != 0  # true for NaN too, so that lse becomes NaN
-    total = tl.where(some, total, 1.0)
-    lse = tl.where(some, (largest + tl.log2(total)) * LN2, float("-inf"))
-    tl.store(lse_ptr + (wide * O.T + at) * O.N + n, lse, mask=at < O.T)
-    store_rows(out_ptr + wide * (O.T * O.N * O.HV), acc / total[:, None], at, O.N, n, O.HV, O.T, O.BLOCK_V)
+    nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
+    row_sum = tl.where(nonempty, row_sum, 1.0)
+    lse = tl.where(nonempty, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
+    tl.store(lse_ptr + (b64 * O.T + at) * O.N + n, lse, mask=at < O.T)
+    store_rows(out_ptr + b64 * (O.T * O.N * O.HV), acc / row_sum[:, None], at, O.N, n, O.HV, O.T, O.BLOCK_V)

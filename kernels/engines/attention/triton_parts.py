@@ -79,7 +79,7 @@ def _mix(x):
 
 
 @triton.jit
-def kept(seed, i, j, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
+def dropout_factor(seed, i, j, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
     """Returns 0 or FACTOR for positions i and j, which broadcast: the same bits as `dropout.py`."""
     row = _mix(seed ^ _mix(i.to(tl.uint32) * tl.full([1], 0x9E3779B1, tl.uint32)))
     bits = _mix(row ^ (j.to(tl.uint32) * tl.full([1], 0x85EBCA77, tl.uint32)))
@@ -207,13 +207,13 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_p
 
     Rows and columns follow from how qi, q_at, kj and k_at broadcast, so qk may be transposed.
     """
-    bend = 1.0
+    softcap_grad = 1.0
     if O.CAP is None:
         x = qk * (O.SCALE * LOG2E)
     else:
-        bent = tanh(qk * (O.SCALE / O.CAP))
-        x = bent * (O.CAP * LOG2E)
-        bend = 1.0 - bent * bent
+        capped = tanh(qk * (O.SCALE / O.CAP))
+        x = capped * (O.CAP * LOG2E)
+        softcap_grad = 1.0 - capped * capped
     if bias_ptr is not None:
         x += _pair(bias_ptr, qi, kj, O.BIAS_ROW, O.BIAS_COLUMN, O.T, O.S, 0.0).to(tl.float32) * LOG2E
     if slope is not None:
@@ -223,7 +223,7 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_p
         if dense_ptr is not None:
             seen = seen & (_pair(dense_ptr, qi, kj, O.DENSE_ROW, O.DENSE_COLUMN, O.T, O.S, 0) != 0)
         x = tl.where(seen, x, float("-inf"))
-    return x, bend
+    return x, softcap_grad
 
 
 @triton.jit
@@ -252,5 +252,5 @@ def statistics(lse_ptr, delta_ptr, at, n, O: tl.constexpr):
     make all weights zero, whatever the cotangents are."""
     lse = tl.load(lse_ptr + at * O.N + n, mask=at < O.T, other=float("-inf"))
     delta = tl.load(delta_ptr + at * O.N + n, mask=at < O.T, other=0.0)
-    some = lse > float("-inf")
-    return tl.where(some, lse * LOG2E, float("inf")), tl.where(some, delta, 0.0)
+    nonempty = lse > float("-inf")
+    return tl.where(nonempty, lse * LOG2E, float("inf")), tl.where(nonempty, delta, 0.0)

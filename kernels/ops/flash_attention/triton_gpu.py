@@ -10,28 +10,28 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from kernels.engines.attention.gluon_gradients import specialised_gradient_kernel
-from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
+from kernels.engines.attention.gluon_gradients import warp_specialized_bwd_kernel
+from kernels.engines.attention.gluon_kernels import warp_specialized_fwd_kernel
 from kernels.engines.attention.gluon_parts import BLOCK_OF_SUMS
 from kernels.engines.attention.gluon_parts import ROW as ROW_OF_STATISTICS
-from kernels.engines.attention.gluon_wide import specialised_wide_gradient_kernel
+from kernels.engines.attention.gluon_wide import warp_specialized_wide_bwd_kernel
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.softmax import sink_gradient
 from kernels.engines.attention.triton_calls import (
     SHARED_MEMORY,
-    SPECIALISED,
+    WARP_SPECIALIZED,
     WIDEST,
     Call,
     block_of,
     bytes_of,
     config_of,
+    head_tile_width,
     padded_width,
-    panel_of,
     plain_tiles,
     prepare,
     scale_of,
-    specialised_tiles,
     statistics_by_head,
+    warp_specialized_tiles,
 )
 from kernels.engines.attention.triton_gradients import (
     bias_gradient_kernel,
@@ -66,11 +66,11 @@ def _params(call: Call, given: Any, itemsize: int) -> Any:
     Raises:
       ValueError: Hopper's are given, and have no kernel for the call.
     """
-    if given.num_warps != SPECIALISED:
+    if given.num_warps != WARP_SPECIALIZED:
         return given
     H, HV = call.options["H"], call.options["HV"]
     direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
-    made = getattr(specialised_tiles(H, HV, itemsize, call.options["SCALE"], call.options["CAP"]), direction)
+    made = getattr(warp_specialized_tiles(H, HV, itemsize, call.options["SCALE"], call.options["CAP"]), direction)
     asks = [name for name, array in _NOT_SPECIALISED.items() if call.arrays[array] is not None]
     # The backward has blocks of 64 queries wherever it has larger ones, the forward of narrow heads a third warpgroup.
     queries = {made.q_blocksize}
@@ -79,9 +79,9 @@ def _params(call: Call, given: Any, itemsize: int) -> Any:
     elif padded_width(H) <= 64:
         queries.add(THREE_WARPGROUPS)
     blocks = given.q_blocksize in queries and given.kv_blocksize == made.kv_blocksize
-    if asks or not blocks or made.num_warps != SPECIALISED:
+    if asks or not blocks or made.num_warps != WARP_SPECIALIZED:
         raise ValueError(
-            f"flash_attention: argument 'cfg': {direction} has {SPECIALISED} warps, those of the kernel for Hopper, with "
+            f"flash_attention: argument 'cfg': {direction} has {WARP_SPECIALIZED} warps, those of the kernel for Hopper, with "
             f"blocks of {given.q_blocksize} queries and {given.kv_blocksize} keys"
             + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {made}")
             + ": use 4 or 8 warps"
@@ -124,14 +124,14 @@ def forward(
     }
     out = jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
     spans, options, tiles = call.spans(*blocks)[0], call.options, triton.cdiv(T, blocks[0]) * N * B
-    if params.num_warps != SPECIALISED:
+    if params.num_warps != WARP_SPECIALIZED:
         plain = (query, key, value), spans, blocks, params
         return call.launch(forward_kernel, *plain, out_shape=out, grid=(tiles,), **rest)
-    panel, tall = panel_of(options["H"], options["HV"]), options["BLOCK_V"]
-    wide = triton.cdiv(options["H"], panel) * panel
-    arrays = block_of(query, 64, panel), block_of(key, blocks[1], panel), block_of(value, blocks[1], tall)
-    *results, _ = call.launch_specialised(
-        specialised_forward_kernel,
+    head_tile, tall = head_tile_width(options["H"], options["HV"]), options["BLOCK_V"]
+    wide = triton.cdiv(options["H"], head_tile) * head_tile
+    arrays = block_of(query, 64, head_tile), block_of(key, blocks[1], head_tile), block_of(value, blocks[1], tall)
+    *results, _ = call.launch_warp_specialized(
+        warp_specialized_fwd_kernel,
         (jnp.zeros(1, jnp.int32), *arrays),
         spans,
         blocks,
@@ -141,14 +141,14 @@ def forward(
         grid=(min(tiles, MULTIPROCESSORS),),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
-        ATTENDING=160 if blocks[0] == THREE_WARPGROUPS else 240,
-        LOADING=24,
+        CONSUMER_REGISTERS=160 if blocks[0] == THREE_WARPGROUPS else 240,
+        PRODUCER_REGISTERS=24,
         **rest,
     )
     return tuple(results)
 
 
-def _specialised_gradients(call: Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
+def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
@@ -159,10 +159,10 @@ def _specialised_gradients(call: Call, saved: Saved, query, key, value, params: 
     )
     sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
-        kernel, columns, how = specialised_gradient_kernel, wide, {"num_warps": 8, "LOADING": 24}
+        kernel, columns, how = warp_specialized_bwd_kernel, wide, {"num_warps": 8, "PRODUCER_REGISTERS": 24}
     else:  # as many columns as TMA swizzles; registers with which products do not wait for one another, and little spills
-        kernel, columns = specialised_wide_gradient_kernel, 32
-        how = {"num_warps": 4, "DIFFERENTIATING": 216, "ADDING": 64}
+        kernel, columns = warp_specialized_wide_bwd_kernel, 32
+        how = {"num_warps": 4, "KEY_REGISTERS": 216, "QUERY_REGISTERS": 64}
     arrays = (
         block_of(sums, q_block, columns, BLOCK_OF_SUMS),
         block_of(saved.d_out.astype(query.dtype), q_block, tall),
@@ -172,7 +172,7 @@ def _specialised_gradients(call: Call, saved: Saved, query, key, value, params: 
         lse,
         delta,
     )
-    d_key, d_value, d_query = call.launch_specialised(
+    d_key, d_value, d_query = call.launch_warp_specialized(
         kernel,
         arrays,
         call.spans(*blocks)[1],
@@ -212,15 +212,15 @@ def backward(
     call = prepare(
         query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob, cfg
     )
-    if deterministic and cfg.bwd_params.num_warps == SPECIALISED:
+    if deterministic and cfg.bwd_params.num_warps == WARP_SPECIALIZED:
         raise Unsupported(
-            f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {SPECIALISED} is not for deterministic=True: that "
+            f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {WARP_SPECIALIZED} is not for deterministic=True: that "
             "kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
         )
     (B, T, N, _), S, K = query.shape, *key.shape[1:3]
     params = _params(call, cfg.bwd_params, query.dtype.itemsize)
-    if params.num_warps == SPECIALISED:
-        gradients = _specialised_gradients(call, saved, query, key, value, params)
+    if params.num_warps == WARP_SPECIALIZED:
+        gradients = _warp_specialized_gradients(call, saved, query, key, value, params)
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
         return gradients
@@ -289,8 +289,8 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     dense = call.mask is not None and call.mask.attention_mask is not None
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
-    found = specialised_tiles(H, HV, itemsize, scale_of(call.softmax_scale, H), call.logits_soft_cap)
-    if found.fwd_params.num_warps == SPECIALISED and padded_width(H) <= 64 and _is_long_and_plain(call):
+    found = warp_specialized_tiles(H, HV, itemsize, scale_of(call.softmax_scale, H), call.logits_soft_cap)
+    if found.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64 and _is_long_and_plain(call):
         three = dataclasses.replace(found.fwd_params, q_blocksize=THREE_WARPGROUPS)
         found = FlashAttentionConfig(three, found.bwd_params)
     # The backward of one pass is not deterministic.
@@ -309,7 +309,7 @@ def _candidates(call: Any) -> list[FlashAttentionConfig]:
     H, itemsize = call.dims["H"], call.query.dtype.itemsize
     first = _heuristic(call, "cuda")
     found = [first]
-    if first.fwd_params.num_warps == SPECIALISED and padded_width(H) <= 64:
+    if first.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64:
         both = (dataclasses.replace(first.fwd_params, q_blocksize=queries) for queries in (128, THREE_WARPGROUPS))
         found += [FlashAttentionConfig(forward, first.bwd_params) for forward in both]
     found.append(plain_tiles(padded_width(max(H, call.dims["Hv"])), itemsize))

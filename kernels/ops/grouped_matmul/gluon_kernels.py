@@ -28,7 +28,7 @@ from kernels.ops.grouped_matmul.gluon_parts import (
     sums,
     write,
 )
-from kernels.toolchains.gluon import SWIZZLED, after, hear, make_queue, take
+from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 
 # -- rows by the matrix of their group ---------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < tiles_m * TILES_N:
         expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
-        tile = take(queue, turn_ptr, turn)
+        tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
@@ -119,7 +119,7 @@ def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, ha
                                           STAGES)  # fmt: skip
             handed, stage, phase = hand_over_activated(acc, ring, stage, phase, hands, handed, bias, column, N, GATED,
                                                        ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
     # Rows of no group.
     WRITTEN: gl.constexpr = SIDES * N if COTANGENT else N
@@ -148,12 +148,12 @@ def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexp
         if row < end:
             columns = _columns(column, N, BLOCK_N, GATED)
             handed = write(hands, handed, out_ptr, row, end, column, columns, N, 2 if GATED and COTANGENT else 1, WHICH)
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
 
 
 @gluon.jit
-def specialised_matmul_kernel(
+def warp_specialized_matmul_kernel(
     a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
     # [E * K, WIDTH] in blocks [BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or 2 N
     # of a gate and an up projection
@@ -185,7 +185,7 @@ def specialised_matmul_kernel(
     COLUMNS: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, COLUMNS if TRANSPOSED else BLOCK_K,
                      BLOCK_K if TRANSPOSED else COLUMNS)  # fmt: skip
-    queue, hands = make_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    queue, hands = make_tile_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
             (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
@@ -228,7 +228,7 @@ def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E: gl.
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < E * TILES_P * TILES_Q:
         expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
-        tile = take(queue, turn_ptr, turn)
+        tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
         for row in range(begin, end, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
@@ -302,7 +302,7 @@ def _multiply_contractions(bounds_ptr, ring, queue, hands, P: gl.constexpr, Q: g
         else:
             acc, stage, phase = _contract(sums(ROWS, BLOCK_Q), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH)
             handed = hand_over(acc, hands, handed, WHICH)
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
 
 
@@ -319,12 +319,12 @@ def _write_contractions(out_ptr, bounds_ptr, queue, hands, P: gl.constexpr, Q: g
             out = out_ptr + expert.to(gl.int64) * (P * Q)
             columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
             handed = write(hands, handed, out, p, P, q, columns, Q, 1, WHICH)
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
 
 
 @gluon.jit
-def specialised_contraction_kernel(
+def warp_specialized_contraction_kernel(
     a_desc,  # [M, P] in blocks [BLOCK_K, ROWS]
     b_desc,  # [M, Q] in blocks [BLOCK_K, BLOCK_Q]
     bounds_ptr,
@@ -345,7 +345,7 @@ def specialised_contraction_kernel(
     TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
     TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
     ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, BLOCK_K, BLOCK_Q)
-    queue, hands = make_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    queue, hands = make_tile_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
             (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,

@@ -18,7 +18,7 @@ from jax import lax
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
-from kernels.ops.grouped_matmul.gluon_kernels import specialised_contraction_kernel, specialised_matmul_kernel
+from kernels.ops.grouped_matmul.gluon_kernels import warp_specialized_contraction_kernel, warp_specialized_matmul_kernel
 from kernels.ops.grouped_matmul.groups import register, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
@@ -102,9 +102,9 @@ def _product(
     `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, width] or [E, K])."""
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
-    if scale is None and _specialises(tile, a, b, (K, N)) and K % SPECIALISED[tile.specialised].block_k == 0:
-        return _specialised_product(
-            a, b, transposed, gated, SPECIALISED[tile.specialised], maps, bias, activation, d_out
+    if scale is None and _specialises(tile, a, b, (K, N)) and K % WARP_SPECIALIZED[tile.specialised].block_k == 0:
+        return _warp_specialized_product(
+            a, b, transposed, gated, WARP_SPECIALIZED[tile.specialised], maps, bias, activation, d_out
         )
     where = maps.of(tile.block_m)
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
@@ -160,7 +160,7 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps) -> jax.
     """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
     (M, P), Q, where = a.shape, b.shape[1], maps.any()
     if dtype == a.dtype and _specialises(tile, a, b, (P, Q)):
-        return _specialised_contraction(a, b, experts, SPECIALISED[tile.specialised], where)
+        return _warp_specialized_contraction(a, b, experts, WARP_SPECIALIZED[tile.specialised], where)
     out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
     tma, a_desc, b_desc = _whole(a, P) and _whole(b, Q), None, None
     if tma:
@@ -201,10 +201,10 @@ def _specialises(tile: Any, a: jax.Array, b: jax.Array, widths: Sequence[int]) -
     """Returns whether a product is made by warps that load, multiply and write: those of 16-bit arrays that TMA reads, where
     there are instructions for it, which are Hopper's alone."""
     sixteen = a.dtype == b.dtype and a.dtype.itemsize == 2 and all(_whole(a, width) for width in widths)
-    return tile.specialised in SPECIALISED and sixteen and compute_capability() == 90
+    return tile.specialised in WARP_SPECIALIZED and sixteen and compute_capability() == 90
 
 
-class _Specialised(NamedTuple):
+class _WarpSpecialized(NamedTuple):
     """A tile of warps that load, multiply and write, as it fits the shared memory of a multiprocessor."""
 
     rows: int  # of either warpgroup that multiplies
@@ -215,13 +215,13 @@ class _Specialised(NamedTuple):
     block_k: int = 64
 
 
-SPECIALISED = {"tall": _Specialised(128, 128, 4, 1, 8), "wide": _Specialised(64, 256, 4, 2, 16)}
+WARP_SPECIALIZED = {"tall": _WarpSpecialized(128, 128, 4, 1, 8), "wide": _WarpSpecialized(64, 256, 4, 2, 16)}
 # Of a thread that multiplies, and of one that does not: three warpgroups share 64,512.
 REGISTERS = {"MULTIPLYING": 216, "OTHERS": 72}
 
 
 def _launch(
-    kernel, shape: _Specialised, inputs: Sequence[Any], out: jax.ShapeDtypeStruct, tiles: int, work: Work, **named
+    kernel, shape: _WarpSpecialized, inputs: Sequence[Any], out: jax.ShapeDtypeStruct, tiles: int, work: Work, **named
 ):
     result, _ = triton_launch(
         kernel,
@@ -242,8 +242,8 @@ def _launch(
     return result
 
 
-def _specialised_product(
-    a, b, transposed: bool, gated: bool, shape: _Specialised, maps: _Maps, bias=None, activation=None, d_out=None
+def _warp_specialized_product(
+    a, b, transposed: bool, gated: bool, shape: _WarpSpecialized, maps: _Maps, bias=None, activation=None, d_out=None
 ) -> jax.Array:
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N, columns = (width // 2, shape.columns // 2) if gated else (width, shape.columns)
@@ -258,10 +258,10 @@ def _specialised_product(
     tiles, work = where.bound * triton.cdiv(N, columns), _work(2 * M * K * width, a, b, d_out, out)
     sizes = {"K": K, "N": N, "E": experts, "BOUND": where.bound, "BLOCK_N": columns}
     how = {"GATED": gated, "TRANSPOSED": transposed, "ACTIVATION": activation}
-    return _launch(specialised_matmul_kernel, shape, inputs, out, tiles, work, **sizes, **how)
+    return _launch(warp_specialized_matmul_kernel, shape, inputs, out, tiles, work, **sizes, **how)
 
 
-def _specialised_contraction(a, b, experts: int, shape: _Specialised, where: _Map) -> jax.Array:
+def _warp_specialized_contraction(a, b, experts: int, shape: _WarpSpecialized, where: _Map) -> jax.Array:
     (M, P), Q = a.shape, b.shape[1]
     layout, out = SWIZZLED.value, jax.ShapeDtypeStruct((experts, P, Q), a.dtype)
     a_desc = tensor_descriptor(a, (M, P), (shape.block_k, shape.rows), layout)
@@ -269,7 +269,9 @@ def _specialised_contraction(a, b, experts: int, shape: _Specialised, where: _Ma
     inputs = a_desc, b_desc, where.bounds, where.turn
     tiles = experts * triton.cdiv(P, 2 * shape.rows) * triton.cdiv(Q, shape.columns)
     sizes = {"P": P, "Q": Q, "E": experts, "BLOCK_Q": shape.columns}
-    return _launch(specialised_contraction_kernel, shape, inputs, out, tiles, _work(2 * M * P * Q, a, b, out), **sizes)
+    return _launch(
+        warp_specialized_contraction_kernel, shape, inputs, out, tiles, _work(2 * M * P * Q, a, b, out), **sizes
+    )
 
 
 def _group_sums(x, experts: int, dtype: Any, where: _Map):
@@ -434,7 +436,7 @@ def candidates(call):
     if call.lhs.dtype.itemsize == 4:
         return [_config(call)]
     plain = [_config(call, shape) for shape in (*PRODUCTS, *OTHER_BANDS, DEEPER)]
-    return list(dict.fromkeys([_config(call), *(_config(call, specialised=s) for s in SPECIALISED), *plain]))
+    return list(dict.fromkeys([_config(call), *(_config(call, specialised=s) for s in WARP_SPECIALIZED), *plain]))
 
 
 register(
