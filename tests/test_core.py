@@ -160,7 +160,7 @@ def summing_op():
     def summing(x: Float[Array, "*lead D"]) -> Float[Array, ""]:
         return jnp.sum(x * x)
 
-    return Op(summing, sum_dims={"lead"}, kept=kept)
+    return Op(summing, sum_dims={"lead"}, extra_residuals=kept)
 
 
 def test_what_a_forward_keeps_is_made_where_it_is_differentiated_alone():
@@ -174,11 +174,11 @@ def test_what_a_forward_keeps_is_made_where_it_is_differentiated_alone():
     def backward(saved, x):
         return {"x": saved.d_out * saved.gradient}
 
-    with pytest.raises(TypeError, match=r"`keeping` requires a backward, .* it is missing"):
+    with pytest.raises(TypeError, match=r"`forward_with_residuals` requires a backward, .* it is missing"):
         op.register(op.function, backward, **facts)
     with pytest.raises(TypeError, match="must have the same parameters as summing"):
-        op.register(op.function, backward, keeping=lambda y: None, **facts)
-    op.register(op.function, backward, keeping=keeping, **facts)
+        op.register(op.function, backward, forward_with_residuals=lambda y: None, **facts)
+    op.register(op.function, backward, forward_with_residuals=keeping, **facts)
     x = jnp.arange(6.0).reshape(2, 3)
     assert op(x) == 55 and not made
     np.testing.assert_allclose(jax.grad(lambda x: 3 * op(x))(x), 6 * x)
@@ -188,11 +188,11 @@ def test_what_a_forward_keeps_is_made_where_it_is_differentiated_alone():
     policy = jax.checkpoint_policies.save_only_these_names("summing.gradient")
     saved, free = (jax.make_jaxpr(jax.grad(jax.checkpoint(op, policy=p)))(x) for p in (policy, None))
     assert 0 < str(saved).count("ejdist_call") < str(free).count("ejdist_call")
-    op.register(op.function, backward, keeping=lambda x: (jnp.sum(x), {"other": x}), **facts)
+    op.register(op.function, backward, forward_with_residuals=lambda x: (jnp.sum(x), {"other": x}), **facts)
     with pytest.raises(TypeError, match=r"residuals \['other'\], expected \['gradient'\]"):
         jax.grad(op)(x)
     with pytest.raises(TypeError, match="must have the parameters of the contract"):
-        Op(op.function, kept=lambda y: {})
+        Op(op.function, extra_residuals=lambda y: {})
 
 
 def test_an_option_that_only_the_forward_names_is_refused_where_there_is_a_gradient(op):

@@ -32,8 +32,8 @@ def make_op():
     op = Op(
         toy,
         ordered=False,
-        order=("sine", "cosine", "tanh"),
-        classes=lambda call: (
+        priority=("sine", "cosine", "tanh"),
+        autotune_key=lambda call: (
             None if call.dims["D"] == 3 else f"{call.dtype} D{measured.bucket(call.dims['D'], 16, 64)}"
         ),
         config=KernelConfig,
@@ -245,7 +245,7 @@ def test_every_file_is_what_the_results_say():
 @pytest.mark.parametrize("device, name", [(d, name) for d, data in SHIPPED.items() for name in data["operations"]])
 def test_what_is_shipped_is_of_classes_and_backends_that_there_are(device, name):
     op = OPERATIONS[name]
-    of_cases = {op.classes(op.bind(**abstract(op, case, "bfloat16"))) for case in op.cases if "bench" in case.tags}
+    of_cases = {op.autotune_key(op.bind(**abstract(op, case, "bfloat16"))) for case in op.cases if "bench" in case.tags}
     for of, found in SHIPPED[device]["operations"][name].items():
         assert of in of_cases
         backends = set(found["forward"])
@@ -255,10 +255,10 @@ def test_what_is_shipped_is_of_classes_and_backends_that_there_are(device, name)
             assert tuned["version"] == op.backends[backend].version and decode(op.config, tuned["config"])
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATIONS.values() if op.classes], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in OPERATIONS.values() if op.autotune_key], ids=lambda op: op.name)
 def test_every_case_has_a_class_that_its_dtype_tells_apart(op):
     for case in op.cases:
-        of = {op.classes(op.bind(**abstract(op, case, dtype))) for dtype in ("bfloat16", "float32")}
+        of = {op.autotune_key(op.bind(**abstract(op, case, dtype))) for dtype in ("bfloat16", "float32")}
         assert len(of) == 2 and None not in of
 
 
@@ -268,7 +268,7 @@ def test_attention_on_an_h200_is_chosen_by_what_was_timed_there(monkeypatch):
     (case,) = (c for c in op.cases if c.name == "causal_8k")
     call = op.bind(**abstract(op, case, "bfloat16"))
     (choice,) = (c for c in op.plan(call, None, None, differentiated=True).choices if c.platform == "cuda")
-    times = measured.of_device("NVIDIA H200")[op.name, op.classes(call)].times(True, False)
+    times = measured.of_device("NVIDIA H200")[op.name, op.autotune_key(call)].times(True, False)
     able = [b.name for b in op.backends.values() if "cuda" in b.platforms and not b.refuses(op, call, True)]
     fastest = min((n for n in able if n in times), key=times.__getitem__)
     # One that was not measured yet may stand before those that were.

@@ -60,18 +60,18 @@ class Operation(Protocol):
     outputs: tuple[str, ...]
     output_dims: tuple[tuple[Dim, ...], ...]
     residuals: tuple[str, ...]
-    kept: Callable | None
+    extra_residuals: Callable | None
     padding: Any
     no_gradient: tuple[str, ...]
     local_dims: frozenset[str]
     sum_dims: frozenset[str]
     tied_dims: tuple[tuple[str, str], ...]
-    elsewhere: dict[str, str]
+    see_also: dict[str, str]
     offset_of: dict[str, str]
     ordered: bool | Callable[[Call], bool] | None
     weights: tuple[str, ...]
     same_dtype: tuple[str, ...]
-    classes: Callable[[Call], str | None] | None
+    autotune_key: Callable[[Call], str | None] | None
     backward_inputs: Callable[[dict, dict], dict] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -122,7 +122,7 @@ class Backend:
     features: frozenset[str]
     forward: Callable
     backward: Callable | None
-    keeping: Callable | None
+    forward_with_residuals: Callable | None
     rejects: Callable[[Call], str | None] | None
     heuristic: Callable[[Call, str], Any] | None
     candidates: Callable[[Call], Iterable[Any]] | None
@@ -161,7 +161,7 @@ class Backend:
         return self.rejects(call) if self.rejects else None
 
     def run(self, direction: str, arguments: Mapping[str, Any], cfg: Any, *first: Any) -> Any:
-        """Calls `forward`, `keeping` or `backward` with those of the contract's arguments that it takes."""
+        """Calls `forward`, `forward_with_residuals` or `backward` with those of the contract's arguments that it takes."""
         function, names = getattr(self, direction), self.names(direction == "backward")
         own = {name: value for name, value in arguments.items() if name in names}
         return function(*first, **own, **({"cfg": cfg} if "cfg" in names else {}))
@@ -171,16 +171,16 @@ def make_backend(
     op: Operation,
     forward: Callable,
     backward: Callable | None,
-    keeping: Callable | None,
+    forward_with_residuals: Callable | None,
     name: str | None,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> Backend:
     """Returns the backend, after checking its functions and metadata.
 
     Raises:
       TypeError: an unknown platform or feature, or a function that does not take the contract's parameters by name.
     """
-    unknown = set(facts["platforms"]) - set(PLATFORMS)
+    unknown = set(metadata["platforms"]) - set(PLATFORMS)
     if unknown:
         raise TypeError(f"{op.name}: unknown platforms {sorted(unknown)}; there are {', '.join(PLATFORMS)}")
     stem = name or forward.__module__.rpartition(".")[2]
@@ -205,16 +205,22 @@ def make_backend(
                 + (f"; it lacks {', '.join(lost)}" if lost else "")
                 + (f"; the contract has no {', '.join(strange)}" if strange else "")
             )
-    if (keeping is None) != (op.kept is None or backward is None):
+    if (forward_with_residuals is None) != (op.extra_residuals is None or backward is None):
         raise TypeError(
-            f"{op.name} on {stem}: `keeping` requires a backward, and `kept` in the contract; here "
-            f"{'it is missing' if keeping is None else 'it is given without them'}"
+            f"{op.name} on {stem}: `forward_with_residuals` requires a backward, and `extra_residuals` in the contract; here "
+            f"{'it is missing' if forward_with_residuals is None else 'it is given without them'}"
         )
-    if keeping is not None and {*inspect.signature(keeping).parameters} != {*inspect.signature(forward).parameters}:
-        raise TypeError(f"{op.name} on {stem}: {keeping.__name__} must have the same parameters as {forward.__name__}")
-    sets: dict[str, Any] = {n: frozenset(facts[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
-    rest: dict[str, Any] = {n: facts[n] for n in ("rejects", "heuristic", "candidates", "version")}
-    return Backend(name=stem, forward=forward, backward=backward, keeping=keeping, **sets, **rest)
+    if forward_with_residuals is not None and {*inspect.signature(forward_with_residuals).parameters} != {
+        *inspect.signature(forward).parameters
+    }:
+        raise TypeError(
+            f"{op.name} on {stem}: {forward_with_residuals.__name__} must have the same parameters as {forward.__name__}"
+        )
+    sets: dict[str, Any] = {n: frozenset(metadata[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
+    rest: dict[str, Any] = {n: metadata[n] for n in ("rejects", "heuristic", "candidates", "version")}
+    return Backend(
+        name=stem, forward=forward, backward=backward, forward_with_residuals=forward_with_residuals, **sets, **rest
+    )
 
 
 # Optional packages, with what to install. A backend is unavailable if one is missing; any other import error is raised.

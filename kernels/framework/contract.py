@@ -24,8 +24,8 @@ from kernels.framework.backend import Backend, Case, Choice, Plan, case_inputs, 
 from kernels.framework.binding import ARRAYS, Call, bind, is_a, is_array, is_float_array, resolve_dims
 from kernels.framework.declaration import output_dims, parameters_of
 from kernels.framework.execute import Saved
-from kernels.framework.facts import check_facts
 from kernels.framework.interpret import interpreting
+from kernels.framework.metadata import check_metadata
 from kernels.framework.options import of_sizes
 from kernels.framework.padding import Padding, of_contract
 from kernels.framework.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
@@ -45,8 +45,8 @@ class Op:
       outputs: a name for each output.
       residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend can be
         followed by the backward of another. The inputs are always available to a backward.
-      kept: function of the contract's parameters -> name -> array: additional residuals, computed only under
-        differentiation. It specifies what backends register as `keeping`, and is its oracle.
+      extra_residuals: function of the contract's parameters -> name -> array: additional residuals, computed only under
+        differentiation. It specifies what backends register as `forward_with_residuals`, and is its oracle.
       features: feature name -> predicate(call), for requirements that the options alone do not express. A backend lists
         the features it supports. Optional parameters need no feature: a backend supports those that its functions name.
       no_gradient: float arguments without a gradient, such as scales and quantised weights. All other floats have one,
@@ -54,15 +54,15 @@ class Op:
       local_dims: dims that can be split over devices without communication.
       sum_dims: dims that every output is a sum over: if split, each device computes a partial sum.
       tied_dims: pairs of dims that must be split alike, such as (query heads, key heads); the second may be 1.
-      elsewhere: dim -> the function of `ejdist` that supports splitting it, because it communicates.
+      see_also: dim -> the function of `ejdist` that supports splitting it, because it communicates.
       offset_of: integer argument -> dim: the argument is relative to a device's first entry of that dim.
       ordered: whether the order of tokens along T or S matters, as in a recurrence; or a function of the call. Required
         for every operation with a T or S that is neither local nor summed over (ordered.py).
       weights: arguments that are model parameters. They may be stored split over any dim, and are gathered before use.
       same_dtype: float arguments that must have the same dtype.
-      order: names of the possible backend files, fastest first; applies where there are no measurements.
-      classes: call -> a key for calls of similar size, for which one backend is fastest on a kind of device.
-        Measurements under that key take precedence over `order` (measured.py). None: the call has no key.
+      priority: names of the possible backend files, fastest first; applies where there are no measurements.
+      autotune_key: call -> a key for calls of similar size, for which one backend is fastest on a kind of device.
+        Measurements under that key take precedence over `priority` (measured.py). None: the call has no key.
       backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; by default all of both, with
         zeros for the cotangents of unused outputs. The function itself gets no entry for an unused output.
       padding: where segment ids are negative, and which arguments must be zeroed there before a backend sees them,
@@ -82,19 +82,19 @@ class Op:
         *,
         outputs: tuple[str, ...] = ("out",),
         residuals: tuple[str, ...] = (),
-        kept: Callable | None = None,
+        extra_residuals: Callable | None = None,
         features: Mapping[str, Callable[[Call], bool]] | None = None,
         no_gradient: Iterable[str] = (),
         local_dims: Iterable[str] = (),
         sum_dims: Iterable[str] = (),
         tied_dims: tuple[tuple[str, str], ...] = (),
-        elsewhere: Mapping[str, str] | None = None,
+        see_also: Mapping[str, str] | None = None,
         offset_of: Mapping[str, str] | None = None,
         ordered: bool | Callable[[Call], bool] | None = None,
         weights: tuple[str, ...] = (),
         same_dtype: tuple[str, ...] = (),
-        order: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
-        classes: Callable[[Call], str | None] | None = None,
+        priority: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
+        autotune_key: Callable[[Call], str | None] | None = None,
         backward_inputs: Callable[[dict, dict], dict] | None = None,
         padding: Padding | None = None,
         config: type | None = None,
@@ -103,12 +103,12 @@ class Op:
     ):
         self.name, self.outputs, self.residuals = function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
-        self.kept, self.padding = kept, padding
+        self.extra_residuals, self.padding = extra_residuals, padding
         self.function = of_contract(self, function)
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
-        self.elsewhere, self.offset_of, self.weights = dict(elsewhere or {}), dict(offset_of or {}), weights
-        self.same_dtype, self.order, self.classes, self.ordered = same_dtype, order, classes, ordered
+        self.see_also, self.offset_of, self.weights = dict(see_also or {}), dict(offset_of or {}), weights
+        self.same_dtype, self.priority, self.autotune_key, self.ordered = same_dtype, priority, autotune_key, ordered
         self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work
         self.package = function.__module__.rpartition(".")[0]
         self.__doc__ = function.__doc__
@@ -117,7 +117,7 @@ class Op:
         self._loaded = False
         self._loading = threading.RLock()
         self._programs: dict[Any, Callable] = {}
-        check_facts(self)
+        check_metadata(self)
 
     # -- backends -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Op:
         forward: Callable,
         backward: Callable | None = None,
         *,
-        keeping: Callable | None = None,
+        forward_with_residuals: Callable | None = None,
         platforms: Iterable[str],
         dtypes: Iterable[str],
         features: Iterable[str] = (),
@@ -142,8 +142,8 @@ class Op:
         Args:
           forward, backward: functions that name the contract's parameters that they support; a call that uses another
             is refused. `backward` takes `saved` first and returns name -> gradient. Either may also name `cfg`.
-          keeping: the forward under differentiation, if the contract has `kept`: takes what `forward` takes and returns
-            (outputs, name -> extra residual); `backward` finds these in `saved`.
+          forward_with_residuals: the forward under differentiation, if the contract has `extra_residuals`: takes what
+            `forward` takes and returns (outputs, name -> extra residual); `backward` finds these in `saved`.
           platforms: platforms that it can be lowered for: cpu, cuda, rocm, tpu.
           features: those of the contract's `features` that it supports.
           rejects: call -> why it cannot run that call, or None.
@@ -158,9 +158,9 @@ class Op:
         strange = set(features) - set(self.features)
         if strange:
             raise TypeError(f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.features)}")
-        facts = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
-        facts |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates, "version": version}
-        backend = make_backend(self, forward, backward, keeping, name, facts)
+        metadata = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
+        metadata |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates, "version": version}
+        backend = make_backend(self, forward, backward, forward_with_residuals, name, metadata)
         self._backends[backend.name] = backend
         self._programs.clear()
 
@@ -174,10 +174,10 @@ class Op:
         """
         if not self._loaded:
             with self._loading:
-                for stem in self.order:
+                for stem in self.priority:
                     self._load(stem)
                 self._loaded = True
-        return {n: self._backends[n] for n in (*self.order, *self._backends) if n in self._backends}
+        return {n: self._backends[n] for n in (*self.priority, *self._backends) if n in self._backends}
 
     def unavailable(self) -> dict[str, str]:
         """Returns backend -> what to install, for backends whose toolchain is missing or too old."""
@@ -297,7 +297,7 @@ class Op:
         stems = {stem for stem in self._unavailable if toolchain in (stem, stem.split("_")[0])}
         if stems:
             raise Unsupported(f"{self.name} on {toolchain}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
-        if toolchain in Platform or toolchain in self.order:
+        if toolchain in Platform or toolchain in self.priority:
             raise Unsupported(f"{self.name} has no {toolchain} backend; it has {', '.join(self.backends)}")
         raise ValueError(
             f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(known)}"

@@ -51,29 +51,30 @@ def _missing(plan: Plan) -> dict[str, str]:
 
 
 def _run_forward(
-    op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], keep: bool = False
+    op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], with_residuals: bool = False
 ) -> Any:
-    """Returns (outputs, name -> extra residual); the residuals of the contract's `kept` with `keep`, else none."""
+    """Returns (outputs, name -> extra residual); there are none unless `with_residuals`."""
 
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}"):
                 given = padding.of_forward(op, arrays)
-                found = backend.run("keeping" if keep else "forward", {**static, **given}, cfg)
-            outputs, kept = found if keep else (found, {})
-            if set(kept) != set(result[1]):
-                raise TypeError(f"{op.name} on {backend.name}: residuals {sorted(kept)}, expected {sorted(result[1])}")
-            return outputs, kept
+                found = backend.run("forward_with_residuals" if with_residuals else "forward", {**static, **given}, cfg)
+            outputs, extra = found if with_residuals else (found, {})
+            if set(extra) != set(result[1]):
+                raise TypeError(f"{op.name} on {backend.name}: residuals {sorted(extra)}, expected {sorted(result[1])}")
+            return outputs, extra
 
         return branch
 
     def meant(arrays: dict[str, Any]) -> Any:
-        return op.function(**static, **arrays), op.kept(**static, **arrays) if keep and op.kept is not None else {}
+        extra = op.extra_residuals(**static, **arrays) if with_residuals and op.extra_residuals is not None else {}
+        return op.function(**static, **arrays), extra
 
     result = jax.eval_shape(meant, traced)
 
     def batched(size: int, is_batched: Any, operands: Any) -> Any:
-        return None if keep else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
+        return None if with_residuals else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
 
     return apply(op.name, _branches(plan, make), result, traced, batched=batched, missing=_missing(plan))
 
@@ -145,30 +146,30 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
     """Returns the jitted, differentiable function of a call's arrays -> outputs.
 
     Args:
-      primal, gradient: plans for the forward and the backward. If the contract has `kept`, a differentiated call uses
-        `gradient` for its forward too.
+      primal, gradient: plans for the forward and the backward. If the contract has `extra_residuals`, a differentiated
+        call uses `gradient` for its forward too.
       refusal: why `gradient` is None.
     """
     static = call.static()
 
-    def forward_of(plan: Plan, keep: bool = False) -> Callable:
+    def forward_of(plan: Plan, with_residuals: bool = False) -> Callable:
         """Returns a plan's forward, (inputs, others) -> (outputs, extra residuals), differentiable to any order."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            return _run_forward(op, plan, static, merged(inputs, others), keep)
+            return _run_forward(op, plan, static, merged(inputs, others), with_residuals)
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             inputs, others = _primals((inputs, others))
-            outputs, residuals, kept = differentiated(inputs, others)
-            return (outputs, kept if keep else {}), (inputs, others, {**residuals, **kept})
+            outputs, residuals, extra = differentiated(inputs, others)
+            return (outputs, extra if with_residuals else {}), (inputs, others, {**residuals, **extra})
 
         def run_bwd(saved: Any, cotangents: Any) -> Any:
             # Residuals, extra ones included, are functions of the inputs, so derivatives reach the inputs through
             # `pull`.
-            sent = tuple(map(_cotangent, _as_tuple(op, cotangents[0])))
+            d_outputs = tuple(map(_cotangent, _as_tuple(op, cotangents[0])))
             inputs, others, residuals = saved
-            inputs, residuals, sent = reverse_only(op.name, (inputs, residuals, sent))
-            return pull(inputs, others, residuals, sent), None
+            inputs, residuals, d_outputs = reverse_only(op.name, (inputs, residuals, d_outputs))
+            return backward(inputs, others, residuals, d_outputs), None
 
         call.__name__ = op.name  # what profiles and programs show
         run = jax.custom_vjp(call)
@@ -185,37 +186,37 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
             # Named, so that a remat policy can save what the backward needs instead of running the forward again.
             return checkpoint_name(value, f"{op.name}.{name}")
 
-        keeps = op.kept is not None
-        outputs, kept = forward_of(gradient if keeps else primal, keeps)(inputs, others)
+        has_extra = op.extra_residuals is not None
+        outputs, extra = forward_of(gradient if has_extra else primal, has_extra)(inputs, others)
         outputs = tuple(
             known(name, value) if name in op.residuals else value
             for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
         )
         residuals = {n: v for n, v in zip(op.outputs, outputs, strict=True) if n in op.residuals}
-        kept = {name: known(name, value) for name, value in kept.items()}
-        return outputs if len(op.outputs) > 1 else outputs[0], residuals, kept
+        extra = {name: known(name, value) for name, value in extra.items()}
+        return outputs if len(op.outputs) > 1 else outputs[0], residuals, extra
 
     @jax.custom_vjp
-    def pull(inputs: Any, others: Any, residuals: Any, cotangents: tuple) -> Any:
+    def backward(inputs: Any, others: Any, residuals: Any, cotangents: tuple) -> Any:
         """Returns the gradients of the inputs."""
         assert gradient is not None  # otherwise the forward would have raised
         traced = merged(inputs, others)
-        sent = {f"d_{name}": value for name, value in zip(op.outputs, cotangents, strict=True)}
-        d = {name: x for name, x in sent.items() if x is not None and x.dtype != jax.dtypes.float0}
-        if op.backward_inputs is None and any(x is None for x in sent.values()):
+        by_name = {f"d_{name}": value for name, value in zip(op.outputs, cotangents, strict=True)}
+        d = {name: x for name, x in by_name.items() if x is not None and x.dtype != jax.dtypes.float0}
+        if op.backward_inputs is None and any(x is None for x in by_name.values()):
             outputs = _as_tuple(op, jax.eval_shape(lambda x: op.function(**static, **x), traced))
-            unused = [(name, y) for (name, x), y in zip(sent.items(), outputs, strict=True) if x is None]
+            unused = [(name, y) for (name, x), y in zip(by_name.items(), outputs, strict=True) if x is None]
             d |= {name: jnp.zeros(y.shape, y.dtype) for name, y in unused if is_float_array(y)}
         saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
         return _run_backward(op, gradient, static, saved, traced)
 
-    def pull_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
-        return pull(inputs, others, residuals, cotangents), (inputs, others, cotangents)
+    def backward_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
+        return backward(inputs, others, residuals, cotangents), (inputs, others, cotangents)
 
-    def pull_bwd(kept: Any, d_gradients: Any) -> Any:
+    def backward_bwd(saved: Any, d_gradients: Any) -> Any:
         """The second derivative is that of the contract, on every platform. Residuals are functions of the inputs, so
         only the inputs and the cotangents receive cotangents."""
-        inputs, others, cotangents = kept
+        inputs, others, cotangents = saved
 
         def gradients(inputs: Any, cotangents: Any) -> Any:
             def outputs(x: Any) -> Any:
@@ -228,7 +229,7 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
         d_inputs, d_cotangents = jax.vjp(gradients, inputs, cotangents)[1](d_gradients)
         return d_inputs, None, None, d_cotangents
 
-    pull.defvjp(pull_fwd, pull_bwd)
+    backward.defvjp(backward_fwd, backward_bwd)
     differentiable = forward_of(primal)
 
     def run(traced: dict[str, Any]) -> Any:
@@ -269,9 +270,9 @@ def backward_of(op: Operation, function: Callable) -> Callable:
         traced = {name: value for name, value in arguments.items() if is_traced_argument(value)}
         rest = {name: value for name, value in arguments.items() if name not in traced}
         floats, others = floats_apart(traced, op.no_gradient)
-        outputs, pull = jax.vjp(lambda floats: function(**rest, **merged(floats, others)), floats)
+        outputs, vjp = jax.vjp(lambda floats: function(**rest, **merged(floats, others)), floats)
         d = tuple(saved[f"d_{n}"].astype(y.dtype) for n, y in zip(op.outputs, _as_tuple(op, outputs), strict=True))
-        (gradients,) = pull(d if len(op.outputs) > 1 else d[0])
+        (gradients,) = vjp(d if len(op.outputs) > 1 else d[0])
         return gradients
 
     saved = inspect.Parameter("saved", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,6 +1,6 @@
 """Measurements per kind of device: how long each backend takes for calls of a kind, and the configurations that won.
 
-An operation maps a call to a key (`Op(classes=...)`). The files, one for each kind of device, ship with the package, so
+An operation maps a call to a key (`Op(autotune_key=...)`). The files, one for each kind of device, ship with the package, so
 all processes of a job read the same. `python -m benchmarks --write` generates them from benchmark results, in which
 nothing is timed before its numbers are verified. Where there is no measurement, the contract's order and the heuristics
 decide.
@@ -80,8 +80,8 @@ def of_device(device_kind: str) -> Mapping[tuple[str, str], Measured]:
             )
         return {
             (name, of): Measured(device_kind, **measured)
-            for name, classes in data["operations"].items()
-            for of, measured in classes.items()
+            for name, autotune_key in data["operations"].items()
+            for of, measured in autotune_key.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RuntimeError(
@@ -92,11 +92,11 @@ def of_device(device_kind: str) -> Mapping[tuple[str, str], Measured]:
 
 def of_call(op: Operation, call: Call, platform: str) -> Measured | None:
     """Returns the measurements for a call on the kind of device being compiled for, or None if there are none."""
-    if op.classes is None or call.symbolic_dims():
+    if op.autotune_key is None or call.symbolic_dims():
         return None
     kind = target.device_kind(platform)
     found = None if kind is None else of_device(kind)
-    return found.get((op.name, op.classes(call) or "")) if found else None
+    return found.get((op.name, op.autotune_key(call) or "")) if found else None
 
 
 def ranked(
@@ -104,12 +104,12 @@ def ranked(
 ) -> tuple[list[Backend], str]:
     """Returns the backends, fastest first, and the measurement as text; or, if fewer than two of them were measured,
     the backends as given and an empty string. A differentiated call is ranked by its backward, which can follow any
-    forward; if the contract has `kept`, one backend runs both, so it is ranked by their sum.
+    forward; if the contract has `extra_residuals`, one backend runs both, so it is ranked by their sum.
 
     A backend without measurements keeps its position, so a new one stays where its author put it until it is measured.
     """
     found = of_call(op, call, platform) if len(backends) > 1 else None
-    times = {} if found is None else found.times(differentiated, op.kept is not None)
+    times = {} if found is None else found.times(differentiated, op.extra_residuals is not None)
     known = {b.name: times[b.name] for b in backends if b.name in times}
     if found is None or len(known) < 2:
         return backends, ""

@@ -30,8 +30,8 @@ def _step(request: Request, cfg: Any) -> Any:
 
         if request.backend.backward is None or not jax.tree.leaves(floats):
             return forward(floats)
-        outputs, pull = jax.vjp(forward, floats)
-        return outputs, pull(jax.tree.map(jnp.ones_like, outputs))
+        outputs, vjp = jax.vjp(forward, floats)
+        return outputs, vjp(jax.tree.map(jnp.ones_like, outputs))
 
     return jax.jit(run)
 

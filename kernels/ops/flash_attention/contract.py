@@ -174,7 +174,7 @@ FEATURES = {
 }
 
 
-def classes(call: Call) -> str:
+def autotune_key(call: Call) -> str:
     """Returns the measurement key of a call, such as "bfloat16 causal heads<=128 keys<16384": the masks and terms added
     to the logits, the tile width of a head, and the number of keys. Grouped heads share the key of ungrouped ones."""
     used = [name for name, uses in FEATURES.items() if name != "gqa" and uses(call)]
@@ -190,7 +190,7 @@ _RING = "ring_attention"
 _ON_A_MESH: Any = {
     "local_dims": {"B", "N", "K"},
     "tied_dims": (("N", "K"),),
-    "elsewhere": {"T": _RING, "S": _RING},
+    "see_also": {"T": _RING, "S": _RING},
     "ordered": by_positions,
     "same_dtype": ("query", "key", "value"),
 }
@@ -198,14 +198,14 @@ _ON_A_MESH: Any = {
 op = Op(
     flash_attention,
     outputs=("out", "lse"),
-    order=("cudnn_gpu", "triton_gpu", "pallas_tpu", "xla"),
+    priority=("cudnn_gpu", "triton_gpu", "pallas_tpu", "xla"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
     padding=Padding(
         ("value",)
     ),  # masked logits are replaced by `where`, so NaN there is harmless; 0 times a NaN value is not
     features=FEATURES,
-    classes=classes,
+    autotune_key=autotune_key,
     config=FlashAttentionConfig,
     cases=CASES,
     work=work,

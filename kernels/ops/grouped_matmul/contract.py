@@ -181,7 +181,7 @@ def work(call: Call) -> tuple[Work, Work]:
     return Work(matmul, kept + out), Work((1 + again + (not quantised)) * matmul, kept + out + written)
 
 
-def classes(call: Call) -> str:
+def autotune_key(call: Call) -> str:
     """Returns the measurement key of a call: what is fused with the product, the layout of the matrices, and rows per
     group."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
@@ -240,11 +240,11 @@ op = Op(
     grouped_matmul,
     local_dims={"F"},
     sum_dims={"E"},
-    elsewhere={"M": "grouped_matmul", "D": "grouped_matmul"},
+    see_also={"M": "grouped_matmul", "D": "grouped_matmul"},
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_bias"),
     same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
-    classes=classes,
+    autotune_key=autotune_key,
     config=GroupedMatmulConfig,
     cases=(
         _case("small", (5, 0, 2, 4), "smoke", "code", M=11, D=8, E=4, G=4, F=6),
@@ -277,7 +277,7 @@ quantized_op = Op(
     no_gradient=("rhs", "rhs_transposed", "rhs_scale"),
     local_dims={"F"},
     sum_dims={"E"},
-    elsewhere={"M": "grouped_matmul", "D": "grouped_matmul"},
+    see_also={"M": "grouped_matmul", "D": "grouped_matmul"},
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_scale", "rhs_bias"),
     same_dtype=("lhs", "rhs_bias"),

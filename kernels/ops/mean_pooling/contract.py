@@ -119,7 +119,7 @@ def _case(name: str, make, *tags: str, segments: int = 1, **dims: int) -> Case:
     return Case(name, dims, options, make={"segment_ids": make}, tags=frozenset(tags))
 
 
-def classes(call: Call) -> str:
+def autotune_key(call: Call) -> str:
     """Returns the measurement key of a call: one segment per row or several, and the length of the rows."""
     segments = "one segment" if call.num_segments == 1 else "segments"
     return f"{call.dtype} {segments} tokens{bucket(call.dims['T'], 4096, 32768)}"
@@ -130,7 +130,7 @@ op = Op(
     outputs=("total",),
     local_dims={"B", "D"},
     sum_dims={"T"},
-    classes=classes,
+    autotune_key=autotune_key,
     config=MeanPoolingConfig,
     cases=(
         _case("small", _padded, "smoke", B=2, T=12, D=32),

@@ -190,7 +190,7 @@ op = Op(
     # read.
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
-    elsewhere={"T": _HERE, "S": _HERE},
+    see_also={"T": _HERE, "S": _HERE},
     ordered=True,  # adjacent tokens form a block
     same_dtype=("query", "key", "value"),
     config=NativeSparseConfig,

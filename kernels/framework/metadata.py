@@ -10,16 +10,16 @@ from kernels.framework.dims import check_vocabulary
 from kernels.framework.ordered import whole_dims
 
 
-def check_facts(op: Operation) -> None:
+def check_metadata(op: Operation) -> None:
     """Raises TypeError if metadata passed to `Op` does not fit the contract."""
     dims = {d.name for p in op.parameters.values() for d in p.dims} | {
         d.name for output in op.output_dims for d in output
     }
     check_vocabulary(op.name, dims)
-    said = {"local_dims": op.local_dims, "sum_dims": op.sum_dims, "elsewhere": set(op.elsewhere)}
-    said |= {"tied_dims": {d for pair in op.tied_dims for d in pair}, "offset_of": set(op.offset_of.values())}
+    dims_by_fact = {"local_dims": op.local_dims, "sum_dims": op.sum_dims, "see_also": set(op.see_also)}
+    dims_by_fact |= {"tied_dims": {d for pair in op.tied_dims for d in pair}, "offset_of": set(op.offset_of.values())}
     parts = {"residuals": (set(op.residuals), set(op.outputs))}
-    parts |= {name: (set(found), dims) for name, found in said.items()}
+    parts |= {name: (set(found), dims) for name, found in dims_by_fact.items()}
     names = {"no_gradient": op.no_gradient, "weights": op.weights, "same_dtype": op.same_dtype}
     names |= {"offset_of": tuple(op.offset_of), "padding": op.padding.forward if op.padding else ()}
     parts |= {f"{name} (arguments)": (set(found), set(op.parameters)) for name, found in names.items()}
@@ -48,8 +48,10 @@ def check_facts(op: Operation) -> None:
                 f"{op.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: if they were split, "
                 "every device would hold its own copy"
             )
-    if op.kept is not None and [*inspect.signature(op.kept).parameters] != [*op.parameters]:
-        raise TypeError(f"{op.name}: {op.kept.__name__}, given as `kept`, must have the parameters of the contract")
+    if op.extra_residuals is not None and [*inspect.signature(op.extra_residuals).parameters] != [*op.parameters]:
+        raise TypeError(
+            f"{op.name}: {op.extra_residuals.__name__}, given as `extra_residuals`, must have the parameters of the contract"
+        )
     taken = sorted(set(op.parameters) & set(vars(Call)))
     if taken:  # arguments become attributes of a Call
         raise TypeError(f"{op.name}: a parameter cannot be called {', '.join(taken)}")
