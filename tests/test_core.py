@@ -329,7 +329,9 @@ def test_kernels_that_are_missing_on_a_gpu_are_named_once(op, monkeypatch):
     (said,) = warned(absent)
     assert said.startswith("toy: jax_triton is not installed: pip install 'ejdist[cuda]'. Without it")
     (said,) = warned(without(ModuleNotFoundError("no", name="triton.experimental.gluon")))
-    assert said.startswith("toy: the installed triton has no triton.experimental.gluon: pip install 'ejdist[cuda]'")
+    assert said.startswith(
+        "toy: the installed version of triton has no triton.experimental.gluon: pip install 'ejdist[cuda]'"
+    )
     # Not without a GPU, not for a CPU, not where XLA was asked for, not where nothing is missing.
     assert not warned(absent, device=None) and not warned(absent, lowered_for="cpu")
     assert not warned(absent, platform="xla") and not warned(op)

@@ -263,7 +263,7 @@ def test_a_machine_without_a_gpu_is_to_be_told_of_one(kernel, monkeypatch):
 
     monkeypatch.setattr(triton_lib.triton_kernel_call_lib, "get_compute_capability", none_here)
     run = copy if kernel == "launched" else lambda x: tensor_descriptor(x, (16, 16), (16, 16)) or x
-    with pytest.raises(RuntimeError, match=r"no GPU here .* `with kernels\.compile_for\(90\):`"):
+    with pytest.raises(RuntimeError, match=r"no GPU here: .* `with kernels\.compile_for\(90\):`"):
         jax.export.export(jax.jit(run), platforms=["cuda"])(normal(16, 16))
     with kernels.compile_for(80):  # where there are no descriptors
         assert tensor_descriptor(normal(16, 16), (16, 16), (16, 16)) is None

@@ -123,8 +123,7 @@ def verify_tree(parents: Any, draft_tokens: Any, next_tokens: Any, first_token: 
       ValueError: names the argument.
 
     >>> import jax.numpy as jnp
-    >>> accepted, last = verify_tree([-1, 0, 0, 1], jnp.array([[5, 7, 8, 9]]), jnp.array([[8, 9, 1, 2]]),
-    jnp.array([5]))
+    >>> accepted, last = verify_tree([-1, 0, 0, 1], jnp.array([[5, 7, 8, 9]]), jnp.array([[8, 9, 1, 2]]), jnp.array([5]))
     >>> print(accepted, last)
     [[ True False  True False]] [2]
     """

@@ -83,8 +83,7 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
         sides = _tile(params)
         if uneven := [side for side in sides if side & (side - 1)]:
             raise ValueError(
-                f"blocksparse_attention: argument 'cfg': {name} has a tile of which a side = {uneven[0]} is no power of 2, as "
-                "the sides of tiles must be in Triton: give sides that are"
+                f"blocksparse_attention: argument 'cfg': {name}: a side of a tile = {uneven[0]} is not a power of 2, as Triton requires"
             )
         if any(size % side for size, side in zip(block_size, sides, strict=True)):
             raise ValueError(

@@ -31,8 +31,8 @@ def compile_for(compute_capability: int) -> Iterator[list[jax.export.DisabledSaf
     >>> import jax, jax.numpy as jnp, kernels
     >>> x, weight = jnp.ones((8, 256)), jnp.ones(256)
     >>> with kernels.compile_for(90) as checks:
-    ...     norm = jax.export.export(jax.jit(kernels.rms_norm), platforms=("cpu", "cuda", "tpu"),
-    disabled_checks=checks) ...     exported = norm(x, weight)
+    ...     norm = jax.export.export(jax.jit(kernels.rms_norm), platforms=("cpu", "cuda", "tpu"), disabled_checks=checks)
+    ...     exported = norm(x, weight)
     >>> restored = jax.export.deserialize(exported.serialize())
     >>> print(restored.platforms, restored.call(x, weight).shape)
     ('cpu', 'cuda', 'tpu') (8, 256)
