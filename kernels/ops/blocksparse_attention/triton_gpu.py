@@ -83,7 +83,7 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
         sides = _tile(params)
         if uneven := [side for side in sides if side & (side - 1)]:
             raise ValueError(
-                f"blocksparse_attention: argument 'cfg': {name}: a side of a tile = {uneven[0]} is not a power of 2, as Triton requires"
+                f"blocksparse_attention: argument 'cfg': {name}: the side of a tile = {uneven[0]} is not a power of 2"
             )
         if any(size % side for size, side in zip(block_size, sides, strict=True)):
             raise ValueError(
