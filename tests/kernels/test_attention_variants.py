@@ -419,7 +419,7 @@ def test_a_dense_mask_for_each_head_is_refused_where_heads_are_experts():
 
 def test_a_dense_mask_is_refused_by_quantized_attention():
     dense = kernels.MaskInfo(attention_mask=jnp.ones((1, 1, T, T), bool))
-    with pytest.raises(Unsupported, match="its mask is dense; describe it by segments"):
+    with pytest.raises(Unsupported, match="its mask is dense; use segments"):
         quantized_attention(Q, KEY, VALUE, mask_info=dense)
 
 

@@ -262,7 +262,7 @@ def test_a_wrong_call_is_a_value_error(name, a, options, said):
         (5, POOL[:, :1], r"'state_pool' must have the shape \(7, 2, 4, 3\)"),
         (6, CUTS[:-1], r"'query_start_loc' must be integers \[requests \+ 1\] = \[5\]"),
         (6, np.array([0, 5, 4, 6, 9]), r"'query_start_loc' must rise from 0"),
-        (7, np.array([2, 2, -1, 2]), r"'state_indices' names slot 2 for several requests"),
+        (7, np.array([2, 2, -1, 2]), r"'state_indices' has slot 2 for several requests"),
         (7, SLOTS.astype(float), r"'state_indices' must be integers \[requests\]"),
         (8, np.ones(4), r"'has_initial_state' must be bool \[requests\]"),
     ],
@@ -274,7 +274,7 @@ def test_a_wrong_call_of_a_pool_is_a_value_error(at, value, said):
         kernels.ragged_gated_delta_rule(*given)
     with pytest.raises(ValueError, match="'max_query_len' must be an integer of at least 1, or None, got 0"):
         kernels.ragged_gated_delta_rule(*POOLED, POOL, CUTS, SLOTS, max_query_len=0)
-    with pytest.raises(ValueError, match="'max_query_len' = 5 is a promise, and a request has 6 tokens"):
+    with pytest.raises(ValueError, match="'max_query_len' = 5, but a request has 6 tokens"):
         kernels.ragged_gated_delta_rule(*POOLED, POOL, [0, 2, 2, 3, 9], SLOTS, max_query_len=5)
 
 

@@ -64,7 +64,7 @@ def test_specialised_warps_add_in_any_order_and_refuse(keys):
     """Nobody chooses them for such a call; a configuration that asks for them is told so."""
     specialised = BwdParams(q_blocksize=64, kv_blocksize=keys, num_warps=WARP_SPECIALIZED, num_stages=2)
     with pytest.raises(
-        Unsupported, match=r"cfg.bwd_params.num_warps = 12 is not for deterministic=True: .* adds the gradient"
+        Unsupported, match=r"cfg.bwd_params.num_warps = 12 does not support deterministic=True: .* adds the gradient"
     ):
         lowered(differentiated=True, deterministic=True, platform="triton", cfg=KernelConfig(bwd_params=specialised))
 

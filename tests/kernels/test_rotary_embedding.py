@@ -266,7 +266,7 @@ def test_dispatch_and_refusals():
             rotary_embedding(x[:0], positions, platform="triton")
         with pytest.raises(Unsupported, match="H = 16384 is more than 8192"):
             rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="triton")
-        with pytest.raises(Unsupported, match="do not fit the 10 MiB of VMEM"):
+        with pytest.raises(Unsupported, match="do not fit in the 10 MiB of VMEM"):
             rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="pallas")
     with pytest.raises(ValueError, match="'key' is bfloat16 but 'x' is float32"):
         rotary_embedding(x, positions, key=x.astype(jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""Softmax attention written out, T x S and all: what the contracts of this folder are made of."""
+"""Dense softmax attention, with all T x S pairs: the contracts of this folder are built from it."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def attention(
     logits = dot("btnh,bsnh->bnts", query, jnp.repeat(key, N // K, axis=2))
     logits = logits * (1 / math.sqrt(H) if softmax_scale is None else softmax_scale)
     weights, lse = softmax(logits, visible_of(mask, B, N, T, S))
-    weights = weights.astype(value.dtype)  # as every flash attention multiplies them
+    weights = weights.astype(value.dtype)  # as in every flash attention kernel
     return dot("bnts,bsnv->btnv", weights, jnp.repeat(value, N // K, axis=2)), lse.swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""Flash attention for NVIDIA GPUs in Triton: how its kernels are launched, and with which blocks."""
+"""Launches the Triton and Gluon kernels of flash attention on NVIDIA GPUs, and chooses their block sizes."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.xla import FEATURES
 from kernels.toolchains.triton import compute_capability, tensor_descriptor
 
-# Queries of a block of three warpgroups, which the forward of heads up to 64 can have; others have two.
+# Queries of a block with three warpgroups, possible in the forward of heads up to 64; others have two.
 THREE_WARPGROUPS = 192
-# Tokens from which on they are faster: of fewer, blocks of so many queries have too many hidden pairs.
+# Length from which they are faster: in shorter rows, such large blocks have too many hidden pairs.
 LONG = 4096
-# What those kernels do not take, by the argument that asks for it.
+# Features that the warp-specialized kernels lack, by argument.
 _NOT_SPECIALISED = {
     "bias": "bias_ptr", "alibi_slopes": "slope_ptr", "dropout_prob": "seed_ptr", "attention_mask": "dense_ptr",
 }  # fmt: skip
 
 
 def _params(call: Call, given: Any, itemsize: int) -> Any:
-    """Returns the tiles to launch with: those of the plain kernels where Hopper's are given, and cannot be launched because
-    it is not compiled for Hopper.
+    """Returns the tiles to launch with: the plain kernels' tiles if warp-specialized ones are given but the call is not
+    compiled for Hopper.
 
     Raises:
-      ValueError: Hopper's are given, and have no kernel for the call.
+      ValueError: warp-specialized tiles are given that have no kernel for the call.
     """
     if given.num_warps != WARP_SPECIALIZED:
         return given
@@ -72,7 +72,7 @@ def _params(call: Call, given: Any, itemsize: int) -> Any:
     direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
     made = getattr(warp_specialized_tiles(H, HV, itemsize, call.options["SCALE"], call.options["CAP"]), direction)
     asks = [name for name, array in _NOT_SPECIALISED.items() if call.arrays[array] is not None]
-    # The backward has blocks of 64 queries wherever it has larger ones, the forward of narrow heads a third warpgroup.
+    # The backward also allows blocks of 64 queries, and the forward of narrow heads a third warpgroup.
     queries = {made.q_blocksize}
     if isinstance(given, BwdParams):
         queries.add(64)
@@ -92,7 +92,7 @@ def _params(call: Call, given: Any, itemsize: int) -> Any:
 
 
 def _work(query, key, value, mask, matmuls: tuple[int, int]) -> Work:
-    """Returns the work of so many products over the width of keys, and of values: of all pairs, or of half of them."""
+    """Returns the work of products over the widths of keys and of values: of all pairs, or of half of them."""
     (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
     pairs = B * N * T * S // (2 if mask.key_range(T, S).high is not None else 1)
     return Work(2 * pairs * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
@@ -110,7 +110,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
-    deterministic,  # as it always is: only a backward adds in any order
+    deterministic,  # always deterministic: only a backward uses atomic adds
     cfg,
 ):
     call = prepare(
@@ -160,7 +160,7 @@ def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, par
     sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
         kernel, columns, how = warp_specialized_bwd_kernel, wide, {"num_warps": 8, "PRODUCER_REGISTERS": 24}
-    else:  # as many columns as TMA swizzles; registers with which products do not wait for one another, and little spills
+    else:  # as many columns as TMA swizzles; registers chosen so that products are not serialised and little spills
         kernel, columns = warp_specialized_wide_bwd_kernel, 32
         how = {"num_warps": 4, "KEY_REGISTERS": 216, "QUERY_REGISTERS": 64}
     arrays = (
@@ -214,8 +214,9 @@ def backward(
     )
     if deterministic and cfg.bwd_params.num_warps == WARP_SPECIALIZED:
         raise Unsupported(
-            f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {WARP_SPECIALIZED} is not for deterministic=True: that "
-            "kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
+            f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {WARP_SPECIALIZED} does not support "
+            "deterministic=True: that kernel adds the gradient of the queries in arbitrary order; omit num_warps, or "
+            "use 4 or 8"
         )
     (B, T, N, _), S, K = query.shape, *key.shape[1:3]
     params = _params(call, cfg.bwd_params, query.dtype.itemsize)
@@ -224,7 +225,7 @@ def backward(
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
         return gradients
-    # What stays in a program is as large in both passes, and so is what passes by: queries in one, keys in the other.
+    # Resident blocks have the same size in both passes, and so have streamed ones: queries in one, keys in the other.
     moving, staying = params.q_blocksize, params.kv_blocksize
     first = saved.d_out.astype(query.dtype), saved.lse, saved.delta, query, key, value
     whole = bias is not None and bias.shape == (B, N, T, S)
@@ -293,12 +294,12 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     if found.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64 and _is_long_and_plain(call):
         three = dataclasses.replace(found.fwd_params, q_blocksize=THREE_WARPGROUPS)
         found = FlashAttentionConfig(three, found.bwd_params)
-    # The backward of one pass is not deterministic.
+    # The one-pass backward is not deterministic.
     return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
 
 
 def _is_long_and_plain(call: Any) -> bool:
-    """Returns whether three warpgroups are faster: of long rows, without what takes more registers than each then has."""
+    """Returns whether three warpgroups are faster: in long rows, without features that need more registers."""
     mask = MaskInfo() if call.mask is None else call.mask
     more = set(mask.used) - {"causal", "q_positions", "kv_positions"}
     bare = not more and call.softmax_aux is None and call.logits_soft_cap is None
@@ -323,7 +324,7 @@ def _candidates(call: Any) -> list[FlashAttentionConfig]:
 def _rejects(call: Any) -> str | None:
     for name in ("H", "Hv"):
         if call.dims[name] > WIDEST:
-            return f"{name} = {call.dims[name]} is more than the {WIDEST} that a program holds"
+            return f"{name} = {call.dims[name]} exceeds the maximum of {WIDEST}"
     return None
 
 

@@ -1,8 +1,8 @@
 """Blockwise flash attention in plain XLA, forward and backward: O(S) memory, masked blocks skipped, any device.
 
-A scan over query blocks; inside, a loop over that block's active key blocks only, whose trip count comes from
+A scan over query blocks, with an inner loop over each block's active key blocks only, whose trip count comes from
 `active_tiles`. The backward makes one pass over the same pairs: dQ belongs to the query block, dK and dV accumulate in
-float32 in the carry, so each pair costs five matmuls.
+float32 in the carry, so each pair takes five matmuls.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kernels.ops.flash_attention.contract import attention, attention_op, op
 
 
 def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
-    # On a CPU the logits of a block pair, over all rows and heads at once, should stay in cache; but a long sequence should
-    # not fall into so many pairs that the loop itself is the cost. On an accelerator each operation on a pair is a kernel
-    # of its own, so pairs are as large as 128 MiB of logits allow.
+    # On a CPU the logits of a pair of blocks, over all rows and heads, should stay in cache, but a long sequence should
+    # not have so many pairs that the loop itself dominates. On an accelerator each operation on a pair is a kernel of
+    # its own, so blocks are as large as 128 MiB of logits allow.
     elements, largest = (2**17, 256) if platform == "cpu" else (2**25, 2048)
     side = math.isqrt(elements // (call.dims["B"] * call.dims["N"]))
     sizes = []
@@ -42,7 +42,7 @@ def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
 
 
 def _power_of_two(n: int) -> int:
-    """Returns the greatest power of two that is not above n, at least 1."""
+    """Returns the largest power of two that is at most n, and at least 1."""
     return 1 << (max(n, 1).bit_length() - 1)
 
 
@@ -56,7 +56,7 @@ def _candidates(call: Call) -> list[FlashAttentionConfig]:
 
 
 class _Blocks(NamedTuple):
-    """What each block pair needs, padded to whole blocks along T and S."""
+    """Inputs of each pair of blocks, padded to whole blocks along T and S."""
 
     block_q: int
     block_k: int
@@ -64,10 +64,10 @@ class _Blocks(NamedTuple):
         Any  # int32 [query blocks, key blocks], the active key blocks of each query block first; or [query blocks, 1],
     )
     # the first one, where they are a run
-    count: Any  # int32 [query blocks]: how many there are
+    count: Any  # int32 [query blocks]: the number of active ones
     rows: dict[str, jax.Array]  # per-query arrays, [query blocks, ..., block_q, ...]
     columns: dict[str, jax.Array]  # per-key arrays, padded
-    pairs: dict[str, jax.Array]  # bias and dense mask, padded where they are not broadcast
+    pairs: dict[str, jax.Array]  # bias and dense mask, padded unless broadcast
 
 
 def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -89,7 +89,7 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[KeyRange,
     order, count = _compacted(active)
     rows, columns = ({n: jnp.asarray(x) for n, x in xs.items()} for xs in (keys.of_queries(), keys.of_keys()))
     whole_q, whole_k = active.shape[0] * block_q, active.shape[1] * block_k
-    # A padded index is past the end, which is how padding is told from data.
+    # A padded index is past the end, which distinguishes padding from data.
     rows["index"] = jnp.arange(whole_q, dtype=jnp.int32)[None]
     columns["index"] = jnp.arange(whole_k, dtype=jnp.int32)[None]
     rows = {n: _split(x, block_q) for n, x in rows.items()}
@@ -111,7 +111,7 @@ def _compacted(active: Any) -> tuple[jax.Array, jax.Array]:
         first, count = active.argmax(1), active.sum(1)
         at = np.arange(active.shape[1])
         if ((at >= first[:, None]) & (at < (first + count)[:, None]) == active).all():
-            # Causal, window, chunk: nothing of the size of the pattern goes into the program.
+            # Causal, window, chunk: the program contains nothing of the size of the pattern.
             return jnp.asarray(first[:, None], jnp.int32), jnp.asarray(count, jnp.int32)
     return listed(jnp.asarray(active))
 
@@ -133,6 +133,12 @@ def _pair_start(x: jax.Array, blocks: _Blocks, i: jax.Array, j: jax.Array) -> tu
     return start, (x.shape[0], x.shape[1], rows, columns)
 
 
+def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # float32 means true float32: no silent tf32 or bfloat16 passes.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
 def _heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """Returns [B|1, K|1, G|1, ...] of x [B|1, N|1, ...]."""
     groups = (1, 1) if x.shape[1] == 1 else (num_kv_heads, x.shape[1] // num_kv_heads)
@@ -146,7 +152,7 @@ class _Logits(NamedTuple):
 
 
 def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
-    """Returns the logits of one block pair. q is [B, block_q, K, G, H]; limits is (T, S)."""
+    """Returns the logits of one pair of blocks. q is [B, block_q, K, G, H]; limits is (T, S)."""
     num_kv_heads = q.shape[2]
     x = dot("btkgh,bskh->bkgts", q, column["key"]) * scale
     slope = None
@@ -188,7 +194,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
-    deterministic,  # as it always is: nothing is added in any order
+    deterministic,  # always deterministic: no atomic adds
     cfg,
 ):
     B, T, N, H = query.shape
@@ -200,7 +206,7 @@ def forward(
         m0, l0 = -jnp.inf, 0.0
         sink = jnp.full((1, K, G, 1), m0, jnp.float32)
     else:
-        # The sinks are the first "keys" of every row: weight exp(sink), value zero.
+        # Sinks act as the first keys of every row: weight exp(sink), value zero.
         sink = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1).reshape(1, K, G, 1)
         l0 = 1.0
 
@@ -217,7 +223,7 @@ def forward(
             column = _column_block(blocks, j)
             s = _logits(q, row, column, i, j, keys, blocks, (T, S), alibi_slopes, scale, logits_soft_cap).value
             new = jnp.maximum(largest, jnp.max(s, axis=-1))
-            anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has seen no key yet
+            anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has not seen any key yet
             p = jnp.exp(s - anchor[..., None])
             rescale = jnp.exp(largest - anchor)
             total = total * rescale + jnp.sum(p, axis=-1)
@@ -253,7 +259,7 @@ def backward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
-    deterministic,  # as it always is: nothing is added in any order
+    deterministic,  # always deterministic: no atomic adds
     cfg,
 ):
     B, T, N, H = query.shape
@@ -263,7 +269,7 @@ def backward(
     keys, blocks = _prepare(query, key, value, mask, bias, cfg.bwd_params.q_blocksize, cfg.bwd_params.kv_blocksize)
 
     def per_row(x):
-        """Returns [n, B, K, G, block_q] of x [B, T, N]."""
+        """Returns x [B, T, N] as [n, B, K, G, block_q]."""
         x = _split(x, blocks.block_q)
         return jnp.moveaxis(x.reshape(*x.shape[:3], K, G), 2, 4)
 
@@ -282,7 +288,7 @@ def backward(
         d_out = d_out.reshape(B, blocks.block_q, K, G, Hv)
         some = lse != -jnp.inf
         anchor = jnp.where(some, lse, 0)[..., None]
-        # A row with no key gives nothing, whatever the cotangents of its infinite lse may be.
+        # A row without keys contributes nothing, whatever the cotangents of its infinite lse are.
         delta = jnp.where(some, delta, 0)[..., None]
         some = some[..., None]
 

@@ -1,7 +1,7 @@
-"""mean_pooling as plain XLA: a masked sum, or for several segments a tree of sums. The same bits each time, in O(T D).
+"""mean_pooling in plain XLA: a masked sum, or for several segments a tree of sums. Bitwise reproducible, in O(T D).
 
-A scatter-add would be shorter, and on GPUs adds in any order; a matmul with a one-hot matrix costs O(T D) for each segment,
-and carries a NaN from one to all.
+A scatter-add would be shorter, but adds in arbitrary order on GPUs; a matmul with a one-hot matrix costs O(T D) for
+each segment, and spreads NaN from one to all.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import jax.numpy as jnp
 
 from kernels.ops.mean_pooling.contract import op
 
-# Rows that one step of the tree adds up. A segment's last block is not full, which costs up to so many rows.
+# Rows summed per step of the tree. A segment's last block is partial, which costs up to that many rows.
 BLOCK = 16
 
 
 def _tree(x, ids, num_segments):
     """Returns the sums [num_segments, D] of one row x [T, D].
 
-    A step turns the rows of each segment, which lie one after the other, into the sums of blocks of them, until there is
-    at most one.
+    Each step replaces the contiguous rows of a segment by the sums of blocks of them, until there is at most one.
     """
     longest = x.shape[0]
     inside = (ids >= 0) & (ids < num_segments)
     key = jnp.where(inside, ids, num_segments)
-    order = jnp.argsort(key, stable=True)  # the tokens of a segment one after the other
+    order = jnp.argsort(key, stable=True)  # makes the tokens of a segment contiguous
     edges = jnp.searchsorted(key[order], jnp.arange(num_segments + 1))
     first, count = edges[:-1], jnp.diff(edges)
     while True:
         blocks = -(-count // BLOCK)
         ends = jnp.cumsum(blocks)
-        at = jnp.arange(x.shape[0] // BLOCK + num_segments)  # no more blocks than that
+        at = jnp.arange(x.shape[0] // BLOCK + num_segments)  # an upper bound on the number of blocks
         mine = jnp.minimum(jnp.searchsorted(ends, at, side="right"), num_segments - 1)
         skip = (at - (ends - blocks)[mine])[:, None] * BLOCK + jnp.arange(BLOCK)
         rows = (first[mine][:, None] + skip).clip(0, x.shape[0] - 1)

@@ -1,7 +1,7 @@
-"""Recurrent cells and RWKV-4's time mix as plain XLA.
+"""Recurrent cells and RWKV-4's time mix in plain XLA.
 
-Cells: all that is a matmul over tokens is one matmul before or after the loop; inside it there is one with `weight_hh`, forward
-as backward. RWKV-4: chunks, in which the sums of all tokens come by doubling.
+Cells: matmuls over tokens are hoisted out of the loop; inside it only the one with `weight_hh` remains, forward and
+backward. RWKV-4: chunks, in which a Hillis-Steele scan computes the sums of all tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ EVERYWHERE: dict[str, Any] = {
     "symbolic": {"B"},
 }
 CHUNK = 64
+# Added to an exponent, it makes the weight 0; the sum over a chunk is still far from overflowing.
+FORGET = -1e30
 
 
 def _dot(subscripts, a, b):
-    """Returns a product of arrays of one dtype, the second's, accumulated in float32."""
+    """Returns a product of arrays of the same dtype, in the second's, accumulated in float32."""
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32)
 
@@ -33,12 +35,12 @@ def _dot(subscripts, a, b):
 
 
 class _Tokens(NamedTuple):
-    """Of the tokens, [T, B]; all None where each row is one segment.
+    """Per token, [T, B]; all None if each row is one segment.
 
     Attributes:
-      valid: whether it is no padding.
-      begins: whether the state begins anew before it.
-      owner: with several states, whose it is; `num_states` of nobody.
+      valid: whether it is not padding.
+      begins: whether the state is reset before it.
+      owner: with several states, the index of its state; `num_states` for none.
       ends: with several states, whether it is the last of its segment.
     """
 
@@ -89,8 +91,8 @@ def _run(inputs, w, tokens, initial, cell, keep):
 
 
 def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
-    """Returns (d_inputs, d_weights, d_initial). The loop gives the gradients of the gates; those of the weights are one matmul
-    each after it, as the gates that it needs are one before it."""
+    """Returns (d_inputs, d_weights, d_initial). The loop computes the gradients of the gates; those of the weights are
+    one matmul each after it."""
     _, before = _run(inputs, w, tokens, initial, cell, keep=True)
     of_inputs = _dot("btd,gd->tbg", inputs, w["weight_ih"]) + w.get("bias_ih", 0)
     of_hidden = _dot("tbf,gf->tbg", before[:, :, 0], w["weight_hh"]) + w.get("bias_hh", 0)
@@ -110,10 +112,10 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
             d_old = _where(now.valid, d_old, d_state)
         if several:
             d_initial = d_initial.at[rows, jnp.where(now.begins, now.owner, G)].set(d_old, mode="drop")
-        # A sum has the same gradient in both of its terms.
+        # Both terms of a sum have the same gradient.
         return (_where(now.begins, 0.0, d_old), d_initial), (d_x,) if one_gate else (d_x, d_gates)
 
-    # A sequence without tokens ends as it began, and so does its gradient.
+    # A sequence without tokens ends in its initial state, and so does its gradient.
     last = (jnp.zeros_like(d_final[:, 0]), d_final) if several else (d_final[:, 0], None)
     at = (of_inputs, of_hidden, before, jnp.moveaxis(d_out, 0, 1), tokens)
     (d_state, d_initial), gates = jax.lax.scan(step, last, at, reverse=True)
@@ -129,7 +131,7 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
 
 
 def _directions(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
-    """Yields (ending of the names, step in time, rows of the state, arguments of `_run`) of each direction."""
+    """Yields (suffix of the names, step in time, rows of the state, arguments of `_run`) for each direction."""
     F = check_weights(weights, inputs.shape[2], cell_type, activation, bidirectional)
     n, cell = CELLS[cell_type][1], cell_of(cell_type, activation)
     for i, end in enumerate(("", "_reverse") if bidirectional else ("",)):
@@ -178,7 +180,7 @@ op.register(forward, backward, name="xla", **EVERYWHERE)
 
 
 def _joined(before, decay, after):
-    """Returns the sums (a, b, p) of `before`, decayed, and `after` together."""
+    """Combines the sums (a, b, p) of `before`, decayed, with those of `after`."""
     (a, b, p), (c, d, q) = before, after
     p = p + decay
     top = jnp.maximum(p, q)
@@ -187,8 +189,8 @@ def _joined(before, decay, after):
 
 
 def _prepare(shared, xs, tokens):
-    """Returns the parts of a chunk: after step i of the doubling a token has the sums over 2^i tokens, its own the last (Hillis
-    and Steele, 1986), and at the end those of all from the chunk's first."""
+    """Returns the parts of a chunk by a Hillis-Steele scan (1986): after step i a token has the sums over the last 2^i
+    tokens, including its own; at the end, over all from the start of the chunk."""
     w = shared[0].astype(jnp.float32)
     k, v = (y.astype(jnp.float32) for y in xs)
     decay = jnp.broadcast_to(-jnp.exp(w), k.shape)

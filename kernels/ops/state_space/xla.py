@@ -1,6 +1,7 @@
-"""State spaces as plain XLA: chunks of tokens, matmuls or a few doublings inside them, one state from each to the next.
+"""State spaces in plain XLA: chunks of tokens with matmuls or a Hillis-Steele scan inside, and one state passed between
+them.
 
-What `kernels.engines.scan.chunks` goes over the chunks with, in both directions, is the functions of one chunk here.
+This module defines one chunk; `kernels.engines.scan.chunks` runs it over all chunks, in both directions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ EVERYWHERE: dict[str, Any] = {
     "symbolic": {"B"},
     "name": "xla",
 }
-# Tokens of a chunk. Mamba-2: matmuls of that size against one state a chunk in memory. Mamba: a chunk of states is in memory.
+# Tokens per chunk. Mamba-2 trades larger matmuls against one stored state per chunk; Mamba holds a chunk of states.
 CHUNK_V2, CHUNK_V1 = 64, 32
 
 
@@ -34,17 +35,17 @@ def _einsum(subscripts, *arrays):
 
 
 def _decays(log_decay, tokens):
-    """Returns the factors of a chunk, float32, all of them exponentials of sums of `log_decay` [B, C, K, R]: between each two
-    tokens [B, K, R, t, s], from the entering state to each token [B, C, K, R], and from each token to the leaving state.
+    """Returns the factors of a chunk, float32, all exponentials of sums of `log_decay` [B, C, K, R]: between each two
+    tokens [B, K, R, t, s], from the incoming state to each token [B, C, K, R], and from each token to the final state.
 
-    A sum between two tokens is added up as such. A difference of two running sums would lose what a weak decay says behind a
+    Each sum between two tokens is computed separately. A difference of two running sums would lose a weak decay after a
     strong one.
     """
     C = log_decay.shape[1]
     at = jnp.arange(C)
     until = (at[:, None] >= at[None]).astype(jnp.float32)
     a = jnp.moveaxis(log_decay, 1, -1)  # [B, K, R, C]
-    after = jnp.where(at[:, None] > at[None], a[..., None], 0)  # [.., u, s]: what u adds to the way from s
+    after = jnp.where(at[:, None] > at[None], a[..., None], 0)  # [.., u, s]: what u adds to the sum from s
     between = jnp.einsum("tu,bkrus->bkrts", until, after, precision=jax.lax.Precision.HIGHEST)
     entering = jnp.moveaxis(jnp.cumsum(a, axis=-1), -1, 1)
     leaving = jnp.moveaxis(between[..., -1, :], -1, 1)
@@ -62,7 +63,7 @@ def _decays(log_decay, tokens):
 
 
 def _prepare_v2(shared, xs, tokens):
-    """Returns the parts of a chunk: what each token sees of the others is masked attention."""
+    """Returns the parts of a chunk: masked attention among its tokens."""
     A, D = shared
     x, dt, B, C = xs
     (rows, length, heads, width), groups = x.shape, B.shape[2]
@@ -93,8 +94,8 @@ def _read_v2(_, parts, state):
 
 
 def _prepare_v1(shared, xs, tokens):
-    """Returns the parts of a chunk. What all its tokens have added to the state is there at one time, by doubling: after step i
-    it is the sum of what the 2^i tokens up to each have added (Hillis and Steele, 1986)."""
+    """Returns the parts of a chunk. All its states exist at once, by a Hillis-Steele scan (1986): after step i each is
+    the sum of what the last 2^i tokens added."""
     A = shared[0]
     x, dt, B = (y.astype(jnp.float32) for y in xs[:3])
     decay = jnp.exp(dt[..., None] * A.astype(jnp.float32))  # [B, C, F, H]
@@ -107,7 +108,7 @@ def _prepare_v1(shared, xs, tokens):
         states += decay * jnp.pad(states[:, :-by], shift)
         decay *= jnp.pad(decay[:, :-by], shift, constant_values=1)
         by *= 2
-    # Without the barrier a CPU computes the doublings again for each of what reads them: three times as long with the gradient.
+    # Without the barrier a CPU recomputes the scan for each consumer: three times as long with the gradient.
     decay, states = jax.lax.optimization_barrier((decay, states))
     return {"decay": decay, "states": states, "x": xs[0], "C": xs[3]}
 
@@ -124,7 +125,7 @@ def _read_v1(shared, parts, state):
 
 
 def _both_ways(step, state_shape):
-    """Returns (forward, backward) of a state space, of the `Step` of one chunk."""
+    """Returns (forward, backward) of a state space, given the `Step` of one chunk."""
 
     def start(x, dt, A, B, segment_ids, initial_state, num_states, cfg):
         lies = chunks.Chunks(x.shape[0], x.shape[1], cfg, segment_ids, num_states)
@@ -165,7 +166,7 @@ v1_op.register(
 
 
 def _rows(x, index):
-    """Returns x[b, index[b, t]] for positions that are not repeated."""
+    """Returns x[b, index[b, t]] for distinct indices."""
     return jax.vmap(lambda row, at: row.at[at].get(unique_indices=True, mode="promise_in_bounds"))(x, index)
 
 
@@ -175,8 +176,8 @@ PADDING = (
 
 
 def _arrange(segment_ids, num_states):
-    """Returns (order, key, begin, count): the positions of the tokens [B, T] with those of each segment together and padding at
-    the end; which segment they are of then; where those that continue a state begin, and how many they are, [B, G]."""
+    """Returns (order, key, begin, count): positions of the tokens [B, T] sorted by segment, with padding at the end;
+    the segment of each; and, [B, G], where the tokens that continue a state begin and how many they are."""
     valid = segment_ids >= 0
     if num_states == 1:
         key = jnp.where(valid, jnp.cumsum(resets(segment_ids), axis=1), PADDING)
@@ -189,7 +190,8 @@ def _arrange(segment_ids, num_states):
 
 
 def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
-    """Each tap is a shift of the tokens. For that padding is moved to the end: nothing lies between two of a segment then."""
+    """Each tap is a shift of the tokens. Padding is moved to the end first, so that nothing separates two tokens of a
+    segment."""
     check_activation(activation)
     (rows, length, width), taps = x.shape, weight.shape[1]
     weight = weight.astype(jnp.float32)
@@ -220,7 +222,7 @@ def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
 
 
 def _of_state(state, weight, begin, count, length):
-    """Returns [B, T, F]: what the first W - 1 tokens after a state [B, G, W - 1, F] see of it."""
+    """Returns [B, T, F]: the contribution of a state [B, G, W - 1, F] to the first W - 1 tokens after it."""
     rows, states, kept, width = state.shape
     padded = jnp.pad(state, ((0, 0), (0, 0), (0, kept), (0, 0)))
     seen = jnp.zeros_like(state)
@@ -235,11 +237,11 @@ def _of_state(state, weight, begin, count, length):
 
 
 def _last_inputs(x, state, key, begin, count, num_states):
-    """Returns [B, G, W - 1, F]: the last inputs of each sequence, and before them, where they are fewer, those of its state."""
+    """Returns [B, G, W - 1, F]: the last inputs of each sequence, preceded by those of its state if they are fewer."""
     rows, length = x.shape[:2]
     kept = state.shape[2]
     continues = jnp.ones((1, 1, 1, 1), bool)
-    if key is not None and num_states == 1:  # of the last segment, which need not be the first
+    if key is not None and num_states == 1:  # the state is that of the last segment
         end = jnp.sum(key < PADDING, axis=1, keepdims=True)
         last = jnp.take_along_axis(key, jnp.maximum(end - 1, 0), axis=1)
         last = jnp.where(end > 0, last, 0)
