@@ -1,7 +1,7 @@
-"""Grouped matmul for NVIDIA GPUs in Triton: how its kernels are launched, and with which tiles.
+"""Launches the Triton and Gluon kernels of grouped_matmul on NVIDIA GPUs, and chooses their tiles.
 
-The map of tiles is made on the device by a kernel of its own: nothing asks the host for a size. Where an activation hides the
-products they are computed again, and the same kernel turns the cotangent of the result into that of the products.
+The map of tiles is computed on the device by a separate kernel: no size is transferred to the host. With an activation
+the backward recomputes the products, and the same kernel converts the cotangent of the result to that of the products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from kernels.toolchains.triton import compute_capability, tensor_descriptor, tri
 
 
 class _Map(NamedTuple):
-    """The tiles of `block_m` rows, `bound` at most, the bounds and the order of the groups, and a counter at zero."""
+    """The tiles of `block_m` rows, at most `bound` of them, the bounds and the order of the groups, and a counter at
+    zero."""
 
     tiles: jax.Array
     bounds: jax.Array
@@ -67,7 +68,7 @@ def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int,
 
 
 class _Maps:
-    """The maps of one call, by the rows of their tiles, each made when it is first asked for."""
+    """The maps of one call, by rows per tile, each computed on first use."""
 
     def __init__(self, group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int) -> None:
         self._of = group_sizes, group_offset, rows, experts
@@ -79,12 +80,12 @@ class _Maps:
         return self._made[block_m]
 
     def any(self) -> _Map:
-        """Returns one for what reads nothing but the bounds of groups."""
+        """Returns any map, for code that reads only the bounds of groups."""
         return next(iter(self._made.values()))
 
 
 def _whole(x: jax.Array, width: int) -> bool:
-    """Returns whether the engine that copies tiles (TMA) is to read x: rows of so many entries begin every 16 bytes.
+    """Returns whether TMA can read x: its rows are aligned to 16 bytes.
 
     Not float32, which is multiplied from registers."""
     return x.dtype.itemsize <= 2 and width * x.dtype.itemsize % 16 == 0
@@ -99,7 +100,7 @@ def _product(
 ) -> jax.Array:
     """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
 
-    `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, width] or [E, K])."""
+    `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, width] or [E, K])."""
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
     if scale is None and _specialises(tile, a, b, (K, N)) and K % WARP_SPECIALIZED[tile.specialised].block_k == 0:
@@ -198,25 +199,25 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps) -> jax.
 
 
 def _specialises(tile: Any, a: jax.Array, b: jax.Array, widths: Sequence[int]) -> bool:
-    """Returns whether a product is made by warps that load, multiply and write: those of 16-bit arrays that TMA reads, where
-    there are instructions for it, which are Hopper's alone."""
+    """Returns whether a product runs on a warp-specialized kernel: for 16-bit arrays that TMA can read, on Hopper,
+    which alone has the instructions."""
     sixteen = a.dtype == b.dtype and a.dtype.itemsize == 2 and all(_whole(a, width) for width in widths)
     return tile.specialised in WARP_SPECIALIZED and sixteen and compute_capability() == 90
 
 
 class _WarpSpecialized(NamedTuple):
-    """A tile of warps that load, multiply and write, as it fits the shared memory of a multiprocessor."""
+    """A tile of the warp-specialized kernels that fits in the shared memory of a multiprocessor."""
 
-    rows: int  # of either warpgroup that multiplies
+    rows: int  # rows per consumer warpgroup
     columns: int
     stages: int
-    buffers: int  # of either, for 64 columns of its sums
+    buffers: int  # buffers per consumer warpgroup, for 64 columns of its sums
     band: int
     block_k: int = 64
 
 
 WARP_SPECIALIZED = {"tall": _WarpSpecialized(128, 128, 4, 1, 8), "wide": _WarpSpecialized(64, 256, 4, 2, 16)}
-# Of a thread that multiplies, and of one that does not: three warpgroups share 64,512.
+# Registers per multiplying thread, and per other thread: three warpgroups share 64,512.
 REGISTERS = {"MULTIPLYING": 216, "OTHERS": 72}
 
 
@@ -330,15 +331,16 @@ def _sizes(call) -> tuple[int, int, int, int, int]:
 
 
 class _Shape(NamedTuple):
-    """A tile that fits the registers and the shared memory of a multiprocessor in 16-bit types, and how it is made.
+    """A tile that fits in the registers and the shared memory of a multiprocessor with 16-bit types, and how it is
+    computed.
 
-    `speed` is what it does where nothing is left over, against the first, as an H200 has been seen to run them."""
+    `speed` is its relative speed without padding, as measured on an H200."""
 
     rows: int
     columns: int
     warps: int
     stages: int
-    programs: int  # a multiprocessor
+    programs: int  # per multiprocessor
     speed: float
     band: int = 8
 
@@ -357,10 +359,10 @@ CONTRACTIONS = (
     _Shape(64, 256, 4, 4, 1, 0.82),
     _Shape(64, 128, 4, 3, 2, 0.76),
 )
-# So many entries, or rows of a group, to go over make up for what a tile alone on its multiprocessor waits for at its ends.
+# From this depth, or rows per group, a tile alone on its multiprocessor is worth the latency at its ends.
 LONG_PRODUCT, LONG_CONTRACTION = 4096, 2048
 LARGE = _Shape(128, 256, 8, 3, 1, 1.06)
-# What the tuner tries beside them.
+# Other candidates for the tuner.
 OTHER_BANDS = PRODUCTS[0]._replace(band=8), PRODUCTS[1]._replace(band=16)
 DEEPER = _Shape(128, 256, 8, 4, 1, 1.0)
 
@@ -376,15 +378,15 @@ def _tile(
     ragged_rows: bool = True,
     widened: bool = False,
 ) -> Tile:
-    """Returns the tile for groups of so many rows: of the least work among the shapes, what is left over included."""
-    if itemsize == 4:  # multiplied outside of the matrix units, in true float32
-        deep = 16 if widened else 32  # what widens weights holds them in registers twice
+    """Returns the tile with the least work for groups with that many rows, counting padding."""
+    if itemsize == 4:  # multiplied in true float32, without tensor cores
+        deep = 16 if widened else 32  # upcasting holds weights in registers twice
         m, n, k = _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, deep)
         return Tile(m, n, k, 4, 2, 2 * MULTIPROCESSORS, 8, False)
 
     def cost(shape):
         m, n = shape.rows, shape.columns
-        # A group ends somewhere in its last tile.
+        # On average a group ends in the middle of its last tile.
         height = rows + m / 2 if ragged_rows else triton.cdiv(int(rows), m) * m
         return height * triton.cdiv(columns, n // halves) * n / shape.speed
 
@@ -392,18 +394,19 @@ def _tile(
     m = min(shape.rows, _power(max(1, int(1.25 * rows)), shape.rows))
     n, deep = _power(columns, shape.columns // halves), _power(depth, 64)
     warps = shape.warps if m * n * halves >= 64 * 128 else 4
-    # Of two sums one loop makes one of them zero, where a tile begins, by other instructions than those that multiply. For
-    # that the assembler lets no product overlap another (C7515). Of two loops the inner one has none of it.
+    # With two accumulators, one loop zeroes one of them at the start of a tile by instructions other than the tensor
+    # cores', and the assembler then lets no products overlap (C7515). In the inner one of two loops this does not
+    # occur.
     flatten = ragged_rows and halves == 1
     return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, flatten)
 
 
-# Groups of so many rows in the mean are worth a tile of 256.
+# From this mean number of rows per group, a tile of 256 is worthwhile.
 SPECIALISED_ROWS = 128
 
 
 def _config(call, shape: _Shape | None = None, specialised: str | None = None) -> GroupedMatmulConfig:
-    """Returns the configuration of a call; of the given shape of tiles, or of the given warps that load, multiply and write."""
+    """Returns the configuration of a call; with the given shape of tiles, or with the given warp-specialized tile."""
     M, E, D, width, F = _sizes(call)
     itemsize, rows, transposed = call.lhs.dtype.itemsize, M / max(1, E), call.rhs is None
     first, second = (width, D) if transposed else (D, width)

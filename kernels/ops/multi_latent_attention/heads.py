@@ -17,7 +17,8 @@ def joined_heads(
     query_rope: jax.Array | None,
     key_rope: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (query, key, value) of plain attention: each head is its part without a position, and then its rotary part."""
+    """Returns (query, key, value) of plain attention: each head is its non-positional part followed by its rotary
+    part."""
     key = dot("bsr,rkh->bskh", key_value, w_kc).astype(key_value.dtype)
     value = dot("bsr,rkv->bskv", key_value, w_vc).astype(key_value.dtype)
     if query_rope is not None and key_rope is not None:
