@@ -1,4 +1,4 @@
-"""`python -m kernels`: prints which backend supports what. `--write` puts the rows of each operation into its README."""
+"""`python -m kernels`: prints what each backend supports. `--write` puts the rows of each operation into its README."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _names(found: Iterable[str]) -> str:
 
 
 def refused(op: Op, backend: Backend) -> list[str]:
-    """Returns what a backend refuses of its operation: options that its functions do not name, features that it does not
-    claim, and whether it looks at the call itself."""
+    """Returns what a backend refuses: options that its functions do not name, features that it does not list, and
+    whether it checks calls itself."""
     found = [f"`{n}`" for n in op.options if n not in backend.names()]
     if backend.backward is not None:
         forward_alone = backend.names() - backend.names(backward=True)
@@ -31,7 +31,7 @@ def refused(op: Op, backend: Backend) -> list[str]:
 
 
 def rows(op: Op) -> list[str]:
-    """Returns the rows of an operation, one for each backend, the fastest first."""
+    """Returns the rows of an operation, one per backend, fastest first."""
     found = []
     for b in op.backends.values():
         backward = "native" if b.backward else "none"
@@ -45,13 +45,13 @@ def rows(op: Op) -> list[str]:
 
 
 def table(ops: Iterable[Op]) -> str:
-    """Returns the support table of some operations in Markdown, read from what their backends registered."""
+    """Returns the support table of some operations in Markdown, from the backends' registrations."""
     lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
     return "\n".join([*lines, *(row for op in ops for row in rows(op))])
 
 
 def readmes() -> dict[Path, list[Op]]:
-    """Returns the README of each folder with operations, and the operations that are in it."""
+    """Returns the README of each folder with operations, with these operations."""
     found: dict[Path, list[Op]] = {}
     for op in operations().values():
         folder = Path(str(sys.modules[op.function.__module__].__file__)).parent
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     if argv not in ([], ["--write"]):
-        print(f"cannot read {' '.join(argv)!r}: write python -m kernels [--write]", file=sys.stderr)
+        print(f"unknown arguments {' '.join(argv)!r}: usage is python -m kernels [--write]", file=sys.stderr)
         return 2
     if not argv:
         print(table(operations().values()))
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         before, begin, rest = path.read_text().partition(BEGIN)
         _, end, after = rest.partition(END)
         if not (begin and end):
-            print(f"{path} has no place for the table: write {BEGIN} and {END} into it", file=sys.stderr)
+            print(f"{path} has no place for the table: add {BEGIN} and {END}", file=sys.stderr)
             return 1
         path.write_text(f"{before}{BEGIN}\n{table(ops)}\n{END}{after}")
     return 0
@@ -83,5 +83,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the table, as `head`, may have read enough
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may close the pipe early
     sys.exit(main())

@@ -47,8 +47,8 @@ class Case:
 
     def shape(self, p: Parameter) -> tuple[int, ...]:
         """Returns the shape of an argument."""
-        said = self.shapes.get(p.name)
-        return said(self.dims) if callable(said) else said or p.shape(self.dims)
+        shape = self.shapes.get(p.name)
+        return shape(self.dims) if callable(shape) else shape or p.shape(self.dims)
 
 
 class Operation(Protocol):
@@ -163,8 +163,8 @@ class Backend:
     def run(self, direction: str, arguments: Mapping[str, Any], cfg: Any, *first: Any) -> Any:
         """Calls `forward`, `forward_with_residuals` or `backward` with those of the contract's arguments that it takes."""
         function, names = getattr(self, direction), self.names(direction == "backward")
-        own = {name: value for name, value in arguments.items() if name in names}
-        return function(*first, **own, **({"cfg": cfg} if "cfg" in names else {}))
+        named = {name: value for name, value in arguments.items() if name in names}
+        return function(*first, **named, **({"cfg": cfg} if "cfg" in names else {}))
 
 
 def make_backend(

@@ -173,21 +173,21 @@ def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs:
             f"{op_name}: takes {len(positional)} positional arguments ({', '.join(positional)}), got {len(args)}; "
             "pass the rest by keyword"
         )
-    given = dict(zip(positional, args, strict=False))
+    by_name = dict(zip(positional, args, strict=False))
     for name, value in kwargs.items():
         if name not in parameters:
             raise ValueError(f"{op_name}: unknown argument {name!r}; it takes {', '.join(parameters)}")
-        if name in given:
+        if name in by_name:
             raise ValueError(f"{op_name}: argument {name!r} was given twice")
-        given[name] = value
+        by_name[name] = value
     bound = {}
     for name, p in parameters.items():
-        if name not in given:
+        if name not in by_name:
             if p.required:
                 raise ValueError(f"{op_name}: argument {name!r} is missing")
             bound[name] = p.default
             continue
-        value = given[name]
+        value = by_name[name]
         if p.kind is not None and isinstance(value, jax.Array) and _fits(value.dtype, p.kind):
             bound[name] = value
         elif type(value) in STATIC_TYPES and p.kind is None:

@@ -256,8 +256,7 @@ class Op:
         return {c.platform: c.reason if c.backend is None else c.backend for c in choices}
 
     def _choices(self, call: Call, toolchain: str | None, device: str, differentiated: bool) -> list[Choice]:
-        """Returns the same as `choose`, with the measurements behind each choice; configurations are not selected
-        yet."""
+        """Returns the same as `choose`, with the measurement behind each choice, and without configurations."""
         backends = self.backends
         pool = [b for b in backends.values() if toolchain in (None, b.name, b.toolchain)]
         if not pool and toolchain is not None:
@@ -269,27 +268,29 @@ class Op:
             for b in pool:
                 if device not in {DEVICE_OF_PLATFORM[p] for p in b.platforms}:
                     reasons[b.name] = f"it is not for cfg.backend = {device!r}"
-        able = [b for b in pool if reasons[b.name] is None]
-        said = "; ".join(
+        capable = [b for b in pool if reasons[b.name] is None]
+        refusals = "; ".join(
             f"{name}: {reason}" for name, reason in [*reasons.items(), *self._unavailable.items()] if reason
         )
-        if not able:
+        if not capable:
             others = [b.name for b in backends.values() if b not in pool and not b.refuses(self, call, differentiated)]
             hint = f"; platform={others[0]!r} can" if others else ""
-            raise Unsupported(f"{self.name} has no backend for this call: {said}{hint}")
+            raise Unsupported(f"{self.name} has no backend for this call: {refusals}{hint}")
         if toolchain is not None and interpreting():
-            return [Choice(p, able[0], None, "") for p in PLATFORMS]
-        where = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in able)
-        asked = f" with platform={toolchain!r}" if toolchain else ""
-        cannot = f"the backends that support this call are {where}" + (f"; {said}" if said else "")
+            return [Choice(p, capable[0], None, "") for p in PLATFORMS]
+        supported = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in capable)
+        with_platform = f" with platform={toolchain!r}" if toolchain else ""
+        reason = f"the backends that support this call are {supported}" + (f"; {refusals}" if refusals else "")
         choices = []
         for p in PLATFORMS:
-            fit, why = [b for b in able if p in b.platforms], ""
-            if toolchain is None:  # what is asked for by name is not ranked
-                fit, why = measured.ranked(self, call, p, fit, differentiated)
-            none = f"{self.name} cannot be compiled for {p}{asked}: {cannot}"
-            lacks = missing(self, fit[0], p) if fit and toolchain is None else ""
-            choices.append(Choice(p, fit[0], None, why, lacks) if fit else Choice(p, None, None, none))
+            fitting, why = [b for b in capable if p in b.platforms], ""
+            if toolchain is None:  # a backend requested by name is not ranked
+                fitting, why = measured.ranked(self, call, p, fitting, differentiated)
+            refusal = f"{self.name} cannot be compiled for {p}{with_platform}: {reason}"
+            missing_toolchain = missing(self, fitting[0], p) if fitting and toolchain is None else ""
+            choices.append(
+                Choice(p, fitting[0], None, why, missing_toolchain) if fitting else Choice(p, None, None, refusal)
+            )
         return choices
 
     def _no_such_backend(self, toolchain: str) -> None:
@@ -304,10 +305,10 @@ class Op:
         )
 
     def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan:
-        """Returns which backend runs on each platform, and with which configuration."""
+        """Returns the backend and the configuration for each platform."""
         self.check_asked(toolchain, cfg)
-        asked = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
-        toolchain = None if asked == "auto" else asked
+        requested = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
+        toolchain = None if requested == "auto" else requested
         choices = []
         for choice in self._choices(call, toolchain, getattr(cfg, "backend", "any"), differentiated):
             if choice.backend is not None:
@@ -317,37 +318,35 @@ class Op:
         return Plan(tuple(choices), toolchain, cfg)
 
     def check_asked(self, toolchain: Any, cfg: Any) -> None:
-        """Raises ValueError where what is asked for beside the call is of a type that says nothing."""
+        """Raises ValueError if `platform` or `cfg` has the wrong type."""
         if toolchain is not None and not isinstance(toolchain, str):
             raise ValueError(f"{self.name}: argument 'platform' must be None or a name, got {toolchain!r}")
         if cfg is not None and self.config is None:
-            raise ValueError(
-                f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; leave it out"
-            )
+            raise ValueError(f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; omit it")
         if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
             raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
 
     def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
-        """Returns all outputs of the contract: a tuple, or the bare array when there is one.
+        """Returns all outputs of the contract: a tuple, or the bare array if there is only one.
 
         Args:
-          platform: None for the fastest backend of whatever this is lowered for; or a toolchain ("xla", "triton",
-            "pallas") or backend ("triton_gpu"), which never falls back.
+          platform: None for the fastest backend for each platform; or a toolchain ("xla", "triton", "pallas") or
+            backend ("triton_gpu") to use, with no fallback.
           cfg: a configuration for this call; fields left None are chosen.
 
         Raises:
-          ValueError: the call is wrong. Unsupported: no backend, or not the one asked for, can run it.
+          ValueError: the call is invalid. Unsupported: no backend, or not the requested one, can run it.
         """
         return self.run(self.bind(*args, **kwargs), platform=platform, cfg=cfg)
 
     def run(self, call: Call, *, platform: str | None = None, cfg: Any = None) -> Any:
-        """Returns the outputs of a call that is bound already, as `__call__`."""
+        """Returns the outputs of a bound call, as `__call__`."""
 
         def make() -> Callable:
             primal = self.plan(call, platform, cfg, differentiated=False)
             try:
                 gradient, refusal = self.plan(call, platform, cfg, differentiated=True), ""
-            except Unsupported as error:  # only a differentiated call needs a backward, so it is raised there
+            except Unsupported as error:  # raised only if the call is differentiated
                 gradient, refusal = None, str(error)
             return execute.compiled(self, call, primal, gradient, refusal)
 
@@ -356,11 +355,8 @@ class Op:
     def backward(
         self, saved: Mapping[str, Any], *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Returns name -> gradient for every argument that has one, from what is given in `saved`.
-
-        `saved` holds what `backward_inputs` returns, for example a `d_out`, and an `lse` and `delta` that came from a
-        ring over more keys than this call sees.
-        """
+        """Returns name -> gradient for every argument that has one, given what `backward_inputs` returns in `saved`:
+        for example a `d_out`, and an `lse` and `delta` from a ring over more keys than this call sees."""
         call = self.bind(*args, **kwargs)
 
         def make() -> Callable:
@@ -369,18 +365,18 @@ class Op:
         return self._program("backward", call, platform, cfg, make)(dict(saved), call.traced())
 
     def _program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
-        """Returns the jitted function of calls of one kind: the backends and configurations that were chosen for the first
-        one hold for the next while nothing that decides the choice has changed."""
+        """Returns the jitted function for calls of one kind. The backends and configurations chosen for the first such
+        call are reused until something that the choice depends on changes."""
         self.check_asked(platform, cfg)
-        asked = (direction, call.program_key(), platform, cfg, interpreting())
-        found = self._programs.get((*asked, select.state(call)))
-        if found is None:
-            found = make()
+        key = (direction, call.program_key(), platform, cfg, interpreting())
+        program = self._programs.get((*key, select.state(call)))
+        if program is None:
+            program = make()
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            # Choosing may itself have tuned, and so changed the state.
-            self._programs[(*asked, select.state(call))] = found
-        return found
+            # Tuning during the choice may have changed the state.
+            self._programs[(*key, select.state(call))] = program
+        return program
 
     def reference(self, *args: Any, dtype: Any = jnp.float32, **kwargs: Any) -> Any:
         """Returns the contract evaluated with every float array cast to `dtype`, in true float32: the oracle."""
@@ -392,8 +388,8 @@ class Op:
     def case_inputs(
         self, case: Case, *, dtype: Any = "float32", seed: int = 0, shapes_only: bool = False
     ) -> dict[str, Any]:
-        """Returns the keyword arguments of a case: random arrays of its dims (with `shapes_only` their shapes and dtypes), its
-        made arguments and its options."""
+        """Returns the keyword arguments of a case: random arrays of its dims (with `shapes_only` their shapes and
+        dtypes), the arguments in `make`, and its options."""
         return case_inputs(self, case, dtype=dtype, seed=seed, shapes_only=shapes_only)
 
     def __repr__(self) -> str:

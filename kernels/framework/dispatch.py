@@ -155,8 +155,8 @@ def _shapes(avals: Any, shapes: Any) -> Any:
         return plain
     # Inside a `shard_map` that tracks varying axes, results vary over the same axes as the operands, on the same mesh.
     mesh = avals[0].sharding.mesh
-    lies = [jax.sharding.NamedSharding(mesh, jax.P(*(None,) * len(shape))) for shape, _ in shapes]
-    return [x.update(sharding=at, manual_axis_type=kind) for x, at in zip(plain, lies, strict=True)]
+    shardings = [jax.sharding.NamedSharding(mesh, jax.P(*(None,) * len(shape))) for shape, _ in shapes]
+    return [x.update(sharding=sharding, manual_axis_type=kind) for x, sharding in zip(plain, shardings, strict=True)]
 
 
 def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: Any) -> Any:
@@ -240,8 +240,8 @@ def _batch(args: Any, dims: Any, *, branches: Branches, tree: Any, **params: Any
             return jax.tree.leaves(result), [0] * len(params["shapes"])
 
     def one(rows: Any) -> Any:
-        own = iter(rows)
-        whole = [next(own) if m else x for x, m in zip(args, mapped, strict=True)]
+        row = iter(rows)
+        whole = [next(row) if m else x for x, m in zip(args, mapped, strict=True)]
         return _call_p.bind(*whole, branches=branches, tree=tree, **params)
 
     return jax.lax.map(one, [x for x, m in zip(args, mapped, strict=True) if m]), [0] * len(params["shapes"])
@@ -288,8 +288,8 @@ mlir.register_lowering(_tangents_p, lambda ctx, *args, name: _refuse_forward_mod
 
 
 def _marked(tangents: Any, name: str) -> list[Any]:
-    some = iter(_tangents_p.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), name=name))
-    return [t if isinstance(t, ad.Zero) else next(some) for t in tangents]
+    marked = iter(_tangents_p.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), name=name))
+    return [t if isinstance(t, ad.Zero) else next(marked) for t in tangents]
 
 
 # Primals are returned unchanged, so that a residual is the same array that the caller holds.

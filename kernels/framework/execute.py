@@ -285,11 +285,11 @@ def _check_mesh(op: Operation, tree: Any) -> None:
     """Raises ValueError for arrays that are sharded over explicit mesh axes: an operation of one device cannot decide
     how its results are sharded."""
     for x in jax.tree.leaves(tree):
-        lies = jax.typeof(x).sharding  # the mesh of the array, which need not be in force
+        sharding = jax.typeof(x).sharding  # the mesh of the array, which need not be in force
         explicit = {
-            n for n, t in zip(lies.mesh.axis_names, lies.mesh.axis_types) if t == jax.sharding.AxisType.Explicit
+            n for n, t in zip(sharding.mesh.axis_names, sharding.mesh.axis_types) if t == jax.sharding.AxisType.Explicit
         }
-        named = {a for e in lies.spec if e for a in ((e,) if isinstance(e, str) else e)} & explicit
+        named = {a for e in sharding.spec if e for a in ((e,) if isinstance(e, str) else e)} & explicit
         if named:
             raise ValueError(
                 f"{op.name}: an array is sharded over the explicit mesh axes {', '.join(sorted(named))}, but "

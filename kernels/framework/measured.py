@@ -49,7 +49,7 @@ class Measured:
             return dict(self.forward)
         return {name: time + (self.forward[name] if together else 0) for name, time in self.backward.items()}
 
-    def said(self, times: Mapping[str, float]) -> str:
+    def summary(self, times: Mapping[str, float]) -> str:
         """Returns a ranking as text, with its origin."""
         ranking = ", ".join(f"{name} {time:.4g} µs" for name, time in sorted(times.items(), key=lambda x: x[1]))
         origin = "; ".join(f"{c['case']}, {c['date']}, {c['commit'][:9]}" for c in self.cases)
@@ -108,20 +108,20 @@ def ranked(
 
     A backend without measurements keeps its position, so a new one stays where its author put it until it is measured.
     """
-    found = of_call(op, call, platform) if len(backends) > 1 else None
-    times = {} if found is None else found.times(differentiated, op.extra_residuals is not None)
+    measurement = of_call(op, call, platform) if len(backends) > 1 else None
+    times = {} if measurement is None else measurement.times(differentiated, op.extra_residuals is not None)
     known = {b.name: times[b.name] for b in backends if b.name in times}
-    if found is None or len(known) < 2:
+    if measurement is None or len(known) < 2:
         return backends, ""
     fastest = iter(sorted((b for b in backends if b.name in known), key=lambda b: known[b.name]))
-    return [next(fastest) if b.name in known else b for b in backends], found.said(known)
+    return [next(fastest) if b.name in known else b for b in backends], measurement.summary(known)
 
 
 def configuration(op: Operation, call: Call, platform: str, backend: Backend) -> Any:
     """Returns the measured configuration for a call; None if none was tuned, if it is for older code of the backend, or
     if it is not a candidate for this call."""
-    found = of_call(op, call, platform)
-    shipped = None if found is None else found.configs.get(backend.name)
+    measurement = of_call(op, call, platform)
+    shipped = None if measurement is None else measurement.configs.get(backend.name)
     if shipped is None or shipped["version"] != backend.version:
         return None
     if backend.candidates is None or backend.heuristic is None:

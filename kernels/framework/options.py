@@ -164,7 +164,7 @@ def checked(function: Callable) -> Callable:
     take_arrays: set[str] = set()
     take_none: set[str] = set()
 
-    def check_all(given: dict[str, Any], said: str = "") -> None:
+    def check_all(given: dict[str, Any], reported: str = "") -> None:
         """Raises ValueError for an argument of the wrong type, unless the message `said` already names that
         argument."""
         if not kinds:  # deferred until the modules that annotations refer to are imported
@@ -177,9 +177,9 @@ def checked(function: Callable) -> Callable:
             for name, value in given.items()
             if not (name in take_none if value is None else isinstance(value, jax.Array) and name in take_arrays)
         }
-        found = {name: _complaint(name, value, kinds.get(name)) for name, value in doubtful.items()}
-        wrong = {name: what for name, what in found.items() if what}
-        if wrong and not any(f"'{name}'" in said for name in wrong):
+        complaints = {name: _complaint(name, value, kinds.get(name)) for name, value in doubtful.items()}
+        wrong = {name: what for name, what in complaints.items() if what}
+        if wrong and not any(f"'{name}'" in reported for name in wrong):
             raise ValueError(f"{function.__name__}: {next(iter(wrong.values()))}")
 
     @functools.wraps(function)
@@ -188,7 +188,7 @@ def checked(function: Callable) -> Callable:
         try:
             prepared = function(*args, **kwargs)
         except Exception as error:
-            check_all(given, said=str(error) if isinstance(error, ValueError) else "")
+            check_all(given, reported=str(error) if isinstance(error, ValueError) else "")
             if isinstance(error, OverflowError):  # JAX's overflow error does not name the argument
                 for name, value in given.items():
                     if (number := _past_int32(value)) is not None:
@@ -197,9 +197,9 @@ def checked(function: Callable) -> Callable:
                         ) from error
             if not isinstance(error, ValueError):
                 raise
-            owner, mark, said = str(error).partition(": ")
-            said = said if mark and owner.isidentifier() else str(error)
-            raise ValueError(f"{function.__name__}: {said}") from error
+            owner, mark, reported = str(error).partition(": ")
+            reported = reported if mark and owner.isidentifier() else str(error)
+            raise ValueError(f"{function.__name__}: {reported}") from error
         check_all(given)
         return prepared
 
@@ -222,15 +222,15 @@ def check_names(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> N
 def kinds_of(function: Callable) -> dict[str, Any]:
     """Returns the annotations of all parameters, with the keys of an unpacked TypedDict included."""
     signature = inspect.signature(function)
-    found = {n: p.annotation for n, p in signature.parameters.items() if not isinstance(p.annotation, str)}
+    annotations = {n: p.annotation for n, p in signature.parameters.items() if not isinstance(p.annotation, str)}
     for name, hint in typing.get_type_hints(function).items():
         if typing.get_origin(hint) is typing.Unpack:
-            found |= typing.get_type_hints(typing.get_args(hint)[0])
+            annotations |= typing.get_type_hints(typing.get_args(hint)[0])
         else:
-            found[name] = hint
+            annotations[name] = hint
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     several = {n for n, p in signature.parameters.items() if p.kind in variadic}
-    return {n: a for n, a in found.items() if a is not inspect.Parameter.empty and n not in several}
+    return {n: a for n, a in annotations.items() if a is not inspect.Parameter.empty and n not in several}
 
 
 def _complaint(name: str, value: Any, annotation: Any) -> str:

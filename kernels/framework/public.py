@@ -126,12 +126,12 @@ def _written_out(prepare: Callable[..., Prepared]) -> tuple[Callable[..., Prepar
     """Returns the function and its signature, with `**more: Unpack[Common]` expanded in both signature and
     docstring."""
     signature = inspect.signature(prepare)
-    *own, last = signature.parameters.values() or (None,)
+    *plain, last = signature.parameters.values() or (None,)
     if last is None or last.kind is not last.VAR_KEYWORD:
         return prepare, signature
     (common,) = typing.get_args(typing.get_type_hints(prepare)[last.name])
-    own += [inspect.Parameter(n, last.KEYWORD_ONLY, default=None, annotation=Any) for n in common.__annotations__]
-    signature = signature.replace(parameters=own)
+    plain += [inspect.Parameter(n, last.KEYWORD_ONLY, default=None, annotation=Any) for n in common.__annotations__]
+    signature = signature.replace(parameters=plain)
 
     @functools.wraps(prepare)
     def checked(*args: Any, **kwargs: Any) -> Prepared:

@@ -87,15 +87,15 @@ class KernelRegistry:
         return add
 
     def _entries(self, algorithm: str) -> list[Entry]:
-        found = [i for i in self._added if i.algorithm == algorithm]
+        entries = [i for i in self._added if i.algorithm == algorithm]
         declared = self._functions().get(algorithm)
         if declared is not None:
             for rank, b in enumerate(reversed(declared.op.backends.values())):
                 devices = {DEVICE_OF_PLATFORM[p] for p in b.platforms}
                 device = DeviceKind.ANY if len(devices) > 1 else DeviceKind(devices.pop())
                 function = functools.partial(declared, platform=b.name)
-                found.append(Entry(algorithm, Platform(b.toolchain), device, 10 * rank, function))
-        return sorted(found, key=lambda i: -i.priority)
+                entries.append(Entry(algorithm, Platform(b.toolchain), device, 10 * rank, function))
+        return sorted(entries, key=lambda i: -i.priority)
 
     def algorithms(self) -> list[str]:
         """Returns all registered names, sorted."""
@@ -132,7 +132,7 @@ class KernelRegistry:
             here = DEVICE_OF_PLATFORM.get(jax.default_backend(), jax.default_backend())
             matching = [i for i in matching if i.runs_on(here)]
         if not matching:
-            there = ", ".join(f"{i.platform}/{i.backend}" for i in everything)
-            asked = "/".join(str(x) for x in (platform, backend) if x is not None) or "this device"
-            raise Unsupported(f"{algorithm} has no implementation for {asked}; it has {there}")
+            available = ", ".join(f"{i.platform}/{i.backend}" for i in everything)
+            requested = "/".join(str(x) for x in (platform, backend) if x is not None) or "this device"
+            raise Unsupported(f"{algorithm} has no implementation for {requested}; it has {available}")
         return matching[0].function

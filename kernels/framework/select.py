@@ -114,8 +114,8 @@ def overlay_tier(chain: ConfigSelectorChain, request: Request) -> Any:
     """The configuration from `config_overlay`, for this backend of the operation or for all of them."""
     names = (f"{request.op.name}/{request.backend.name}", request.op.name)
     overlay = dict(_overlay.get())
-    found = next((overlay[n] for n in names if n in overlay), None)
-    return None if found is None else completed(found, request.heuristic())
+    config = next((overlay[n] for n in names if n in overlay), None)
+    return None if config is None else completed(config, request.heuristic())
 
 
 def memory_tier(chain: ConfigSelectorChain, request: Request) -> Any:

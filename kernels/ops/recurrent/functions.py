@@ -110,8 +110,8 @@ def recurrent(
         parts = [jnp.moveaxis(x, 1, 0) if bidirectional else x[:, 0] for x in parts]
         return out, tuple(parts) if n == 2 else parts[0]
 
-    lies = ("_", *of.state_dims(("F",))) if bidirectional else of.state_dims(("F",))
-    return Prepared(call, finish=finish, dims=(("B", "T", "_"), *(lies,) * n), cuts=cut)
+    dims = ("_", *of.state_dims(("F",))) if bidirectional else of.state_dims(("F",))
+    return Prepared(call, finish=finish, dims=(("B", "T", "_"), *(dims,) * n), cuts=cut)
 
 
 @public(rwkv4_op, module="RWKV4")

@@ -242,11 +242,11 @@ _STEP = chunks.Step(_prepare, _advance, _read)
 
 def _start(k, segment_ids, initial_state, num_states, cfg):
     rows, length, width = k.shape
-    lies = chunks.Chunks(rows, length, cfg, segment_ids, num_states)
+    layout = chunks.Chunks(rows, length, cfg, segment_ids, num_states)
     if initial_state is None:
         empty = jnp.asarray([0, 0, EMPTY], jnp.float32)[:, None]
         initial_state = jnp.broadcast_to(empty, (rows, num_states, 3, width))
-    return lies, initial_state.astype(jnp.float32)
+    return layout, initial_state.astype(jnp.float32)
 
 
 def rwkv4_forward(w, u, k, v, segment_ids, initial_state, num_states, cfg):
@@ -255,9 +255,9 @@ def rwkv4_forward(w, u, k, v, segment_ids, initial_state, num_states, cfg):
 
 
 def rwkv4_backward(saved, w, u, k, v, segment_ids, initial_state, num_states, cfg):
-    lies, initial = _start(k, segment_ids, initial_state, num_states, cfg)
+    layout, initial = _start(k, segment_ids, initial_state, num_states, cfg)
     d_initial, (dk, dv), (dw, du) = chunks.backward(
-        _STEP, lies, initial, (k, v), saved.d_final_state, saved.d_out, (w, u)
+        _STEP, layout, initial, (k, v), saved.d_final_state, saved.d_out, (w, u)
     )
     given = {"w": dw, "u": du, "k": dk, "v": dv}
     return given | ({} if initial_state is None else {"initial_state": d_initial})

@@ -128,20 +128,20 @@ def _both_ways(step, state_shape):
     """Returns (forward, backward) of a state space, given the `Step` of one chunk."""
 
     def start(x, dt, A, B, segment_ids, initial_state, num_states, cfg):
-        lies = chunks.Chunks(x.shape[0], x.shape[1], cfg, segment_ids, num_states)
+        layout = chunks.Chunks(x.shape[0], x.shape[1], cfg, segment_ids, num_states)
         if initial_state is None:
             initial_state = jnp.zeros((x.shape[0], num_states, *state_shape(x, A, B)), jnp.float32)
-        return lies, initial_state.astype(jnp.float32)
+        return layout, initial_state.astype(jnp.float32)
 
     def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
-        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
-        final, out = chunks.forward(step, lies, initial, (x, dt, B, C), (A, D))
+        layout, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
+        final, out = chunks.forward(step, layout, initial, (x, dt, B, C), (A, D))
         return out, final
 
     def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
-        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
+        layout, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
         d_initial, (dx, ddt, dB, dC), (dA, dD) = chunks.backward(
-            step, lies, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
+            step, layout, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
         )
         given = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC}
         given |= {} if D is None else {"D": dD}
