@@ -162,11 +162,11 @@ def _exact(query: Any, cfg: KernelConfig) -> bool:
     return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {WARP_SPECIALIZED}
 
 
-def bytes_of(queued: int, params: FwdParams, wide: int, tall: int) -> int:
+def bytes_of(queued: int, params: FwdParams, width: int, v_width: int) -> int:
     """Returns the bytes of the Hopper forward's tiles: `queued` blocks of queries, and the stages of keys and
     values."""
     assert params.q_blocksize and params.kv_blocksize and params.num_stages
-    return 2 * (queued * params.q_blocksize * wide + params.num_stages * params.kv_blocksize * (wide + tall))
+    return 2 * (queued * params.q_blocksize * width + params.num_stages * params.kv_blocksize * (width + v_width))
 
 
 def block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
@@ -212,14 +212,14 @@ def plain_tiles(width: int, itemsize: int) -> KernelConfig:
 def warp_specialized_tiles(H: int, HV: int, itemsize: int, scale: float, cap: float | None) -> KernelConfig:
     """Returns the tiles of the Hopper kernels for heads of these widths, or those of the plain ones if Hopper has no
     kernel."""
-    wide, tall = padded_width(H), padded_width(HV)
-    plain = plain_tiles(max(wide, tall), itemsize)
+    width, v_width = padded_width(H), padded_width(HV)
+    plain = plain_tiles(max(width, v_width), itemsize)
     # TMA needs heads to be aligned to 16 bytes.
-    if itemsize != 2 or H % 8 or HV % 8 or not 64 <= tall <= wide or scale <= 0:
+    if itemsize != 2 or H % 8 or HV % 8 or not 64 <= v_width <= width or scale <= 0:
         return plain
-    keys = 128 if wide <= 128 else 64
+    keys = 128 if width <= 128 else 64
     # With a soft cap, twice the queries do not fit in registers.
-    backward = (128, 2) if wide <= 64 and cap is None else (64, 3 if wide <= 128 else 2)
+    backward = (128, 2) if width <= 64 and cap is None else (64, 3 if width <= 128 else 2)
     forward = 64 if head_tile_width(H, HV) == 256 else 128
     return config_of((128, forward, WARP_SPECIALIZED, 2), (backward[0], keys, WARP_SPECIALIZED, backward[1]))
 

@@ -21,7 +21,7 @@ from kernels.ops.delta_rule import cases
 NORM_EPS = 1e-6
 
 
-def wide(*arrays: Any) -> Any:
+def compute_dtype(*arrays: Any) -> Any:
     """Returns the dtype to compute in: float32, or float64 if any array has it."""
     return jnp.result_type(jnp.float32, *(x.dtype for x in arrays if x is not None))
 
@@ -79,7 +79,7 @@ def delta_rule(
       use_qk_l2norm: whether to normalise queries and keys first.
     """
     check_states("delta_rule", initial_state, segment_ids, num_states)
-    dtype, (H, N) = wide(query, value, beta, g, initial_state), (query.shape[-1], value.shape[2])
+    dtype, (H, N) = compute_dtype(query, value, beta, g, initial_state), (query.shape[-1], value.shape[2])
     q, k = (jnp.repeat(x.astype(dtype), N // key.shape[2], axis=2) for x in (query, key))
     if use_qk_l2norm:
         q, k = normalized(q), normalized(k)
@@ -121,7 +121,7 @@ def rwkv7(
       segment_ids, initial_state, softmax_scale, num_states: as in `delta_rule`.
     """
     check_states("rwkv7", initial_state, segment_ids, num_states)
-    dtype, (_, _, N, H) = wide(r, w, k, v, a, b, initial_state), r.shape
+    dtype, (_, _, N, H) = compute_dtype(r, w, k, v, a, b, initial_state), r.shape
     xs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     xs = {name: x.astype(dtype) for name, x in xs.items()}
 

@@ -121,10 +121,10 @@ def grouped_matmul(
     own = group - (0 if group_offset is None else group_offset)
     inside = (own >= 0) & (own < rhs.shape[0]) & (group < group_sizes.shape[0])
     own = jnp.where(inside, own, 0)
-    wide = jnp.promote_types(lhs.dtype, jnp.float32)
-    product = jnp.einsum("md,md...f->m...f", lhs, rhs[own], preferred_element_type=wide)
+    compute_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+    product = jnp.einsum("md,md...f->m...f", lhs, rhs[own], preferred_element_type=compute_dtype)
     if rhs_bias is not None:
-        product = product + rhs_bias[own].astype(wide)
+        product = product + rhs_bias[own].astype(compute_dtype)
     out = activated(activation, rhs.ndim == 4)(product)
     return jnp.where(inside[:, None], out, 0).astype(lhs.dtype)
 
@@ -155,11 +155,11 @@ def grouped_matmul_quantized(
     if rhs is None:
         assert rhs_transposed is not None
         rhs = jnp.moveaxis(rhs_transposed, -1, 1)
-    wide = jnp.promote_types(lhs.dtype, jnp.float32)
-    scale = jnp.repeat(rhs_scale.astype(wide), rhs.shape[1] // rhs_scale.shape[1], axis=1)
+    compute_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+    scale = jnp.repeat(rhs_scale.astype(compute_dtype), rhs.shape[1] // rhs_scale.shape[1], axis=1)
     return grouped_matmul(
         lhs,
-        (rhs.astype(wide) * scale).astype(lhs.dtype),
+        (rhs.astype(compute_dtype) * scale).astype(lhs.dtype),
         None,
         group_sizes,
         group_offset,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kernels.ops.grouped_matmul.contract import op, quantized_op
 
 # Dtypes of weights that a kernel upcasts after loading.
-WIDENED = ("int8", "float8_e4m3fn", "float8_e5m2")
+UPCAST = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def bounds(
@@ -51,8 +51,8 @@ def rejects(call: Any) -> str | None:
 def rejects_quantized(call: Any) -> str | None:
     """Returns the same for 8-bit weights, which the kernels upcast after loading."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
-    if weights is not None and str(weights.dtype) not in WIDENED:
-        return f"it supports weights of {', '.join(WIDENED)}, but these are {weights.dtype}"
+    if weights is not None and str(weights.dtype) not in UPCAST:
+        return f"it supports weights of {', '.join(UPCAST)}, but these are {weights.dtype}"
     if call.rhs_scale.shape[1] != 1:
         return f"it takes one scale per column, but these have {call.rhs_scale.shape[1]}"
     return rejects(call)

@@ -97,7 +97,7 @@ def slope(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _widened(tile, CODE: tl.constexpr, dtype: tl.constexpr):
+def _upcast(tile, CODE: tl.constexpr, dtype: tl.constexpr):
     """Converts 8-bit weights to another type, exactly: int8, or the bits of a float8, which are the leading bits of a
     float16."""
     if CODE == "int8":
@@ -106,8 +106,8 @@ def _widened(tile, CODE: tl.constexpr, dtype: tl.constexpr):
     if CODE == "float8_e5m2":
         return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
     half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)  # the exponent bias differs by 8
-    wide = tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
-    return wide.to(dtype)
+    value = tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
+    return value.to(dtype)
 
 
 @triton.jit
@@ -235,12 +235,12 @@ def grouped_matmul_kernel(
                 a = (a.to(tl.float32) * scale[None, :]).to(a.dtype)
             b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, 0, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
             if CODE is not None:
-                b = _widened(b, CODE, a.dtype)
+                b = _upcast(b, CODE, a.dtype)
             acc = tl.dot(a, b, acc, input_precision="ieee")
             if GATED:
                 b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, N, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
                 if CODE is not None:
-                    b = _widened(b, CODE, a.dtype)
+                    b = _upcast(b, CODE, a.dtype)
                 up = tl.dot(a, b, up, input_precision="ieee")
         # In two parts if a whole tile, with its accumulators, exceeds the registers.
         PART: tl.constexpr = BLOCK_N // PARTS
@@ -314,10 +314,10 @@ def ragged_contraction_kernel(
         # The remainder has fewer rows than a step; without TMA it is everything.
         for row in tl.range(rest, end, BLOCK_K, num_stages=STAGES):
             rows = row + tl.arange(0, BLOCK_K)
-            wide, inner = rows.to(tl.int64), rows < end
+            row64, inner = rows.to(tl.int64), rows < end
             a_mask, b_mask = inner[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
-            a = tl.load(a_ptr + wide[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
-            b = tl.load(b_ptr + wide[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
+            a = tl.load(a_ptr + row64[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
+            b = tl.load(b_ptr + row64[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
         out = out_ptr + expert.to(tl.int64) * (P * Q) + cols_p[:, None] * Q + cols_q[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(cols_p < P)[:, None] & (cols_q < Q)[None, :])

@@ -50,21 +50,21 @@ def linear_attention(
     if N % K:
         raise ValueError(f"linear_attention: argument 'query' has N = {N} heads, not a multiple of the key's K = {K}")
     scale = H**-0.5 if softmax_scale is None else softmax_scale
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    q = query.astype(wide) * scale
-    k, v = (jnp.repeat(x.astype(wide), N // K, axis=2) for x in (key, value))
-    a, b = jnp.zeros_like(q), jnp.zeros((*q.shape[:3], v.shape[-1]), wide)
+    compute_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    q = query.astype(compute_dtype) * scale
+    k, v = (jnp.repeat(x.astype(compute_dtype), N // K, axis=2) for x in (key, value))
+    a, b = jnp.zeros_like(q), jnp.zeros((*q.shape[:3], v.shape[-1]), compute_dtype)
     for part in (g_gamma if g_gamma is None else g_gamma[:, None], g if g is None else g[..., None], gk):
-        a = a if part is None else a + part.astype(wide)
-    b = b if gv is None else gv.astype(wide)
+        a = a if part is None else a + part.astype(compute_dtype)
+    b = b if gv is None else gv.astype(compute_dtype)
 
     def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, a, b = now
         after = jnp.exp(a)[..., None] * jnp.exp(b)[..., None, :] * state + k[..., None] * v[..., None, :]
-        seen = after if bonus is None else state + (bonus.astype(wide) * k)[..., None] * v[..., None, :]
+        seen = after if bonus is None else state + (bonus.astype(compute_dtype) * k)[..., None] * v[..., None, :]
         return after, jnp.einsum("bnh,bnhv->bnv", q, seen)
 
-    start = jnp.zeros((q.shape[0], N, H, v.shape[-1]), wide)
+    start = jnp.zeros((q.shape[0], N, H, v.shape[-1]), compute_dtype)
     out, final = recurrence.loop(step, (q, k, v, a, b), start, segment_ids, initial_state, num_states)
     return out.astype(query.dtype), final
 

@@ -62,11 +62,11 @@ def native_sparse_attention(
     sees nothing. Query t is at index q_start + t of the keys; default S - T, so that the last query is at the last key.
     A softmax over nothing gives 0. Accumulation is in float32.
     """
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    compute_dtype = jnp.promote_types(query.dtype, jnp.float32)
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     check_sizes(N, K, T, S, block_size, num_blocks, window)
-    q = query.astype(wide).reshape(B, T, K, N // K, H)
-    keys, values = key.astype(wide), value.astype(wide)
+    q = query.astype(compute_dtype).reshape(B, T, K, N // K, H)
+    keys, values = key.astype(compute_dtype), value.astype(compute_dtype)
     scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
     starts = jnp.zeros((B, S), jnp.int32) if starts is None else starts
     i = (S - T if q_start is None else q_start) + jnp.arange(T)
@@ -89,7 +89,7 @@ def native_sparse_attention(
 
     # A block is stored at its last token; the mean at other tokens is never used.
     last = (starts >= 0) & ((j - starts) % block_size == block_size - 1)
-    mean = ((j <= j[:, None]) & (j > j[:, None] - block_size)).astype(wide) / block_size
+    mean = ((j <= j[:, None]) & (j > j[:, None] - block_size)).astype(compute_dtype) / block_size
     mean_keys, mean_values = (_dot("st,btkh->bskh", mean, x) for x in (keys, values))
     compressed, weights = attend(mean_keys, mean_values, (seen & last[:, None])[:, :, None])
     if block_indices is None:
@@ -99,12 +99,12 @@ def native_sparse_attention(
         block_indices = jnp.where(within, block_indices, -1)
     named = jnp.any(block_indices[..., None] == block[:, :, None, None], axis=3)  # [B, T, K, S]
     selected, _ = attend(keys, values, seen[:, :, None] & named)
-    out = selected if g_slc is None else g_slc.astype(wide)[..., None] * selected
+    out = selected if g_slc is None else g_slc.astype(compute_dtype)[..., None] * selected
     if g_cmp is not None:
-        out = out + g_cmp.astype(wide)[..., None] * compressed
+        out = out + g_cmp.astype(compute_dtype)[..., None] * compressed
     if window > 0:
         sliding, _ = attend(keys, values, (seen & (j > i[:, None] - window))[:, :, None])
-        out = out + (sliding if g_swa is None else g_swa.astype(wide)[..., None] * sliding)
+        out = out + (sliding if g_swa is None else g_swa.astype(compute_dtype)[..., None] * sliding)
     return out.astype(query.dtype)
 
 

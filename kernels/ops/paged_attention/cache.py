@@ -23,8 +23,8 @@ def dequantised(slots: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Ar
     """
     if scale is None:
         return slots.astype(dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return (slots.astype(wide) * scale.astype(wide)[..., None]).astype(dtype)
+    compute_dtype = jnp.promote_types(dtype, jnp.float32)
+    return (slots.astype(compute_dtype) * scale.astype(compute_dtype)[..., None]).astype(dtype)
 
 
 def quantised(rows: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:

@@ -123,11 +123,11 @@ def recurrent(
       ValueError: missing or ill-shaped weights, an unknown cell or activation.
     """
     F = check_weights(weights, inputs.shape[2], cell_type, activation, bidirectional)
-    wide = jnp.promote_types(inputs.dtype, jnp.float32)
+    compute_dtype = jnp.promote_types(inputs.dtype, jnp.float32)
     cell, n = cell_of(cell_type, activation), CELLS[cell_type][1]
     outs, finals = [], []
     for i, end in enumerate(("", "_reverse") if bidirectional else ("",)):
-        w = jax.tree.map(lambda x: x.astype(wide), of_direction(weights, end))
+        w = jax.tree.map(lambda x: x.astype(compute_dtype), of_direction(weights, end))
 
         def step(state: jax.Array, x: jax.Array, w: Any = w) -> tuple[jax.Array, jax.Array]:
             of_input = x @ w["weight_ih"].T + w.get("bias_ih", 0)
@@ -137,8 +137,8 @@ def recurrent(
         way = -1 if end else 1
         ids = None if segment_ids is None else segment_ids[:, ::way]
         own = None if initial_state is None else initial_state[:, :, i * n : (i + 1) * n]
-        start = jnp.zeros((inputs.shape[0], n, F), wide)
-        out, final = loop(step, inputs[:, ::way].astype(wide), start, ids, own, num_states)
+        start = jnp.zeros((inputs.shape[0], n, F), compute_dtype)
+        out, final = loop(step, inputs[:, ::way].astype(compute_dtype), start, ids, own, num_states)
         outs.append(out[:, ::way])
         finals.append(final)
     return jnp.concatenate(outs, axis=-1).astype(inputs.dtype), jnp.concatenate(finals, axis=2)
@@ -161,8 +161,8 @@ def rwkv4(
     empty sums), so nothing overflows. For states and segments see `kernels.engines.scan.recurrence`.
     Source: Peng et al., RWKV, 2023, arXiv:2305.13048, appendix.
     """
-    wide = jnp.promote_types(k.dtype, jnp.float32)
-    decay, bonus = -jnp.exp(w.astype(wide)), u.astype(wide)
+    compute_dtype = jnp.promote_types(k.dtype, jnp.float32)
+    decay, bonus = -jnp.exp(w.astype(compute_dtype)), u.astype(compute_dtype)
 
     def step(state: jax.Array, at: Any) -> tuple[jax.Array, jax.Array]:
         (a, b, p), (k, v) = (state[:, 0], state[:, 1], state[:, 2]), at
@@ -173,9 +173,11 @@ def rwkv4(
         before, own = jnp.exp(p + decay - q), jnp.exp(k - q)
         return jnp.stack([before * a + own * v, before * b + own, q], axis=1), out
 
-    zeros = jnp.zeros((k.shape[0], k.shape[2]), wide)
+    zeros = jnp.zeros((k.shape[0], k.shape[2]), compute_dtype)
     start = jnp.stack([zeros, zeros, zeros + EMPTY], axis=1)
-    out, final = loop(step, (k.astype(wide), v.astype(wide)), start, segment_ids, initial_state, num_states)
+    out, final = loop(
+        step, (k.astype(compute_dtype), v.astype(compute_dtype)), start, segment_ids, initial_state, num_states
+    )
     return out.astype(k.dtype), final
 
 

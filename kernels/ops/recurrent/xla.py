@@ -215,20 +215,20 @@ def _prepare(shared, xs, tokens):
     return {"sums": sums, "decay": decay, "resets": resets, "k": xs[0], "v": xs[1]}
 
 
-def _entering(state):
+def _incoming(state):
     return tuple(state[:, i][:, None] for i in range(3))
 
 
 def _advance(parts, state):
-    last = _joined(_entering(state), parts["decay"][:, -1:], tuple(x[:, -1:] for x in parts["sums"]))
+    last = _joined(_incoming(state), parts["decay"][:, -1:], tuple(x[:, -1:] for x in parts["sums"]))
     return jnp.concatenate(last, axis=1)
 
 
 def _read(shared, parts, state):
-    entering, u = _entering(state), shared[1].astype(jnp.float32)
+    incoming, u = _incoming(state), shared[1].astype(jnp.float32)
     k, v = (parts[name].astype(jnp.float32) for name in "kv")
-    sums = _joined(entering, parts["decay"], parts["sums"])
-    a, b, p = (jnp.concatenate([first, x[:, :-1]], axis=1) for first, x in zip(entering, sums))
+    sums = _joined(incoming, parts["decay"], parts["sums"])
+    a, b, p = (jnp.concatenate([first, x[:, :-1]], axis=1) for first, x in zip(incoming, sums))
     if parts["resets"] is not None:
         p = jnp.where(parts["resets"], EMPTY, p)
     top = jnp.maximum(p, u + k)

@@ -202,7 +202,7 @@ def rotary_embedding(
     Raises:
       ValueError: `rotary_dim` is odd, or larger than a head.
     """
-    width = turned_width(x.shape[-1], rotary_dim)
+    width = rotated_width(x.shape[-1], rotary_dim)
     angle_per_position, factor = frequencies(width, base, scaling)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     angle = positions.astype(accumulate)[:, :, None, None] * jnp.asarray(angle_per_position, accumulate)
@@ -211,14 +211,14 @@ def rotary_embedding(
         distance = (positions.astype(accumulate) - xpos.center)[:, :, None, None]
         scale = jnp.exp(distance * jnp.asarray(xpos.exponent(width), accumulate))
         cos, sin = cos * scale, sin * scale
-    turned, rest = x[..., :width].astype(accumulate), x[..., width:]
+    rotated, rest = x[..., :width].astype(accumulate), x[..., width:]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
     else:
-        a, b = jnp.split(turned, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+        a, b = jnp.split(rotated, 2, axis=-1)
+        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
 
 
 def rotary_embedding_pair(
@@ -243,7 +243,7 @@ def rotary_embedding_pair(
     return rotary_embedding(x, positions, **same, xpos=xpos), rotary_embedding(key, positions, **same, xpos=of_key)
 
 
-def turned_width(H: int, rotary_dim: int | None) -> int:
+def rotated_width(H: int, rotary_dim: int | None) -> int:
     """Returns the number of entries of a head that are rotated. Raises ValueError if it is odd or larger than a
     head."""
     width = H if rotary_dim is None else rotary_dim

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, turned_width, work
+from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, rotated_width, work
 from kernels.toolchains.pallas import pallas_launch
 
 # Memory for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.
@@ -58,7 +58,7 @@ def _turned(arrays, positions, options, back, cfg, cost):
     """Returns the arrays [B, T, heads, H], rotated."""
     base, scaling, interleaved, rotary_dim, xpos = options
     B, T, _, H = arrays[0].shape
-    columns, swap = _columns(H, turned_width(H, rotary_dim), base, scaling, interleaved, xpos)
+    columns, swap = _columns(H, rotated_width(H, rotary_dim), base, scaling, interleaved, xpos)
     tokens = min(T, cfg.block_tokens)
     # [heads, tokens], as in attention: a block of one head is whole tiles of tokens and entries.
     moved = [x.swapaxes(1, 2) for x in arrays]

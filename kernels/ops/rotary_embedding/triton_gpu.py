@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, turned_width, work
+from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, rotated_width, work
 from kernels.toolchains.triton import triton_launch
 
 # Elements per program. Threads with the same pairs of different heads compute the same sines, so few warps with many
@@ -178,7 +178,7 @@ def _turned(query, key, positions, options, back, cfg, cost):
     """Returns (query rotated, key rotated or None)."""
     base, scaling, interleaved, rotary_dim, xpos = options
     B, T, N, H = query.shape
-    width = turned_width(H, rotary_dim)
+    width = rotated_width(H, rotary_dim)
     angles, factor = frequencies(width, base, scaling)
     K = 1 if key is None else key.shape[2]
     chunks = triton.cdiv(N, cfg.block_heads)

@@ -16,7 +16,7 @@ from kernels.ops.state_space import cases
 ACTIVATIONS = (None, "silu")
 
 
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
+def compute_dtype_of(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -37,19 +37,22 @@ def state_space_v2(
 
     For states and segments see `kernels.engines.scan.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
     """
-    wide = _wide(x.dtype)
+    compute_dtype = compute_dtype_of(x.dtype)
     groups = B.shape[2]
     heads = x.shape[2] // groups
 
     def step(h, at):
         x, dt, B, C = at
         B, C = (jnp.repeat(y, heads, axis=1) for y in (B, C))
-        h = jnp.exp(dt * A.astype(wide))[..., None, None] * h + (dt[..., None] * B)[..., None] * x[..., None, :]
+        h = (
+            jnp.exp(dt * A.astype(compute_dtype))[..., None, None] * h
+            + (dt[..., None] * B)[..., None] * x[..., None, :]
+        )
         out = jnp.einsum("bnh,bnhv->bnv", C, h)
-        return h, out if D is None else out + D.astype(wide)[:, None] * x
+        return h, out if D is None else out + D.astype(compute_dtype)[:, None] * x
 
-    start = jnp.zeros((x.shape[0], x.shape[2], B.shape[3], x.shape[3]), wide)
-    xs = tuple(y.astype(wide) for y in (x, dt, B, C))
+    start = jnp.zeros((x.shape[0], x.shape[2], B.shape[3], x.shape[3]), compute_dtype)
+    xs = tuple(y.astype(compute_dtype) for y in (x, dt, B, C))
     out, final = loop(step, xs, start, segment_ids, initial_state, num_states)
     return out.astype(x.dtype), final
 
@@ -71,15 +74,15 @@ def state_space_v1(
 
     For states and segments see `kernels.engines.scan.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
     """
-    wide = _wide(x.dtype)
+    compute_dtype = compute_dtype_of(x.dtype)
 
     def step(h, at):
         x, dt, B, C = at
-        h = jnp.exp(dt[..., None] * A.astype(wide)) * h + (dt * x)[..., None] * B[:, None]
+        h = jnp.exp(dt[..., None] * A.astype(compute_dtype)) * h + (dt * x)[..., None] * B[:, None]
         out = jnp.einsum("bfh,bh->bf", h, C)
-        return h, out if D is None else out + D.astype(wide) * x
+        return h, out if D is None else out + D.astype(compute_dtype) * x
 
-    start, xs = jnp.zeros((x.shape[0], *A.shape), wide), tuple(y.astype(wide) for y in (x, dt, B, C))
+    start, xs = jnp.zeros((x.shape[0], *A.shape), compute_dtype), tuple(y.astype(compute_dtype) for y in (x, dt, B, C))
     out, final = loop(step, xs, start, segment_ids, initial_state, num_states)
     return out.astype(x.dtype), final
 
@@ -104,16 +107,16 @@ def causal_conv1d(
       ValueError: the activation is unknown.
     """
     check_activation(activation)
-    wide = _wide(x.dtype)
+    compute_dtype = compute_dtype_of(x.dtype)
 
     def step(before, x):
         window = jnp.concatenate([before, x[..., None]], axis=-1)
-        out = jnp.sum(window * weight.astype(wide), axis=-1)
-        out = out if bias is None else out + bias.astype(wide)
+        out = jnp.sum(window * weight.astype(compute_dtype), axis=-1)
+        out = out if bias is None else out + bias.astype(compute_dtype)
         return window[..., 1:], jax.nn.silu(out) if activation else out
 
-    start = jnp.zeros((x.shape[0], x.shape[2], weight.shape[1] - 1), wide)
-    out, final = loop(step, x.astype(wide), start, segment_ids, initial_state, num_states)
+    start = jnp.zeros((x.shape[0], x.shape[2], weight.shape[1] - 1), compute_dtype)
+    out, final = loop(step, x.astype(compute_dtype), start, segment_ids, initial_state, num_states)
     return out.astype(x.dtype), final
 
 

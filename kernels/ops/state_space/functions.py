@@ -48,16 +48,16 @@ def _gated_and_normed(
         raise ValueError(f"{name}: argument 'norm_groups' = {norm_groups} must divide the {heads} heads of 'x'")
 
     def gate(out: jax.Array) -> jax.Array:
-        wide = out.astype(jnp.float32)
-        wide = wide if z is None else wide * jax.nn.silu(z.astype(jnp.float32))
-        square = jnp.mean(wide * wide, axis=-1)
+        x32 = out.astype(jnp.float32)
+        x32 = x32 if z is None else x32 * jax.nn.silu(z.astype(jnp.float32))
+        square = jnp.mean(x32 * x32, axis=-1)
         if norm_groups == 1:
             mean = jnp.mean(square, axis=-1, keepdims=True)
         else:
             each = jnp.mean(square.reshape(*square.shape[:2], norm_groups, -1), axis=-1)
             mean = jnp.repeat(each, heads // norm_groups, axis=-1)
-        wide = wide * jax.lax.rsqrt(mean + norm_eps)[..., None]
-        return (wide * norm_weight.reshape(heads, width).astype(jnp.float32)).astype(x.dtype)
+        x32 = x32 * jax.lax.rsqrt(mean + norm_eps)[..., None]
+        return (x32 * norm_weight.reshape(heads, width).astype(jnp.float32)).astype(x.dtype)
 
     return gate
 

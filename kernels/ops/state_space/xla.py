@@ -47,17 +47,17 @@ def _decays(log_decay, tokens):
     a = jnp.moveaxis(log_decay, 1, -1)  # [B, K, R, C]
     after = jnp.where(at[:, None] > at[None], a[..., None], 0)  # [.., u, s]: what u adds to the sum from s
     between = jnp.einsum("tu,bkrus->bkrts", until, after, precision=jax.lax.Precision.HIGHEST)
-    entering = jnp.moveaxis(jnp.cumsum(a, axis=-1), -1, 1)
+    incoming = jnp.moveaxis(jnp.cumsum(a, axis=-1), -1, 1)
     leaving = jnp.moveaxis(between[..., -1, :], -1, 1)
     sees = until.astype(bool)[None]
     if tokens.resets is None:
-        return jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)), jnp.exp(entering), jnp.exp(leaving)
+        return jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)), jnp.exp(incoming), jnp.exp(leaving)
     run = jnp.cumsum(tokens.resets, axis=1)
     sees = sees & (run[:, :, None] == run[:, None])
     first, last = ((run == r)[..., None, None] for r in (0, run[:, -1:]))
     return (
         jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)),
-        jnp.exp(jnp.where(first, entering, -jnp.inf)),
+        jnp.exp(jnp.where(first, incoming, -jnp.inf)),
         jnp.exp(jnp.where(last, leaving, -jnp.inf)),
     )
 
@@ -69,24 +69,24 @@ def _prepare_v2(shared, xs, tokens):
     (rows, length, heads, width), groups = x.shape, B.shape[2]
     each = (rows, length, groups, heads // groups)
     dt = dt.astype(jnp.float32)
-    pair, entering, leaving = _decays((dt * A.astype(jnp.float32)).reshape(each), tokens)
-    wide = (dt[..., None] * x).reshape(*each, width)
+    pair, incoming, leaving = _decays((dt * A.astype(jnp.float32)).reshape(each), tokens)
+    dt_x = (dt[..., None] * x).reshape(*each, width)
     scores = _einsum("btkh,bskh->bkts", C, B)[:, :, None] * pair
-    out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), wide.astype(x.dtype))
-    out = out if D is None else out + (D.astype(jnp.float32)[:, None] * x).reshape(wide.shape)
-    given = _einsum("bskh,bskrp->bkrhp", B, (wide * leaving[..., None]).astype(x.dtype))
-    return {"out": out, "C": C, "entering": entering, "given": given.reshape(rows, heads, *given.shape[3:])}
+    out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), dt_x.astype(x.dtype))
+    out = out if D is None else out + (D.astype(jnp.float32)[:, None] * x).reshape(dt_x.shape)
+    given = _einsum("bskh,bskrp->bkrhp", B, (dt_x * leaving[..., None]).astype(x.dtype))
+    return {"out": out, "C": C, "incoming": incoming, "given": given.reshape(rows, heads, *given.shape[3:])}
 
 
 def _advance_v2(parts, state):
-    passing = parts["entering"][:, -1].reshape(*state.shape[:2], 1, 1)
+    passing = parts["incoming"][:, -1].reshape(*state.shape[:2], 1, 1)
     return passing * state + parts["given"]
 
 
 def _read_v2(_, parts, state):
-    C, entering = parts["C"], parts["entering"]
-    own = state.reshape(state.shape[0], *entering.shape[2:], *state.shape[2:]).astype(C.dtype)
-    out = parts["out"] + _einsum("btkh,bkrhp->btkrp", C, own) * entering[..., None]
+    C, incoming = parts["C"], parts["incoming"]
+    own = state.reshape(state.shape[0], *incoming.shape[2:], *state.shape[2:]).astype(C.dtype)
+    out = parts["out"] + _einsum("btkh,bkrhp->btkrp", C, own) * incoming[..., None]
     return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(C.dtype)
 
 
