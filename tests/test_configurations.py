@@ -73,7 +73,7 @@ def test_autotune_keeps_a_right_candidate_and_persists_it(op, tmp_path, monkeypa
     again = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(tmp_path), autotune=False)
     with use_chain(again):
         assert run_config(op, x).fwd_params.q_blocksize == 16
-        assert run_config(op, jnp.ones((3, 5))).fwd_params.q_blocksize == 8, "another shape is another key"
+        assert run_config(op, jnp.ones((3, 5))).fwd_params.q_blocksize == 8, "a different shape has a different key"
 
 
 def test_autotune_never_runs_under_a_trace(op):

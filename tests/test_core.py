@@ -237,7 +237,7 @@ def test_registry_as_the_documentation_shows_it():
     def my_kernel_xla(x, y):
         return "xla"
 
-    assert kernel_registry.get("my_kernel") is my_kernel_xla, "never the kernel of a device that is not here"
+    assert kernel_registry.get("my_kernel") is my_kernel_xla, "must not be the kernel of an absent device"
     assert kernel_registry.get("my_kernel", platform=Platform.TRITON) is my_kernel_triton
     assert kernel_registry.get(algorithm="my_kernel", platform="triton", backend=Backend.GPU) is my_kernel_triton
     with pytest.raises(Unsupported, match=r"my_kernel has no implementation for pallas; it has triton/gpu, xla/any"):

@@ -92,7 +92,7 @@ def test_what_was_fastest_of_the_class_goes_first(chip):
     op = make_op()
     assert runs(op, (4, 5)) == "cosine"
     assert runs(op, (4, 5), differentiated=True) == ("cosine", "sine"), "each by itself"
-    assert runs(op, (4, 5), platform="cpu") == "sine", "another platform's devices are not these"
+    assert runs(op, (4, 5), platform="cpu") == "sine", "measurements of another platform's devices do not apply"
 
 
 def test_one_backend_for_both_is_ranked_by_their_sum():
@@ -112,7 +112,7 @@ def test_where_nothing_was_measured_the_order_is_the_contracts(chip):
     op.name = "another"
     assert runs(make_op(), (4, 5)) == "cosine" and op.choose(op.bind(jnp.ones((4, 5))), None)["cuda"].name == "sine"
     chip({"tanh": [1.0, 1.0]})
-    assert runs(make_op(), (4, 5)) == "sine", "one alone was the fastest of nothing"
+    assert runs(make_op(), (4, 5)) == "sine", "a single measurement ranks nothing"
 
 
 def test_of_sizes_that_are_not_known_there_is_no_class(chip):
@@ -128,7 +128,7 @@ def test_who_refuses_is_passed_over_and_who_was_not_measured_keeps_its_place(chi
     assert runs(op, (4, 5), flip=True) == "cosine"
     chip({"cosine": [9.0, 9.0], "tanh": [5.0, 5.0]})
     op = make_op()
-    assert runs(op, (4, 5)) == "sine", "a new backend is where its author put it"
+    assert runs(op, (4, 5)) == "sine", "a backend without measurements keeps its priority"
     assert runs(op, (4, 5), flip=True) == "tanh"
 
 
@@ -153,7 +153,7 @@ def test_a_plan_says_which_measurement_decided(chip):
     assert reasons["cuda"] == "measured on A Chip 9: cosine 3 µs, sine 9 µs (wide, 2026-01-02, 012345678)"
     assert reasons["cpu"] == "" and "cannot be compiled for tpu" in reasons["tpu"]
     flipped = op.plan(op.bind(jnp.ones((4, 5)), flip=True), None, None, differentiated=True).choices
-    assert {c.reason for c in flipped if c.backend} == {""}, "only one of those that can was measured"
+    assert {c.reason for c in flipped if c.backend} == {""}, "only one capable backend was measured"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_kind_of_device_is_this_processs_own(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind=CHIP)])
     assert target.device_kind("cuda") == CHIP and target.device_kind("cpu") is None
     with kernels.compile_for(90):
-        assert target.device_kind("cuda") is None, "a compute capability is that of several kinds"
+        assert target.device_kind("cuda") is None, "several kinds of device share a compute capability"
 
 
 def test_a_program_for_another_gpu_is_chosen_anew(monkeypatch, tmp_path, chip):
@@ -217,16 +217,16 @@ def test_a_shipped_configuration_stands_behind_the_users_own(chip, tmp_path):
     assert shipped(2, 32)[1] == FwdParams(q_blocksize=32, kv_blocksize=4), "the rest is completed"
     assert shipped(1, 32)[1].q_blocksize == 8, "of older code"
     assert shipped(2, 64)[1].q_blocksize == 8, "no candidate"
-    assert shipped(2, 32, T=1)[1].q_blocksize == 8, "no candidate for this call of the class"
+    assert shipped(2, 32, T=1)[1].q_blocksize == 8, "not a candidate for this call with the same key"
     request, _ = shipped(2, 32)
     chain.persistent.put(request.key(), KernelConfig(FwdParams(q_blocksize=16)))
     assert chain.select(request).fwd_params.q_blocksize == 16
-    assert len(chain.cache) == 1, "what is shipped is kept nowhere else"
+    assert len(chain.cache) == 1, "shipped configurations must not be cached"
     tuning = ConfigSelectorChain(autotune=True)
     tuned = dataclasses.replace(request, tuner=lambda r: KernelConfig(FwdParams(q_blocksize=48)))
-    assert tuning.select(tuned).fwd_params.q_blocksize == 48, "who asks for tuning is tuned"
+    assert tuning.select(tuned).fwd_params.q_blocksize == 48, "requested tuning takes precedence"
     request = dataclasses.replace(request, platform="cpu")
-    assert chain.select(request).fwd_params.q_blocksize == 8, "of another kind of device"
+    assert chain.select(request).fwd_params.q_blocksize == 8, "tuned on another kind of device"
 
 
 # -- what is shipped --------------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ def specialised_copy(x, tiles=1):
 
 def test_a_gluon_kernel_is_launched_with_the_warps_of_all_its_partitions():
     (kernel,) = checks.export_cuda(specialised_copy, jax.ShapeDtypeStruct((64, 64), "bfloat16")).kernels
-    assert ".reqntid 256" in kernel.ptx, "four warps store, and one, made up to a group of four, loads"
+    assert ".reqntid 256" in kernel.ptx, "four warps store, and one, padded to a group of four, loads"
     assert kernel.num_warps == 8
     assert "setmaxnreg" in kernel.ptx and kernel.resources["spill_stores"] == 0
 

@@ -303,7 +303,9 @@ def test_inside_a_shard_map_of_the_callers_own(op, backend):
     rows = {n: x.shape[0] for n, x in merged(floats, others).items() if is_array(x) and x.ndim}
     first = {n for n, d in dims.items() if d and d[0].name in FIRST and rows.get(n, 1) > 1}
     alone = not batch_of({n: op.parameters[n].dims for n in merged(floats, others)})
-    assert alone or (first and all(rows[n] % 2 == 0 for n in first)), "the first case of an operation has an even batch"
+    assert alone or (first and all(rows[n] % 2 == 0 for n in first)), (
+        "the first case of an operation must have an even batch"
+    )
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def spec(name, x):

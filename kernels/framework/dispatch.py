@@ -75,7 +75,7 @@ def apply(
       batched: (size, is_batched, operands) -> result or None: the same call under `vmap`, with a leading dim of that
         size on the operands that `is_batched` (a tree of bool) marks and on all results; None if that cannot be one
         call.
-      missing: platform -> why no kernels run there; logged once, when a program is lowered for a device of that
+      missing: platform -> why no kernels run there; a warning is issued once, when a program is lowered for a device of that
         platform.
     """
     leaves, tree = jax.tree.flatten(operands)
