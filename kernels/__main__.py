@@ -20,8 +20,8 @@ def _names(found: Iterable[str]) -> str:
 
 
 def refused(op: Op, backend: Backend) -> list[str]:
-    """Returns what a backend refuses: options that its functions do not name, features that it does not list, and
-    whether it checks calls itself."""
+    """Lists what a backend rejects: options that its functions do not take, features that it does not declare, and
+    whether it also checks each call."""
     found = [f"`{n}`" for n in op.options if n not in backend.names()]
     if backend.backward is not None:
         forward_alone = backend.names() - backend.names(backward=True)

@@ -109,13 +109,13 @@ def varying_axes(x: Any) -> frozenset:
     return frozenset() if kind is None else kind.varying
 
 
-def vary_alike(tree: Any, *beside: Any) -> Any:
-    """Casts the arrays to vary over every mesh axis that any of them, or of `beside`, varies over.
+def vary_alike(tree: Any, *others: Any) -> Any:
+    """Casts the arrays to vary over every mesh axis that any of them, or of `others`, varies over.
 
     Inside a `shard_map` all operands of an operation then have one type, and the transpose of this cast sums the
     gradient of an array that was replicated over the devices.
     """
-    every = frozenset().union(*map(varying_axes, jax.tree.leaves((tree, beside))))
+    every = frozenset().union(*map(varying_axes, jax.tree.leaves((tree, others))))
 
     def cast(x: Any) -> Any:
         missing = every - varying_axes(x)

@@ -54,7 +54,7 @@ class Prepared:
     sums: tuple[jax.Array, ...] = ()
 
     def result(self, op: Op, outputs: Any) -> Any:
-        """Returns what the caller gets, given all outputs of the contract."""
+        """Returns the caller's result, given all outputs of the contract."""
         every = outputs if len(op.outputs) > 1 else (outputs,)
         if self.finish is not None:
             return self.finish(*every, *self.sums)

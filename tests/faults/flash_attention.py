@@ -107,7 +107,7 @@ FAULTS = (
     Fault(
         "slope of the soft cap dropped",
         "backward.query_block.key_block",
-        "$ds if $s.cap_slope is None else $ds * $s.cap_slope",
+        "$ds if $s.softcap_grad is None else $ds * $s.softcap_grad",
         "$ds",
         "tests/test_ops.py -k soft_cap",
     ),

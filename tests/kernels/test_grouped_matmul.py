@@ -325,7 +325,7 @@ X, W, S = np.zeros((6, 4), np.float32), np.zeros((3, 4, 5), np.float32), np.arra
     ("said", "args", "options"),
     [
         (r"'lhs' must be a float array \[M, D\], got float32 of shape \(1, 6, 4\); .*reshape", (X[None], W, S), {}),
-        (r"'lhs' must be .* a batch of products .* is jnp.matmul", (np.zeros((2, 3, 6, 4)), np.zeros((2, 3, 4, 2))), {}),
+        (r"'lhs' must be .* a batch of equal products use jnp.matmul", (np.zeros((2, 3, 6, 4)), np.zeros((2, 3, 4, 2))), {}),
         (r"'lhs' must be a float array \[M, D\], got int32", (X.astype(np.int32), W, S), {}),
         (r"'rhs' must be an array \[E, D, F\].*got float32 of shape \(4, 5\)", (X, W[0], S), {}),
         (r"'rhs' must be .* with D = 4 of 'lhs', got .* \(3, 5, 4\); 'transpose_rhs' must be True", (X, W.mT, S), {}),
@@ -346,7 +346,7 @@ X, W, S = np.zeros((6, 4), np.float32), np.zeros((3, 4, 5), np.float32), np.arra
         (r"'group_sizes' or 'group_ids' .* both are given", (X, W, S), {"group_ids": np.zeros(6, int)}),
         (r"'group_ids' must be integers \[M\] = \[6\]", (X, W), {"group_ids": S}),
         (r"'rhs_bias' must have the shape \(3, 5\), got .* \(5,\)", (X, W, S), {"rhs_bias": W[0, 0]}),
-        (r"'rhs_scale' is for a quantised rhs; multiply", (X, W, S), {"rhs_scale": W[:, 0]}),
+        (r"'rhs_scale' applies to a quantised rhs; multiply", (X, W, S), {"rhs_scale": W[:, 0]}),
         (r"'rhs_scale' is required for an rhs of int8", (X, W.astype(np.int8), S), {}),
         (r"'rhs_scale' must have the shape \(3, 5\).*got \(3, 3, 5\)", (X, W.astype(np.int8), S), {"rhs_scale": W[:, :3]}),
     ],

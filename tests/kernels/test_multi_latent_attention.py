@@ -333,7 +333,7 @@ def mla(**changes):
         (r"'logits_soft_cap' must be positive, got 0", mla(logits_soft_cap=0)),
         (r"'softmax_scale' is compiled into the program", mla(softmax_scale=jnp.float32(1))),
         (r"'softmax_aux' must be \[N\] or \[N, sinks\] with N = 4, got \(3,\)", mla(softmax_aux=normal(3))),
-        (r"'cum_seqlens' and 'cu_seqlens' are two names of one", mla(cum_seqlens=[0, 12], cu_seqlens=[0, 12])),
+        (r"'cum_seqlens' and 'cu_seqlens' are two names for the same argument", mla(cum_seqlens=[0, 12], cu_seqlens=[0, 12])),
         (r"'cu_seqlens' splits one packed axis, so the batch must be 1, got 2", mla(cu_seqlens=[0, 12])),
         (r"'segment_ids' applies to queries and keys alike", lambda: flash_mla(**inputs(length=3), segment_ids=IDS)),
         (r"'mask_info' must be a MaskInfo, got str", mla(mask_info="causal")),
@@ -355,7 +355,7 @@ def mla(**changes):
         (r"'block_tables' has page 42949\d+ for request 0", lambda: pages(block_tables=np.asarray(CALL[4], int) + 2**32)),
         (r"'block_tables' of shape \(2, 0\) is empty", lambda: pages(block_tables=CALL[4][:, :0])),
         (r"'query_start_loc' must rise from 0", lambda: pages(query_start_loc=[0, 2, 1])),
-        (r"'query_start_loc' ends at row 3, and there are 2", lambda: pages(query_start_loc=[0, 1, 3])),
+        (r"'query_start_loc' ends at row 3, but there are 2", lambda: pages(query_start_loc=[0, 1, 3])),
         (r"'kv_cache' must be a float array", lambda: multi_latent_ragged_page_attention(*CALL[:2], CALL[2][0], *CALL[3:])),
     ],
 )  # fmt: skip

@@ -244,19 +244,19 @@ ILLEGAL = [
     ("'k_scale' must be a float, or floats, got 'a'", of_rows(**QUANTISED, k_scale="a", v_scale=1.0)),
     ("'softmax_scale' must be a finite number, got nan", of_rows(softmax_scale=float("nan"))),
     ("'logits_soft_cap' must be a finite number, got '5'", of_rows(logits_soft_cap="5")),
-    ("'context_lens' has 13 keys, and a row of 'block_tables' .3 pages of 4. has room for 12", of_rows(context_lens=LENS + 4)),
+    ("'context_lens' has 13 keys, but a row of 'block_tables' .3 pages of 4. has room for 12", of_rows(context_lens=LENS + 4)),
     ("'context_lens' must be at least 0, got -1", of_rows(context_lens=LENS - 2)),
-    ("'block_tables' has page -1 for request 0, which has keys in it", of_rows(block_tables=np.where(TABLES == 5, -1, TABLES))),
+    ("'block_tables' has page -1 for request 0, which has keys on it", of_rows(block_tables=np.where(TABLES == 5, -1, TABLES))),
     ("'block_tables' has page 8 for request 1, .* pages 0 to 7", of_rows(block_tables=np.where(TABLES == 1, 8, TABLES))),
     ("'query_start_loc' must rise from 0", unified(query_start_loc=np.int32([0, 5, 3, 7]))),
     ("'query_start_loc' must rise from 0", unified(query_start_loc=np.uint8([0, 5, 3, 7]))),
-    ("'query_start_loc' ends at row 9, and there are 7", unified(query_start_loc=np.int32([0, 5, 6, 9]))),
+    ("'query_start_loc' ends at row 9, but there are 7", unified(query_start_loc=np.int32([0, 5, 6, 9]))),
     ("'kv_lens' is missing", unified(kv_lens=None)),
     ("'context_lens' is missing", lambda: kernels.prefill_page_attention(QUERY, *PAGES, None, TABLES[0])),
     ("'num_seqs' must be between 0 and the 3 requests, got 5", lambda: v2(num_seqs=5)),
     ("'cu_seqlens_k' must be at least 0, got -4", lambda: kernels.ragged_page_attention_v3(
         QUERY, *PAGES, cu_seqlens_q=CUTS, cu_seqlens_k=np.int32([0, 9, 5, 6]), page_indices=TABLES)),
-    ("'kv_lens' has 13 keys, and a row of 'key_cache' has room for 12", lambda: kernels.decode_attention(
+    ("'kv_lens' has 13 keys, but a row of 'key_cache' has room for 12", lambda: kernels.decode_attention(
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 4)),
     ("'sequence_start' must be between 0 and 'sequence_end'", lambda: kernels.ragged_decode_attention(
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 1, LENS)),

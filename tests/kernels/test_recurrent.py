@@ -368,7 +368,7 @@ W1 = WEIGHTS["lstm", 1]
         ("'weights' must be a dict of arrays, weight_ih", (X, None, W1["weight_ih"]), {}),
         ("'weights' must have weight_ih, weight_hh, .*_l0", (X, None, {"weight_ih_l0": W1["weight_ih"]}), {}),
         ("'weights' must have .*weight_ih_reverse", (X, None, W1), {"bidirectional": True}),
-        ("'weights' must hold float arrays, and 'bias_ih' is int", (X, None, {**W1, "bias_ih": np.zeros(12, int)}), {}),
+        ("'weights' must hold float arrays, but 'bias_ih' is int", (X, None, {**W1, "bias_ih": np.zeros(12, int)}), {}),
         (r"'weights': 'weight_ih' of gru must have the shape \(9, 4\)", (X, None, W1, "gru"), {}),
         (r"'hidden' of lstm must be \(h, c\), or h alone", (X, normal(B, F + 1), W1), {}),
         (r"'hidden' of gru must be h of float arrays \[B, F\]", (X, (normal(B, F),) * 2, WEIGHTS["gru", 1], "gru"), {}),

@@ -277,9 +277,9 @@ def test_dispatch_and_refusals():
     [
         (lambda: RopeScaling("dynamic", 2.0), "linear, ntk, yarn or llama3"),
         (lambda: RopeScaling("linear", 0.5), "factor must be at least 1"),
-        (lambda: RopeScaling("linear", 2.0, low=1.0), "belong to yarn and llama3"),
+        (lambda: RopeScaling("linear", 2.0, low=1.0), "apply to yarn and llama3"),
         (lambda: RopeScaling("llama3", 8.0, low=4.0, high=1.0), "below high"),
-        (lambda: RopeScaling("llama3", 8.0, truncate=False), "truncate=False belongs to yarn"),
+        (lambda: RopeScaling("llama3", 8.0, truncate=False), "truncate=False applies to yarn"),
         (lambda: RopeScaling("yarn", 8.0, 0), "original_length"),
         (lambda: RopeScaling("linear", "8"), "scaling factor must be float, got '8'"),
         (lambda: RopeScaling("yarn", 8.0, None), "scaling original_length must be int, got None"),

@@ -29,7 +29,7 @@ from kernels.ops.flash_attention.contract import attention, attention_op, op
 
 def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
     # On a CPU the logits of a pair of blocks, over all rows and heads, should stay in cache, but a long sequence should
-    # not have so many pairs that the loop itself dominates. On an accelerator each operation on a pair is a kernel of
+    # not have so many pairs that the loop overhead dominates. On an accelerator each operation on a pair is a kernel of
     # its own, so blocks are as large as 128 MiB of logits allow.
     elements, largest = (2**17, 256) if platform == "cpu" else (2**25, 2048)
     side = math.isqrt(elements // (call.dims["B"] * call.dims["N"]))
@@ -147,18 +147,18 @@ def _heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
 
 class _Logits(NamedTuple):
     value: jax.Array  # float32 [B, K, G, block_q, block_k], -inf where masked
-    cap_slope: jax.Array | None  # derivative of the soft cap
+    softcap_grad: jax.Array | None  # derivative of the soft cap
     distance: jax.Array | None  # |i - j|, for the gradient of ALiBi slopes
 
 
 def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
     """Returns the logits of one pair of blocks. q is [B, block_q, K, G, H]; limits is (T, S)."""
     num_kv_heads = q.shape[2]
-    x = dot("btkgh,bskh->bkgts", q, column["key"]) * scale
-    slope = None
+    x = _dot("btkgh,bskh->bkgts", q, column["key"]) * scale
+    softcap_grad = None
     if cap is not None:
-        bent = jnp.tanh(x / cap)
-        x, slope = cap * bent, 1 - bent * bent
+        capped = jnp.tanh(x / cap)
+        x, softcap_grad = cap * capped, 1 - capped * capped
     if "bias" in blocks.pairs:
         block = jax.lax.dynamic_slice(blocks.pairs["bias"], *_pair_start(blocks.pairs["bias"], blocks, i, j))
         x = x + _heads(block.astype(jnp.float32), num_kv_heads)
@@ -173,7 +173,7 @@ def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap
     if "attention_mask" in blocks.pairs:
         dense = blocks.pairs["attention_mask"]
         seen = seen & _heads(jax.lax.dynamic_slice(dense, *_pair_start(dense, blocks, i, j)), num_kv_heads)
-    return _Logits(jnp.where(seen, x, -jnp.inf), slope, distance)
+    return _Logits(jnp.where(seen, x, -jnp.inf), softcap_grad, distance)
 
 
 def _keep(dropout_seed, row, column, probability, num_kv_heads):
@@ -302,7 +302,7 @@ def backward(
             keep = _keep(dropout_seed, row, column, dropout_prob, K)
             dropped = p if keep is None else p * keep
             ds = p * ((dp if keep is None else dp * keep) - delta)
-            raw = ds if s.cap_slope is None else ds * s.cap_slope
+            raw = ds if s.softcap_grad is None else ds * s.softcap_grad
             raw = (raw * scale).astype(query.dtype)
             dk = dot("bkgts,btkgh->bskh", raw, q)
             dv = dot("bkgts,btkgv->bskv", dropped.astype(value.dtype), d_out)

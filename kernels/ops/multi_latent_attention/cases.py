@@ -1,4 +1,4 @@
-"""Shapes and options of multi-head latent attention: tests, benchmarks and tuning read them."""
+"""Shapes and options of multi-head latent attention, for tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _lens(*lens: int):
     return {"kv_lens": lambda rng, dims: jnp.asarray(lens, jnp.int32)}
 
 
-# Of a benchmark, whatever it is scaled to: each request has all of its row, or as many pages as the others, and they are full.
+# Benchmark inputs at any scale: each request fills its row, or all requests have the same number of full pages.
 def _full(rng, dims):
     return jnp.full(dims["B"], dims["S"], jnp.int32)
 
@@ -69,7 +69,7 @@ def _one_token_each(rng, dims):
 
 
 def _entries(*slots: str):
-    """Returns the shape of a cache: its slots, and in each a latent and a rotary key."""
+    """Returns the shape of a cache: its slots, each holding a latent and a rotary key."""
     return {"kv_cache": lambda dims: (*(dims[d] for d in slots), dims["R"] + dims["Hr"])}
 
 
@@ -92,7 +92,7 @@ DECODE_CASES = (
 
 
 def _paged(name, lens, counts, options, *tags, pages, C, N, R, Hr, rest=0):
-    """Returns a case whose requests have those lengths and new tokens, on pages in any order; the rest of tables is junk."""
+    """Returns a case with the given lengths and new tokens per request; pages are shuffled and unused table entries junk."""
     lens, counts = np.asarray(lens, np.int32), np.asarray(counts, np.int32)
     wide = max(1, -(-int(lens.max()) // C)) + 1
 

@@ -20,9 +20,9 @@ def _one_of(**given: Any) -> tuple[str, Any]:
     """Returns the name and value of an argument that has two names, under the one that was used."""
     named = [(n, x) for n, x in given.items() if x is not None]
     if len(named) > 1:
+        names = " and ".join(repr(n) for n, _ in named)
         raise ValueError(
-            f"native_sparse_attention: arguments {' and '.join(repr(n) for n, _ in named)} are two names of one; give one of "
-            "them"
+            f"native_sparse_attention: arguments {names} are two names for the same argument; pass only one"
         )
     return named[0] if named else (next(iter(given)), None)
 
@@ -148,7 +148,7 @@ def _selection(block_indices: Any, block_counts: Any, B: int, T: int, K: int, si
     found: dict[str, Any] = {}
     if block_indices is not None:
         blocks = -(-T // size)
-        meaning = "  and the number of blocks selected: per query, or per block of queries"
+        meaning = ", then the number of blocks selected, per query or per block of queries"
         indices = _integers("block_indices", block_indices, ((B, T, K), (B, blocks, K)), meaning)
         if indices.ndim != 4 or indices.shape[3] == 0:
             raise ValueError(
