@@ -69,8 +69,7 @@ class Op:
         because 0 times NaN would spread to other tokens (padding.py). None: no guarantee.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
-      work: call -> (Work of the forward, Work of the backward), see work.py: the minimum that each direction must
-        compute and move. None: not counted.
+      work: call -> (forward Work, backward Work), the minimum to compute and move (work.py). None: not counted.
 
     Raises:
       TypeError: the contract cannot be parsed, or an argument does not fit it.
@@ -147,8 +146,7 @@ class Op:
           platforms: platforms that it can be lowered for: cpu, cuda, rocm, tpu.
           features: those of the contract's `features` that it supports.
           rejects: call -> why it cannot run that call, or None.
-          heuristic: (call, platform being lowered for) -> configuration. candidates: call -> configurations to tune
-            over.
+          heuristic: (call, platform being lowered for) -> configuration. candidates: call -> those to tune over.
           symbolic: dims whose size may be unknown at compile time.
           version: increment it to invalidate tuned configurations after a change of the code.
 
@@ -211,8 +209,7 @@ class Op:
         used = []
         for name in self.options:
             value, default = call.arguments[name], self.parameters[name].default
-            same = value is default or (not is_array(value) and type(value) is type(default) and value == default)
-            if not same:
+            if not (value is default or (not is_array(value) and type(value) is type(default) and value == default)):
                 used.append(name)
         return used
 
@@ -269,9 +266,8 @@ class Op:
                 if device not in {DEVICE_OF_PLATFORM[p] for p in b.platforms}:
                     reasons[b.name] = f"it is not for cfg.backend = {device!r}"
         capable = [b for b in pool if reasons[b.name] is None]
-        refusals = "; ".join(
-            f"{name}: {reason}" for name, reason in [*reasons.items(), *self._unavailable.items()] if reason
-        )
+        refused = [*reasons.items(), *self._unavailable.items()]
+        refusals = "; ".join(f"{name}: {reason}" for name, reason in refused if reason)
         if not capable:
             others = [b.name for b in backends.values() if b not in pool and not b.refuses(self, call, differentiated)]
             hint = f"; platform={others[0]!r} can" if others else ""
@@ -288,9 +284,8 @@ class Op:
                 fitting, why = measured.ranked(self, call, p, fitting, differentiated)
             refusal = f"{self.name} cannot be compiled for {p}{with_platform}: {reason}"
             missing_toolchain = missing(self, fitting[0], p) if fitting and toolchain is None else ""
-            choices.append(
-                Choice(p, fitting[0], None, why, missing_toolchain) if fitting else Choice(p, None, None, refusal)
-            )
+            choice = Choice(p, fitting[0], None, why, missing_toolchain) if fitting else Choice(p, None, None, refusal)
+            choices.append(choice)
         return choices
 
     def _no_such_backend(self, toolchain: str) -> None:
@@ -388,8 +383,7 @@ class Op:
     def case_inputs(
         self, case: Case, *, dtype: Any = "float32", seed: int = 0, shapes_only: bool = False
     ) -> dict[str, Any]:
-        """Returns the keyword arguments of a case: random arrays of its dims (with `shapes_only` their shapes and
-        dtypes), the arguments in `make`, and its options."""
+        """Returns the keyword arguments of a case: random arrays (or only their shapes), those in `make`, its options."""
         return case_inputs(self, case, dtype=dtype, seed=seed, shapes_only=shapes_only)
 
     def __repr__(self) -> str:
