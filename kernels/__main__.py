@@ -15,33 +15,33 @@ BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 _COLUMNS = ("operation", "backend", "platforms", "dtypes", "backward", "symbolic dims", "refuses")
 
 
-def _names(found: Iterable[str]) -> str:
-    return ", ".join(sorted(found)) or "none"
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def refused(op: Op, backend: Backend) -> list[str]:
     """Lists what a backend rejects: options that its functions do not take, features that it does not declare, and
     whether it also checks each call."""
-    found = [f"`{n}`" for n in op.options if n not in backend.names()]
+    rejected = [f"`{n}`" for n in op.options if n not in backend.names()]
     if backend.backward is not None:
         forward_alone = backend.names() - backend.names(backward=True)
-        found += [f"gradients with `{n}`" for n in op.options if n in forward_alone]
-    found += [n for n in op.features if n not in backend.features]
-    return found + (["some calls (it says why)"] if backend.rejects else [])
+        rejected += [f"gradients with `{n}`" for n in op.options if n in forward_alone]
+    rejected += [n for n in op.features if n not in backend.features]
+    return rejected + (["some calls (it says why)"] if backend.rejects else [])
 
 
 def rows(op: Op) -> list[str]:
     """Returns the rows of an operation, one per backend, fastest first."""
-    found = []
+    lines = []
     for b in op.backends.values():
         backward = "native" if b.backward else "none"
         refuses = ", ".join(refused(op, b)) or "nothing"
         dtypes = _names(d.replace("float", "f") for d in b.dtypes)
         cells = (f"`{op.name}`", b.name, _names(b.platforms), dtypes, backward, _names(b.symbolic), refuses)
-        found.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     for name, reason in op.unavailable().items():
-        found.append(f"| `{op.name}` | {name} | not available here: {reason} |{' |' * (len(_COLUMNS) - 3)}")
-    return found
+        lines.append(f"| `{op.name}` | {name} | not available here: {reason} |{' |' * (len(_COLUMNS) - 3)}")
+    return lines
 
 
 def table(ops: Iterable[Op]) -> str:
@@ -52,11 +52,11 @@ def table(ops: Iterable[Op]) -> str:
 
 def readmes() -> dict[Path, list[Op]]:
     """Returns the README of each folder with operations, with these operations."""
-    found: dict[Path, list[Op]] = {}
+    by_readme: dict[Path, list[Op]] = {}
     for op in operations().values():
         folder = Path(str(sys.modules[op.function.__module__].__file__)).parent
-        found.setdefault(folder / "README.md", []).append(op)
-    return found
+        by_readme.setdefault(folder / "README.md", []).append(op)
+    return by_readme
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     if argv not in ([], ["--write"]):
-        print(f"unknown arguments {' '.join(argv)!r}: usage is python -m kernels [--write]", file=sys.stderr)
+        print(f"cannot read {' '.join(argv)!r}: usage is python -m kernels [--write]", file=sys.stderr)
         return 2
     if not argv:
         print(table(operations().values()))

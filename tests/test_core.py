@@ -310,7 +310,7 @@ def test_kernels_that_are_missing_on_a_gpu_are_named_once(op, monkeypatch):
         fresh = make_op()
         fresh._backends.pop("triton_gpu")
         monkeypatch.setattr(fresh, "package", "kernels.ops.rms_norm")
-        monkeypatch.setattr(fresh, "order", ("triton_gpu",))
+        monkeypatch.setattr(fresh, "priority", ("triton_gpu",))
         monkeypatch.setattr(contract.importlib, "import_module", load)
         return fresh
 

@@ -267,10 +267,10 @@ def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mappi
         if dim.name not in sizes:
             sizes[dim.name], owner[dim.name] = base, p.name
         elif sizes[dim.name] != base:
-            wanted = sizes[dim.name] if dim.variadic else sizes[dim.name] + dim.offset
+            expected = sizes[dim.name] if dim.variadic else sizes[dim.name] + dim.offset
             raise ValueError(
                 f"{op_name}: argument {p.name!r} of shape {shape} has {dim} = {size}, but {dim.name} = "
-                f"{sizes[dim.name]} in argument {owner[dim.name]!r}, so {wanted} is needed"
+                f"{sizes[dim.name]} in argument {owner[dim.name]!r}, so {expected} is needed"
                 + (" (or 1)" if dim.broadcast else "")
             )
 

@@ -37,9 +37,9 @@ def _primals(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.value, tree)
 
 
-def _cotangent(given: Any) -> jax.Array | None:
+def _cotangent(cotangent: Any) -> jax.Array | None:
     """Returns the cotangent of an output, or None if it is a symbolic zero: nothing depends on that output."""
-    return None if isinstance(given, SymbolicZero) else given
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
@@ -58,9 +58,11 @@ def _run_forward(
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}"):
-                given = padding.of_forward(op, arrays)
-                found = backend.run("forward_with_residuals" if with_residuals else "forward", {**static, **given}, cfg)
-            outputs, extra = found if with_residuals else (found, {})
+                inputs = padding.of_forward(op, arrays)
+                results = backend.run(
+                    "forward_with_residuals" if with_residuals else "forward", {**static, **inputs}, cfg
+                )
+            outputs, extra = results if with_residuals else (results, {})
             if set(extra) != set(result[1]):
                 raise TypeError(f"{op.name} on {backend.name}: residuals {sorted(extra)}, expected {sorted(result[1])}")
             return outputs, extra
@@ -107,10 +109,10 @@ def _checked(op: Operation, backend: Backend, gradients: Mapping[str, Any], floa
         )
     checked = {}
     for name, like in floats.items():
-        (wanted, tree), (given, has) = jax.tree.flatten(like), jax.tree.flatten(gradients[name])
-        if tree != has or [g.shape for g in given] != [w.shape for w in wanted]:
+        (expected, tree), (actual, has) = jax.tree.flatten(like), jax.tree.flatten(gradients[name])
+        if tree != has or [g.shape for g in actual] != [w.shape for w in expected]:
             raise TypeError(f"{what} of {name!r} as {jax.tree.map(jnp.shape, gradients[name])}, expected {like}")
-        checked[name] = jax.tree.unflatten(tree, [g.astype(w.dtype) for g, w in zip(given, wanted, strict=True)])
+        checked[name] = jax.tree.unflatten(tree, [g.astype(w.dtype) for g, w in zip(actual, expected, strict=True)])
     return checked
 
 
@@ -138,8 +140,8 @@ def _batched_forward(
         rows[name] = jnp.broadcast_to(x, (size, largest, *x.shape[2:])).reshape(size * largest, *x.shape[2:])
     folded = {**traced, **leads, **rows}
     again = op.plan(op.bind(**static, **folded), plan.toolchain, plan.cfg, differentiated=False)
-    found = _run_forward(op, again, static, folded)
-    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), found, result)
+    results = _run_forward(op, again, static, folded)
+    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), results, result)
 
 
 def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str) -> Callable:

@@ -95,8 +95,8 @@ def of_call(op: Operation, call: Call, platform: str) -> Measured | None:
     if op.autotune_key is None or call.symbolic_dims():
         return None
     kind = target.device_kind(platform)
-    found = None if kind is None else of_device(kind)
-    return found.get((op.name, op.autotune_key(call) or "")) if found else None
+    measurements = None if kind is None else of_device(kind)
+    return measurements.get((op.name, op.autotune_key(call) or "")) if measurements else None
 
 
 def ranked(

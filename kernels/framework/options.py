@@ -164,8 +164,8 @@ def checked(function: Callable) -> Callable:
     take_arrays: set[str] = set()
     take_none: set[str] = set()
 
-    def check_all(given: dict[str, Any], reported: str = "") -> None:
-        """Raises ValueError for an argument of the wrong type, unless the message `said` already names that
+    def check_all(options: dict[str, Any], reported: str = "") -> None:
+        """Raises ValueError for an argument of the wrong type, unless the message `reported` already names that
         argument."""
         if not kinds:  # deferred until the modules that annotations refer to are imported
             kinds.update(kinds_of(function))
@@ -174,7 +174,7 @@ def checked(function: Callable) -> Callable:
         # Fast path: most arguments are arrays where arrays are declared, or omitted.
         doubtful = {
             name: value
-            for name, value in given.items()
+            for name, value in options.items()
             if not (name in take_none if value is None else isinstance(value, jax.Array) and name in take_arrays)
         }
         complaints = {name: _complaint(name, value, kinds.get(name)) for name, value in doubtful.items()}
@@ -184,13 +184,13 @@ def checked(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
         try:
             prepared = function(*args, **kwargs)
         except Exception as error:
-            check_all(given, reported=str(error) if isinstance(error, ValueError) else "")
+            check_all(options, reported=str(error) if isinstance(error, ValueError) else "")
             if isinstance(error, OverflowError):  # JAX's overflow error does not name the argument
-                for name, value in given.items():
+                for name, value in options.items():
                     if (number := _past_int32(value)) is not None:
                         raise ValueError(
                             f"{function.__name__}: argument {name!r} contains {number}, which does not fit in int32"
@@ -200,7 +200,7 @@ def checked(function: Callable) -> Callable:
             owner, mark, reported = str(error).partition(": ")
             reported = reported if mark and owner.isidentifier() else str(error)
             raise ValueError(f"{function.__name__}: {reported}") from error
-        check_all(given)
+        check_all(options)
         return prepared
 
     return prepare
@@ -213,9 +213,9 @@ def _past_int32(value: Any) -> int | None:
     return value if isinstance(value, int) and not -(2**31) <= value < 2**31 else None
 
 
-def check_names(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_names(owner: str, names: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raises TypeError for unknown keyword arguments, with Python's own message, for a function that forwards them."""
-    if strange := given.keys() - set(known):
+    if strange := names.keys() - set(known):
         raise TypeError(f"{owner}() got an unexpected keyword argument {min(strange)!r}")
 
 

@@ -89,8 +89,8 @@ def of_contract(op: Any, function: Callable) -> Callable:
         ids = _ids_of(op, arguments)
         result = function(**of_forward(op, arguments, op.parameters))
         outputs = result if isinstance(result, tuple) else (result,)
-        kept = [_unmoved(y, _of(dims, ids)) for y, dims in zip(outputs, op.output_dims, strict=True)]
-        return tuple(kept) if isinstance(result, tuple) else kept[0]
+        masked_outputs = [_unmoved(y, _of(dims, ids)) for y, dims in zip(outputs, op.output_dims, strict=True)]
+        return tuple(masked_outputs) if isinstance(result, tuple) else masked_outputs[0]
 
     return contract
 

@@ -140,8 +140,8 @@ def _written_out(prepare: Callable[..., Prepared]) -> tuple[Callable[..., Prepar
         return prepare(*args, **kwargs)
 
     head, mark, examples = (prepare.__doc__ or "").partition(">>>")
-    _, _, said = inspect.cleandoc(common.__doc__).partition("\n\n")  # the first line describes the TypedDict itself
-    checked.__doc__ = f"{head.rstrip()}\n\n{textwrap.indent(said, '    ')}\n\n    {mark}{examples}"
+    _, _, text = inspect.cleandoc(common.__doc__).partition("\n\n")  # the first line describes the TypedDict itself
+    checked.__doc__ = f"{head.rstrip()}\n\n{textwrap.indent(text, '    ')}\n\n    {mark}{examples}"
     return checked, signature
 
 

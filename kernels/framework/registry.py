@@ -121,16 +121,16 @@ class KernelRegistry:
             raise ValueError(f"unknown algorithm {algorithm!r}; there are {', '.join(self.algorithms())}")
         matching = everything
         if platform is not None:
-            wanted = _member(Platform, platform, "platform")
-            matching = [i for i in matching if i.platform is wanted]
+            member = _member(Platform, platform, "platform")
+            matching = [i for i in matching if i.platform is member]
         if backend is not None:
             kind = _member(DeviceKind, backend, "backend")
             matching = [i for i in matching if i.backend is kind or (kind is not DeviceKind.ANY and i.runs_on(kind))]
         if platform is None and backend is None:
             import jax
 
-            here = DEVICE_OF_PLATFORM.get(jax.default_backend(), jax.default_backend())
-            matching = [i for i in matching if i.runs_on(here)]
+            device = DEVICE_OF_PLATFORM.get(jax.default_backend(), jax.default_backend())
+            matching = [i for i in matching if i.runs_on(device)]
         if not matching:
             available = ", ".join(f"{i.platform}/{i.backend}" for i in everything)
             requested = "/".join(str(x) for x in (platform, backend) if x is not None) or "this device"

@@ -136,8 +136,8 @@ def rank(ids: jax.Array, order: Any = None) -> jax.Array:
     ordered = jnp.take_along_axis(ids, by_id, 1)
     at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     first = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    found = at - jax.lax.cummax(jnp.where(first, at, 0), axis=1)
-    return jnp.take_along_axis(found, jnp.argsort(by_id, axis=1), 1)
+    ranks = at - jax.lax.cummax(jnp.where(first, at, 0), axis=1)
+    return jnp.take_along_axis(ranks, jnp.argsort(by_id, axis=1), 1)
 
 
 def occurrences(ids: jax.Array, among: jax.Array) -> jax.Array:

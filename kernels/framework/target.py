@@ -22,8 +22,8 @@ def asked_compute_capability() -> int | None:
 def device_kind(platform: str) -> str | None:
     """Returns the `jax.Device.device_kind` that programs for a platform are compiled for. None if unknown: this process
     has no such device, or `compile_for` names another GPU."""
-    here = jax.default_backend()
-    if here not in (platform, DEVICE_OF_PLATFORM[platform]):
+    backend = jax.default_backend()
+    if backend not in (platform, DEVICE_OF_PLATFORM[platform]):
         return None
     if DEVICE_OF_PLATFORM[platform] == "gpu" and asked_compute_capability() is not None:
         return None

@@ -53,9 +53,9 @@ def seconds(function: Any, *args: Any, rounds: int = 5, target: float = 0.02) ->
     return statistics.median(times)
 
 
-def _relative_error(actual: Any, wanted: Any) -> float:
+def _relative_error(actual: Any, expected: Any) -> float:
     worst = 0.0
-    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, w = np.asarray(a, np.float64), np.asarray(w, np.float64)
         if not np.array_equal(np.isfinite(a), np.isfinite(w)):
             return float("inf")
@@ -74,7 +74,7 @@ def tune(request: Request) -> Any:
     assert request.backend.candidates is not None
     first = request.heuristic()
     candidates = list(dict.fromkeys([first, *request.backend.candidates(request.call)]))
-    wanted, best, reasons = None, None, []
+    expected, best, reasons = None, None, []
     for cfg in candidates:
         function = _step(request, cfg)
         try:
@@ -82,9 +82,9 @@ def tune(request: Request) -> Any:
         except Exception as error:  # the error type of one that does not fit depends on the compiler
             reasons.append(f"{cfg}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
-        if wanted is None:
-            wanted = actual
-        error = _relative_error(actual, wanted)
+        if expected is None:
+            expected = actual
+        error = _relative_error(actual, expected)
         if not error <= _ALLOWED_RELATIVE_ERROR.get(request.call.dtype, 1e-2):
             reasons.append(f"{cfg}: wrong numbers (relative error {error:.1e})")
             warnings.warn(f"{request.op.name} on {request.backend.name}: {reasons[-1]}", stacklevel=2)

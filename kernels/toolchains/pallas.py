@@ -106,16 +106,16 @@ def launch_on_rows(
 
     # With a middle dim, the block of a partial sum equals the array in the last two dims, as TPUs require.
     partial = jax.ShapeDtypeStruct((num_blocks, 1, D), jnp.float32)
-    names, made = [*tall_given, *flat_given], {**out_rows, **dict.fromkeys(out_features, partial)}
+    names, outputs = [*tall_given, *flat_given], {**out_rows, **dict.fromkeys(out_features, partial)}
 
     def run(*refs: Any) -> None:
-        kernel(dict(zip(names, refs)), dict(zip(made, refs[len(names) :], strict=True)), **options)
+        kernel(dict(zip(names, refs)), dict(zip(outputs, refs[len(names) :], strict=True)), **options)
 
     out = pallas_launch(
         run,
         *tall_given.values(),
         *flat_given.values(),
-        out_shape=tuple(made.values()),
+        out_shape=tuple(outputs.values()),
         grid=(num_blocks,),
         in_specs=[*map(tall, tall_given.values()), *(pl.BlockSpec((1, D), lambda i: (0, 0)) for _ in flat_given)],
         out_specs=(
@@ -126,5 +126,5 @@ def launch_on_rows(
         work=work,
         name=kernel.__name__,
     )
-    found = dict(zip(made, out, strict=True))
-    return {name: jnp.sum(x, axis=(0, 1)) if name in out_features else x for name, x in found.items()}
+    results = dict(zip(outputs, out, strict=True))
+    return {name: jnp.sum(x, axis=(0, 1)) if name in out_features else x for name, x in results.items()}

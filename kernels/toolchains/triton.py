@@ -115,9 +115,9 @@ def compute_capability() -> int:
     Raises:
       RuntimeError: there is neither.
     """
-    asked = interpreting() or asked_compute_capability()
-    if asked is not None:
-        return asked
+    requested = interpreting() or asked_compute_capability()
+    if requested is not None:
+        return requested
     try:
         return int(triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch)
     except (RuntimeError, ValueError, AttributeError) as error:
@@ -174,31 +174,31 @@ def _compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, backend
     cuda = gpu_target.backend == "cuda"
     if cuda and isinstance(self.fn, GluonJITFunction):
         backend = _GluonBackend(gpu_target)
-    kernel, ttir, options, made = _compile_by_jax_triton(self, spec, gpu_target, backend, backend_options)
+    kernel, ttir, options, launch_options = _compile_by_jax_triton(self, spec, gpu_target, backend, backend_options)
     if not cuda:
-        return kernel, ttir, options, made
+        return kernel, ttir, options, launch_options
     limit = SHARED_MEMORY.get(gpu_target.arch, SHARED_MEMORY[90])
-    if made.shared_mem_bytes > limit:
+    if launch_options.shared_mem_bytes > limit:
         raise ValueError(
-            f"{self.name}: needs {made.shared_mem_bytes:,} bytes of shared memory, but a block can have {limit:,} on "
+            f"{self.name}: needs {launch_options.shared_mem_bytes:,} bytes of shared memory, but a block can have {limit:,} on "
             f"compute capability {gpu_target.arch}: use smaller tiles or fewer stages"
         )
-    threads = re.search(r"^\.reqntid (\d+)", made.binary, re.M)
-    assert threads, made.binary[:200]
+    threads = re.search(r"^\.reqntid (\d+)", launch_options.binary, re.M)
+    assert threads, launch_options.binary[:200]
     if (warps := int(threads[1]) // 32) != backend_options["num_warps"]:
-        size, align = made.global_scratch_size, made.global_scratch_align
+        size, align = launch_options.global_scratch_size, launch_options.global_scratch_align
         scratch = () if size is None else (size, align)
         kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
-            made.name,
+            launch_options.name,
             warps,
             backend_options["num_ctas"],
-            made.shared_mem_bytes,
-            made.binary,
+            launch_options.shared_mem_bytes,
+            launch_options.binary,
             ttir,
             gpu_target.arch,
             *scratch,
         )
-    return kernel, ttir, options, made
+    return kernel, ttir, options, launch_options
 
 
 @functools.cache

@@ -33,9 +33,9 @@ FAULTS = (
     ),
     Fault(
         "padding: values of it are multiplied by weights of 0",
-        "_run_forward.make.branch",
-        "padding.of_forward($op, $arrays)",
-        "$arrays",
+        "kernels/framework/execute.py",
+        "inputs = padding.of_forward(op, arrays)",
+        "inputs = arrays",
         "tests/test_padding.py -k xla",
     ),
     Fault(

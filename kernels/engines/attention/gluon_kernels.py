@@ -60,8 +60,7 @@ def _consumers(O):
 
 @gluon.constexpr_function
 def _in_turns(O):
-    """Returns whether warpgroups start their products one after the other, so that they do not all compute weights at
-    once.
+    """Returns whether warpgroups start their products in turn, so that they do not all compute weights at once.
 
     Three always do. Two fall into that order on their own in long rows, where synchronising costs more than it gains;
     under a window, where rows are short, heads of 128 gain from it.
@@ -94,8 +93,7 @@ def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
 @gluon.jit
 def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
                READERS: gl.constexpr):  # fmt: skip
-    """Allocates a ring: (TILES tiles per stage, and per stage a barrier for "is full" and one for "is free", which all
-    readers signal)."""
+    """Allocates a ring: (TILES tiles per stage, a "full" barrier per stage, a "free" barrier that all readers signal)."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, ROWS, WIDTH], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -167,9 +165,8 @@ def _load(q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values,
 
 @gluon.jit
 def _weights(s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr):
-    """Returns (weights of block j of keys, or of entry j of a list, relative to the row maximum so far; that maximum;
-    the row sum; the factor to rescale earlier sums). The maximum is in units of the products, or of the capped
-    products."""
+    """Returns (weights of block j of keys, or of entry j of a list, relative to the row maximum so far; that maximum,
+    in units of the (capped) products; the row sum; the factor to rescale earlier sums)."""
     if O.CAP is None:
         UNIT: gl.constexpr = O.SCALE * LOG2E
     else:
@@ -240,8 +237,7 @@ def _store_out(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constex
 @gluon.jit
 def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O: gl.constexpr,
                  STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """Computes attention for the queries of a warpgroup; returns the next stage, its phase, and the phase of the next
-    turn."""
+    """Computes attention for a warpgroup's queries; returns the next stage, its phase, and the next turn's phase."""
     WARPGROUPS: gl.constexpr = _consumers(O)
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])

@@ -138,9 +138,9 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
                 stage, phase = next_stage, next_phase
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [4, 1], [1, 0])
     TALL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [4, 1], [1, 0])
-    own = block * (O.BLOCK_K // ROWS) + WHICH
-    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, own, head, O.K, O.S, O.H, WIDE, 0)
-    store_keys(dv_ptr, dv, v_tile, b, own, head, O.K, O.S, O.HV, TALL, 0)
+    key_block = block * (O.BLOCK_K // ROWS) + WHICH
+    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, key_block, head, O.K, O.S, O.H, WIDE, 0)
+    store_keys(dv_ptr, dv, v_tile, b, key_block, head, O.K, O.S, O.HV, TALL, 0)
 
 
 @gluon.jit

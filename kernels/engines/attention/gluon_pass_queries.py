@@ -101,8 +101,8 @@ def _differentiate_queries(lists, masks, rows_ptr, dq_ptr, stays, ring, O: gl.co
             s = warpgroup_mma_wait(0, (s,))
             stage, phase = next_stage, next_phase
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [4, 1], [1, 0])
-    own = block * (O.BLOCK_Q // ROWS) + WHICH
-    store_keys(dq_ptr, dq * O.SCALE, q_tile, b, own, n, O.N, O.T, O.H, WIDE, 0)
+    query_block = block * (O.BLOCK_Q // ROWS) + WHICH
+    store_keys(dq_ptr, dq * O.SCALE, q_tile, b, query_block, n, O.N, O.T, O.H, WIDE, 0)
 
 
 @gluon.jit

@@ -234,9 +234,9 @@ class MaskInfo:
                 return x
             return jnp.take(x, orders[name.split("_")[0]], axis=1)
 
-        found = map_data(mask, move)
-        assert found is not None
-        return found
+        permuted = map_data(mask, move)
+        assert permuted is not None
+        return permuted
 
     def replace(self, **changes: Any) -> MaskInfo:
         return dataclasses.replace(self, **changes)
@@ -270,9 +270,9 @@ class MaskInfo:
         self._check_pairs()
         mask = self.attention_mask
         if mask is not None:
-            wanted = (batch, num_heads, q_length, kv_length)
-            if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, wanted, strict=True)):
-                raise ValueError(f"mask field 'attention_mask' must broadcast to {wanted}, got {mask.shape}")
+            full_shape = (batch, num_heads, q_length, kv_length)
+            if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, full_shape, strict=True)):
+                raise ValueError(f"mask field 'attention_mask' must broadcast to {full_shape}, got {mask.shape}")
         if self.prefix_lengths is not None and self.prefix_lengths.shape not in ((1,), (batch,)):
             raise ValueError(f"mask field 'prefix_lengths' must be [{batch} or 1], got {self.prefix_lengths.shape}")
 
@@ -310,8 +310,8 @@ class MaskInfo:
     @property
     def counts_in_segments(self) -> bool:
         """Whether a rule counts tokens from the start of each segment, and so needs unsharded rows: see `resolved`."""
-        there = self.chunks_in_segments and self.q_segment_ids is not None
-        return there and any(rule.counts(self) for rule in RULES)
+        applies = self.chunks_in_segments and self.q_segment_ids is not None
+        return applies and any(rule.counts(self) for rule in RULES)
 
     def loosened(self, unknown: Collection[str]) -> MaskInfo:
         """Returns the mask without the given data fields and the rules that read them: an upper bound on what a query

@@ -133,9 +133,9 @@ def _sinks_of_segments(mask: Any, order: Any) -> Any:
     by = jnp.lexsort((at, k), axis=1)
     k, at = jnp.take_along_axis(k, by, 1), jnp.take_along_axis(at, by, 1)
     index = jax.vmap(segments.searchsorted)(k, q) + mask.sink_tokens
-    own = jnp.take_along_axis(k, jnp.minimum(index, k.shape[1] - 1), 1) == q
+    same_segment = jnp.take_along_axis(k, jnp.minimum(index, k.shape[1] - 1), 1) == q
     ends = jnp.take_along_axis(at, jnp.minimum(index, k.shape[1] - 1), 1)
-    return mask.replace(q_sink_ends=jnp.where(own & (index < k.shape[1]), ends, _BEYOND))
+    return mask.replace(q_sink_ends=jnp.where(same_segment & (index < k.shape[1]), ends, _BEYOND))
 
 
 def _counts_sinks(mask: Any) -> bool:

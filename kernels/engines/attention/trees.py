@@ -76,7 +76,7 @@ def tree_attention_mask(parents: Any, prefix_length: int = 0, prefix_mask: Any =
      [1 0 1 0]
      [1 1 0 1]]
     """
-    own = _ancestors(_parents(parents, "tree_attention_mask"))
+    ancestors = _ancestors(_parents(parents, "tree_attention_mask"))
     if not isinstance(prefix_length, int) or prefix_length < 0:
         raise ValueError(
             f"tree_attention_mask: argument 'prefix_length' must be a number of keys, got {prefix_length!r}; if it "
@@ -88,13 +88,13 @@ def tree_attention_mask(parents: Any, prefix_length: int = 0, prefix_mask: Any =
             f"tree_attention_mask: argument 'prefix_mask' must be bool [B, prefix_length = {prefix_length}], got "
             f"{before.dtype} of shape {before.shape}"
         )
-    if own.shape[0] > 1 and before.shape[0] > 1 and own.shape[0] != before.shape[0]:
+    if ancestors.shape[0] > 1 and before.shape[0] > 1 and ancestors.shape[0] != before.shape[0]:
         raise ValueError(
-            f"tree_attention_mask: argument 'prefix_mask' has {before.shape[0]} rows, but 'parents' has {own.shape[0]}"
+            f"tree_attention_mask: argument 'prefix_mask' has {before.shape[0]} rows, but 'parents' has {ancestors.shape[0]}"
         )
-    rows = max(own.shape[0], before.shape[0])
-    T = own.shape[1]
-    parts = [jnp.broadcast_to(before[:, None], (rows, T, prefix_length)), jnp.broadcast_to(own, (rows, T, T))]
+    rows = max(ancestors.shape[0], before.shape[0])
+    T = ancestors.shape[1]
+    parts = [jnp.broadcast_to(before[:, None], (rows, T, prefix_length)), jnp.broadcast_to(ancestors, (rows, T, T))]
     return jnp.concatenate(parts, axis=-1)
 
 

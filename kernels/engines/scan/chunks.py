@@ -308,8 +308,8 @@ def backward(
     def body(carry: Any, now: Any) -> tuple[Any, Any]:
         d_state, d_shared, d_initial = carry
         x, at, state, d_y = now
-        given = (shared, state, _begun(chunks, initial, at[1]), x)
-        (_, after, y), pull = jax.vjp(lambda a, b, c, d: _group(step, chunks, a, b, c, d, at), *given)
+        operands = (shared, state, _begun(chunks, initial, at[1]), x)
+        (_, after, y), pull = jax.vjp(lambda a, b, c, d: _group(step, chunks, a, b, c, d, at), *operands)
         d_after = None
         if several:
             d_after = _where(at[1].ends, _owned(chunks, d_final, at[1]), jnp.zeros_like(after))

@@ -49,17 +49,17 @@ class Where(TypedDict, total=False):
     initial_state: Any
 
 
-def either(op_name: str, **given: Any) -> Any:
+def either(op_name: str, **aliases: Any) -> Any:
     """Returns the value of an argument with several names; None if it is not given.
 
     Raises:
       ValueError: it is given under two names.
     """
-    found = {name: value for name, value in given.items() if value is not None}
-    if len(found) > 1:
-        names = " and ".join(map(repr, found))
+    passed = {name: value for name, value in aliases.items() if value is not None}
+    if len(passed) > 1:
+        names = " and ".join(map(repr, passed))
         raise ValueError(f"{op_name}: arguments {names} are two names for the same argument; pass only one")
-    return next(iter(found.values()), None)
+    return next(iter(passed.values()), None)
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Sequences:
     def arguments(self) -> dict[str, Any]:
         """The contract's arguments, by name. Those not needed are left out of the call, so that every backend supports
         it."""
-        given = {"segment_ids": self.segment_ids, "initial_state": self.initial_state}
-        return {n: v for n, v in given.items() if v is not None} | (
+        named = {"segment_ids": self.segment_ids, "initial_state": self.initial_state}
+        return {n: v for n, v in named.items() if v is not None} | (
             {"num_states": self.num_states} if self.num_states > 1 else {}
         )
 
@@ -159,25 +159,25 @@ def sizes(
       ValueError: names the first array that is not a float array with its dims, is empty, or disagrees with an earlier
         one.
     """
-    found: dict[str, Any] = {}
+    sizes_by_dim: dict[str, Any] = {}
     first: dict[str, str] = {}
     for name, (x, dims) in arrays.items():
-        said, remedy = f"{op_name}: argument {name!r}", (remedies or {}).get(name, "")
+        subject, remedy = f"{op_name}: argument {name!r}", (remedies or {}).get(name, "")
         if not is_array(x) or not is_float_array(x) or x.ndim != len(dims.split()):
-            raise ValueError(f"{said} must be a float array [{', '.join(dims.split())}], got {described(x)}{remedy}")
+            raise ValueError(f"{subject} must be a float array [{', '.join(dims.split())}], got {described(x)}{remedy}")
         if any(isinstance(n, int) and n == 0 for n in x.shape):
-            raise ValueError(f"{said} of shape {x.shape} has no elements; every dim must be at least 1")
-        own = dict(zip(dims.split(), x.shape, strict=True))
-        wanted = own | {d: n for d, n in found.items() if d in own}
-        for d in own:
-            if own[d] != wanted[d]:
+            raise ValueError(f"{subject} of shape {x.shape} has no elements; every dim must be at least 1")
+        dims_of_array = dict(zip(dims.split(), x.shape, strict=True))
+        expected = dims_of_array | {d: n for d, n in sizes_by_dim.items() if d in dims_of_array}
+        for d in dims_of_array:
+            if dims_of_array[d] != expected[d]:
                 raise ValueError(
-                    f"{said} must have the shape {tuple(wanted.values())} to match {first[d]!r} of shape "
+                    f"{subject} must have the shape {tuple(expected.values())} to match {first[d]!r} of shape "
                     f"{arrays[first[d]][0].shape}, got {x.shape}{remedy}"
                 )
             first.setdefault(d, name)
-        found |= own
-    return found
+        sizes_by_dim |= dims_of_array
+    return sizes_by_dim
 
 
 def array_of(value: Any) -> Any:
@@ -263,11 +263,11 @@ def _of_cuts(op_name: str, cuts: Any, B: Any, T: Any) -> tuple[jax.Array, int]:
     return segments.of_cuts(jnp.asarray(values), T), values.shape[0] - 1
 
 
-def _state(op_name: str, state: Any, wanted: tuple, packed: bool) -> jax.Array:
-    if not is_array(state) or not is_float_array(state) or state.shape != wanted:
+def _state(op_name: str, state: Any, expected: tuple, packed: bool) -> jax.Array:
+    if not is_array(state) or not is_float_array(state) or state.shape != expected:
         raise ValueError(
             f"{op_name}: argument 'initial_state' must be a float array [{'sequences' if packed else 'B'}, ...] = "
-            f"{list(wanted)}, got {described(state)}"
+            f"{list(expected)}, got {described(state)}"
         )
     return jnp.asarray(state, jnp.float32)
 

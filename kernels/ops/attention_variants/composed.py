@@ -38,8 +38,8 @@ def differential(platform: str | None) -> tuple[Callable, Callable]:
     def forward(query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
         first, lse = flash(query, key, value, mask, softmax_scale, return_lse=True)
         second, lse_2 = flash(query_2, key_2, value, mask, softmax_scale, return_lse=True)
-        wide = first.astype(jnp.float32) - lambda_.astype(jnp.float32)[:, None] * second.astype(jnp.float32)
-        return wide.astype(query.dtype), second, lse, lse_2
+        upcast = first.astype(jnp.float32) - lambda_.astype(jnp.float32)[:, None] * second.astype(jnp.float32)
+        return upcast.astype(query.dtype), second, lse, lse_2
 
     def backward(saved, query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
         """Both attentions use the saved lse; the first one's output is out + lambda_ out_2."""

@@ -183,8 +183,8 @@ def quantized_attention(
 
 def centred(key: jax.Array) -> jax.Array:
     """Returns the keys minus their mean over the sequence, in at least float32."""
-    wide = key.astype(jnp.promote_types(key.dtype, jnp.float32))
-    return wide - jnp.mean(wide, axis=1, keepdims=True)
+    upcast = key.astype(jnp.promote_types(key.dtype, jnp.float32))
+    return upcast - jnp.mean(upcast, axis=1, keepdims=True)
 
 
 _HEADS: Any = {"local_dims": {"B", "N", "K"}, "tied_dims": (("N", "K"),)}

@@ -12,8 +12,8 @@ from kernels.engines.attention.masks import MaskInfo
 
 def dot(subscripts: str, *arrays: jax.Array) -> jax.Array:
     """Returns the einsum in at least float32."""
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
-    return jnp.einsum(subscripts, *wide, precision=jax.lax.Precision.HIGHEST)
+    upcast = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+    return jnp.einsum(subscripts, *upcast, precision=jax.lax.Precision.HIGHEST)
 
 
 def check_heads(name: str, heads: int, key_heads: int) -> None:

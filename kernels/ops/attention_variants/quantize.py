@@ -15,11 +15,11 @@ def quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     is NaN.
     """
     B, T, N, H = x.shape
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    whole = jnp.pad(largest_magnitude(wide)[..., 0], ((0, 0), (0, -T % block), (0, 0)))
+    upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    whole = jnp.pad(largest_magnitude(upcast)[..., 0], ((0, 0), (0, -T % block), (0, 0)))
     largest = jnp.max(whole.reshape(B, -1, block, N), axis=2)
     scale = jnp.repeat(jnp.where(largest == 0, 1, largest / 127), block, axis=1)[:, :T]
-    return jnp.round(wide / scale[..., None]).astype(jnp.int8), scale
+    return jnp.round(upcast / scale[..., None]).astype(jnp.int8), scale
 
 
 def dequantized(x: jax.Array, block: int) -> jax.Array:

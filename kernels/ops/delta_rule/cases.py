@@ -65,11 +65,11 @@ def _states(num_states: int):
 
 def _delta(name, *tags, g=None, make=(), options=(), beta=1.0, **dims):
     """A case of `delta_rule`; g is None, "head" or "channel"."""
-    made = {"query": _unit("K"), "key": _unit("K"), "beta": _up_to(beta), **dict(make)}
+    generators = {"query": _unit("K"), "key": _unit("K"), "beta": _up_to(beta), **dict(make)}
     if g:
-        made["g"] = _decays(g == "channel")
-    optional = tuple(n for n in made if n in ("g", "segment_ids", "initial_state"))
-    return Case(name, dims, dict(options), arrays=optional, make=made, tags=frozenset(tags))
+        generators["g"] = _decays(g == "channel")
+    optional = tuple(n for n in generators if n in ("g", "segment_ids", "initial_state"))
+    return Case(name, dims, dict(options), arrays=optional, make=generators, tags=frozenset(tags))
 
 
 DELTA = (
@@ -112,9 +112,9 @@ def _writes(rng, dims):
 
 
 def _rwkv7(name, *tags, make=(), options=(), **dims):
-    made = {"w": _decays(True), "a": _reads, "b": _writes, **dict(make)}
-    optional = tuple(n for n in made if n in ("segment_ids", "initial_state"))
-    return Case(name, dims, dict(options), arrays=optional, make=made, tags=frozenset(tags))
+    generators = {"w": _decays(True), "a": _reads, "b": _writes, **dict(make)}
+    optional = tuple(n for n in generators if n in ("segment_ids", "initial_state"))
+    return Case(name, dims, dict(options), arrays=optional, make=generators, tags=frozenset(tags))
 
 
 RWKV7 = (

@@ -182,16 +182,16 @@ def prepare(
     write = k if b is None else b
     solve = inverse(between(a, write, strictly, before))
     read = dot("bnti,bnih->bnth", solve, jnp.where(enters, a * decay.since_start(before), 0))
-    own = v if b is None else dot("bnti,bniv->bntv", between(a, k, strictly, True), v)
-    own = dot("bnti,bniv->bntv", solve, own)
+    local = v if b is None else dot("bnti,bniv->bntv", between(a, k, strictly, True), v)
+    local = dot("bnti,bniv->bntv", solve, local)
     seen = between(q, write, until)
     query = jnp.where(enters, q * decay.since_start(), 0) + dot("bnti,bnih->bnth", seen, read)
-    out, added = dot("bnti,bniv->bntv", seen, own), None
+    out, added = dot("bnti,bniv->bntv", seen, local), None
     if b is not None:
         out += dot("bnti,bniv->bntv", between(q, k, until), v)
         added = dot("bnth,bntv->bnhv", leaving(k), v)
     passing = jnp.where(passes, jnp.ones((*k.shape[:2], 1, 1), jnp.float32) * decay.whole(), 0)
-    return Parts(read, own, leaving(write), passing, added, query, out)
+    return Parts(read, local, leaving(write), passing, added, query, out)
 
 
 def advance(parts: Parts, state: jax.Array, *, precision: Any) -> jax.Array:

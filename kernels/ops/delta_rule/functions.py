@@ -32,19 +32,19 @@ def _prepared(
 ) -> Prepared:
     """Returns the call of delta_rule; `decays` is (g, its dims, text to append to an error message about it)."""
     query, key, value, beta = arrays
-    given = {
+    named = {
         "query": (query, "B T K H"),
         "key": (key, "B T _ H"),
         "value": (value, "B T N Hv"),
         "beta": (beta, "B T N"),
     }
     g, dims, remedy = decays or (None, "", "")
-    given |= {} if decays is None else {"g": (g, dims)}
-    found = sizes(name, given, {"g": "; without decays it is delta_rule" if g is None else remedy})
+    named |= {} if decays is None else {"g": (g, dims)}
+    dim_sizes = sizes(name, named, {"g": "; without decays it is delta_rule" if g is None else remedy})
     check_heads(name, query.shape[2], key.shape[2], value.shape[2])
     if g is not None:
         options |= {"g": g if g.ndim == 4 else g[..., None]}
-    shape = tuple(found[d] for d in _SHAPE)
+    shape = tuple(dim_sizes[d] for d in _SHAPE)
     arguments = {"query": query, "key": key, "value": value, "beta": beta, **options}
     return prepared(op, name, arguments, shape, where, state=state, return_state=return_state)
 
@@ -204,7 +204,7 @@ def rwkv7(
     (1, 3, 2, 4)
     """
     arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    found = sizes("rwkv7", {n: (x, "B T N Hv" if n == "v" else "B T N H") for n, x in arrays.items()})
-    shape = tuple(found[d] for d in _SHAPE)
+    dim_sizes = sizes("rwkv7", {n: (x, "B T N Hv" if n == "v" else "B T N H") for n, x in arrays.items()})
+    shape = tuple(dim_sizes[d] for d in _SHAPE)
     arguments = {**arrays, "softmax_scale": softmax_scale}
     return prepared(rwkv7_op, "rwkv7", arguments, shape, where, state=state, return_state=return_state)

@@ -19,9 +19,9 @@ from kernels.ops.delta_rule.functions import check_heads
 def _integers(name: str, x: Any, shape: str, size: int | None) -> jax.Array:
     x = jnp.asarray(x)
     if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer) or x.shape[0] != (size or x.shape[0]):
-        wanted = shape if size is None else f"{shape} = [{size}]"
+        expected = shape if size is None else f"{shape} = [{size}]"
         raise ValueError(
-            f"ragged_gated_delta_rule: argument {name!r} must be integers {wanted}, got {x.dtype} of shape {x.shape}; "
+            f"ragged_gated_delta_rule: argument {name!r} must be integers {expected}, got {x.dtype} of shape {x.shape}; "
             "query_start_loc is [0, n1, n1 + n2, ...], with one more entry than requests"
         )
     return x.astype(jnp.int32)
@@ -94,10 +94,10 @@ def ragged_gated_delta_rule(
     [2 6]
     """
     name = "ragged_gated_delta_rule"
-    given = {"query": (query, "M K H"), "key": (key, "M _ H"), "value": (value, "M N Hv"), "beta": (beta, "M N")}
-    found = sizes(name, {**given, "g": (g, "M N"), "state_pool": (state_pool, "slots N H Hv")})
+    named = {"query": (query, "M K H"), "key": (key, "M _ H"), "value": (value, "M N Hv"), "beta": (beta, "M N")}
+    dim_sizes = sizes(name, {**named, "g": (g, "M N"), "state_pool": (state_pool, "slots N H Hv")})
     check_heads(name, query.shape[1], key.shape[1], value.shape[1])
-    M, N, H, Hv, slots = (found[d] for d in ("M", "N", "H", "Hv", "slots"))
+    M, N, H, Hv, slots = (dim_sizes[d] for d in ("M", "N", "H", "Hv", "slots"))
     indices = _integers("state_indices", state_indices, "[requests]", None)
     requests = indices.shape[0]
     cuts = _integers("query_start_loc", query_start_loc, "[requests + 1]", requests + 1)

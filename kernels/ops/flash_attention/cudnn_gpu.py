@@ -87,7 +87,7 @@ def _call(target: str, config: str, results: list[tuple], *arrays: jax.Array) ->
     if interpreting():
         return _interpreted(json.loads(config)["cudnn_fmha_backend_config"], *arrays)
     results = [*results, ((0,), jnp.uint8, (0,))]
-    found = jax.ffi.ffi_call(
+    outputs = jax.ffi.ffi_call(
         target,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in results],
         input_layouts=[_PLAIN[x.ndim] for x in arrays],
@@ -95,7 +95,7 @@ def _call(target: str, config: str, results: list[tuple], *arrays: jax.Array) ->
         custom_call_api_version=2,
         legacy_backend_config=config,
     )(*arrays)
-    return list(found[:-1])
+    return list(outputs[:-1])
 
 
 def _interpreted(config: dict[str, Any], query, key, value, *rest) -> list[jax.Array]:
@@ -144,14 +144,14 @@ def _out_of(d_out: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (d_out, out) such that rowsum(d_out * out) = delta. If a row of d_out is zero but its delta is not, one
     entry of d_out becomes a number too small to affect anything else."""
     first = (jnp.arange(d_out.shape[-1]) == 0).astype(jnp.float32)
-    wide = d_out.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    wide = jnp.where((largest < SMALLEST) & (delta[..., None] != 0), SMALLEST * first, wide)
+    upcast = d_out.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(upcast), axis=-1, keepdims=True)
+    upcast = jnp.where((largest < SMALLEST) & (delta[..., None] != 0), SMALLEST * first, upcast)
     largest = jnp.maximum(largest, SMALLEST)
-    unit = wide / largest
+    unit = upcast / largest
     squares = jnp.sum(unit * unit, axis=-1, keepdims=True)
     out = unit * (delta[..., None] / jnp.where(squares > 0, largest * squares, 1))
-    return wide.astype(d_out.dtype), out.astype(d_out.dtype)
+    return upcast.astype(d_out.dtype), out.astype(d_out.dtype)
 
 
 def backward(saved: Saved, query, key, value, mask, softmax_scale):

@@ -59,36 +59,36 @@ _NOT_SPECIALISED = {
 }  # fmt: skip
 
 
-def _params(call: Call, given: Any, itemsize: int) -> Any:
+def _params(call: Call, params: Any, itemsize: int) -> Any:
     """Returns the tiles to launch with: the plain kernels' tiles if warp-specialized ones are given but the call is not
     compiled for Hopper.
 
     Raises:
       ValueError: warp-specialized tiles are given that have no kernel for the call.
     """
-    if given.num_warps != WARP_SPECIALIZED:
-        return given
+    if params.num_warps != WARP_SPECIALIZED:
+        return params
     H, HV = call.options["H"], call.options["HV"]
-    direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
-    made = getattr(warp_specialized_tiles(H, HV, itemsize, call.options["SCALE"], call.options["CAP"]), direction)
+    direction = "bwd_params" if isinstance(params, BwdParams) else "fwd_params"
+    defaults = getattr(warp_specialized_tiles(H, HV, itemsize, call.options["SCALE"], call.options["CAP"]), direction)
     asks = [name for name, array in _NOT_SPECIALISED.items() if call.arrays[array] is not None]
     # The backward also allows blocks of 64 queries, and the forward of narrow heads a third warpgroup.
-    queries = {made.q_blocksize}
-    if isinstance(given, BwdParams):
+    queries = {defaults.q_blocksize}
+    if isinstance(params, BwdParams):
         queries.add(64)
     elif padded_width(H) <= 64:
         queries.add(THREE_WARPGROUPS)
-    blocks = given.q_blocksize in queries and given.kv_blocksize == made.kv_blocksize
-    if asks or not blocks or made.num_warps != WARP_SPECIALIZED:
+    blocks = params.q_blocksize in queries and params.kv_blocksize == defaults.kv_blocksize
+    if asks or not blocks or defaults.num_warps != WARP_SPECIALIZED:
         raise ValueError(
             f"flash_attention: argument 'cfg': {direction} has {WARP_SPECIALIZED} warps, those of the kernel for Hopper, with "
-            f"blocks of {given.q_blocksize} queries and {given.kv_blocksize} keys"
-            + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {made}")
+            f"blocks of {params.q_blocksize} queries and {params.kv_blocksize} keys"
+            + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {defaults}")
             + ": use 4 or 8 warps"
         )
     if compute_capability() != 90:
         return getattr(plain_tiles(padded_width(max(H, HV)), itemsize), direction)
-    return given
+    return params
 
 
 def _work(query, key, value, mask, matmuls: tuple[int, int]) -> Work:
@@ -290,12 +290,12 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     dense = call.mask is not None and call.mask.attention_mask is not None
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
-    found = warp_specialized_tiles(H, HV, itemsize, scale_of(call.softmax_scale, H), call.logits_soft_cap)
-    if found.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64 and _is_long_and_plain(call):
-        three = dataclasses.replace(found.fwd_params, q_blocksize=THREE_WARPGROUPS)
-        found = FlashAttentionConfig(three, found.bwd_params)
+    config = warp_specialized_tiles(H, HV, itemsize, scale_of(call.softmax_scale, H), call.logits_soft_cap)
+    if config.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64 and _is_long_and_plain(call):
+        three = dataclasses.replace(config.fwd_params, q_blocksize=THREE_WARPGROUPS)
+        config = FlashAttentionConfig(three, config.bwd_params)
     # The one-pass backward is not deterministic.
-    return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
+    return FlashAttentionConfig(config.fwd_params, plain.bwd_params) if call.deterministic else config
 
 
 def _is_long_and_plain(call: Any) -> bool:
@@ -309,16 +309,16 @@ def _is_long_and_plain(call: Any) -> bool:
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
     H, itemsize = call.dims["H"], call.query.dtype.itemsize
     first = _heuristic(call, "cuda")
-    found = [first]
+    configs = [first]
     if first.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64:
         both = (dataclasses.replace(first.fwd_params, q_blocksize=queries) for queries in (128, THREE_WARPGROUPS))
-        found += [FlashAttentionConfig(forward, first.bwd_params) for forward in both]
-    found.append(plain_tiles(padded_width(max(H, call.dims["Hv"])), itemsize))
+        configs += [FlashAttentionConfig(forward, first.bwd_params) for forward in both]
+    configs.append(plain_tiles(padded_width(max(H, call.dims["Hv"])), itemsize))
     if itemsize == 2:
         others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
         backwards = [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)]
-        found += [config_of(*pair) for pair in zip(others, backwards, strict=True)]
-    return list(dict.fromkeys(found))
+        configs += [config_of(*pair) for pair in zip(others, backwards, strict=True)]
+    return list(dict.fromkeys(configs))
 
 
 def _rejects(call: Any) -> str | None:

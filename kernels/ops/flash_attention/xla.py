@@ -166,8 +166,8 @@ def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap
     if alibi_slopes is not None:
         distance = jnp.abs(row["q_positions"][:, :, None] - column["k_positions"][:, None]).astype(jnp.float32)
         x = x - _heads(alibi_slopes.astype(jnp.float32)[:, :, None, None], num_kv_heads) * distance[:, None, None]
-    here = {n: x for n, x in (row | column).items() if n in KeyRange._fields}
-    seen = visible(keys._replace(**here))
+    block_ranges = {n: x for n, x in (row | column).items() if n in KeyRange._fields}
+    seen = visible(keys._replace(**block_ranges))
     seen &= (row["index"] < limits[0])[:, :, None] & (column["index"] < limits[1])[:, None]
     seen = seen[:, None, None]
     if "attention_mask" in blocks.pairs:

@@ -137,9 +137,9 @@ def heuristic(call, platform):
 
 
 def candidates(call):
-    found = [heuristic(call, "cuda")]
-    found += [GatedMLPConfig(32 * w * each, w, 32 * w * each, w) for w in (4, 8) for each in (8, 16, 32)]
-    return list(dict.fromkeys(found))
+    configs = [heuristic(call, "cuda")]
+    configs += [GatedMLPConfig(32 * w * each, w, 32 * w * each, w) for w in (4, 8) for each in (8, 16, 32)]
+    return list(dict.fromkeys(configs))
 
 
 def rejects(call):

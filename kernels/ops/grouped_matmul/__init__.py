@@ -29,23 +29,23 @@ def _shape(x: Any) -> str:
 
 def _check_arrays(lhs: Any, rhs: Any, transposed: bool, bias: Any) -> tuple[tuple[int, ...], bool]:
     """Returns (experts, D, *columns) of rhs, and whether it is quantised."""
-    wanted = "[E, F, D] or, with a gate, [E, 2, F, D]" if transposed else "[E, D, F] or, with a gate, [E, D, 2, F]"
+    expected = "[E, F, D] or, with a gate, [E, 2, F, D]" if transposed else "[E, D, F] or, with a gate, [E, D, 2, F]"
     if not is_array(rhs) or rhs.ndim not in (3, 4):
-        raise _refuse("rhs", f"must be an array {wanted}, got {_shape(rhs)}")
+        raise _refuse("rhs", f"must be an array {expected}, got {_shape(rhs)}")
     if not is_float_array(lhs) or lhs.ndim != 2:
         several = "; flatten several sequences with lhs.reshape(-1, D); for a batch of equal products use jnp.matmul"
         raise _refuse("lhs", f"must be a float array [M, D], got {_shape(lhs)}" + (several if is_array(lhs) else ""))
     experts, *rest = rhs.shape
     columns, width = (rest[:-1], rest[-1]) if transposed else (rest[1:], rest[0])
     if len(columns) == 2 and columns[0] != 2:
-        raise _refuse("rhs", f"must be {wanted}, a gate and an up projection, got {_shape(rhs)}")
+        raise _refuse("rhs", f"must be {expected}, a gate and an up projection, got {_shape(rhs)}")
     if any(isinstance(n, int) and n == 0 for n in (experts, *columns)):
         raise _refuse("rhs", f"of shape {rhs.shape} has no elements; every dim of it but D must be at least 1")
     if width != lhs.shape[1]:
         turned = (
             "; 'transpose_rhs' must be " + str(not transposed) if rest[0 if transposed else -1] == lhs.shape[1] else ""
         )
-        raise _refuse("rhs", f"must be {wanted} with D = {lhs.shape[1]} of 'lhs', got {_shape(rhs)}{turned}")
+        raise _refuse("rhs", f"must be {expected} with D = {lhs.shape[1]} of 'lhs', got {_shape(rhs)}{turned}")
     quantised = str(rhs.dtype) in QUANTIZED
     if not quantised and rhs.dtype != lhs.dtype:
         kinds = f"that dtype, or with 'rhs_scale' one of {', '.join(QUANTIZED)}"
@@ -158,8 +158,8 @@ def grouped_matmul(
             else f"applies to a quantised rhs; multiply the {rhs.dtype} rhs by it",
         )
     if (group_sizes is None) == (group_ids is None):
-        given = "neither is" if group_sizes is None else "both are"
-        raise _refuse("group_sizes", f"or 'group_ids' assigns rows to groups, but {given} given; pass exactly one")
+        passed = "neither is" if group_sizes is None else "both are"
+        raise _refuse("group_sizes", f"or 'group_ids' assigns rows to groups, but {passed} given; pass exactly one")
     sizes, order = group_sizes, None
     if group_ids is not None:
         lhs, sizes, order = _sorted(lhs, group_ids, shape[0], group_offset)
@@ -187,10 +187,10 @@ def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[
     ids = indices(group_ids, -1)
     if ids.shape != (lhs.shape[0],) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise _refuse("group_ids", f"must be integers [M] = [{lhs.shape[0]}], the group of each row, got {_shape(ids)}")
-    own = ids - (0 if offset is None else offset)
-    own = jnp.where((own >= 0) & (own < experts), own, experts)
-    order = jnp.argsort(own, stable=True)
-    edges = searchsorted(own[order], jnp.arange(experts + 1, dtype=jnp.int32))
+    local_ids = ids - (0 if offset is None else offset)
+    local_ids = jnp.where((local_ids >= 0) & (local_ids < experts), local_ids, experts)
+    order = jnp.argsort(local_ids, stable=True)
+    edges = searchsorted(local_ids[order], jnp.arange(experts + 1, dtype=jnp.int32))
     return _taken(lhs, order), jnp.diff(edges).astype(jnp.int32), order
 
 

@@ -118,13 +118,13 @@ def grouped_matmul(
         rhs = jnp.moveaxis(rhs_transposed, -1, 1)
     ends, rows = jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0])
     group = searchsorted(ends, rows, side="right")
-    own = group - (0 if group_offset is None else group_offset)
-    inside = (own >= 0) & (own < rhs.shape[0]) & (group < group_sizes.shape[0])
-    own = jnp.where(inside, own, 0)
+    local_group = group - (0 if group_offset is None else group_offset)
+    inside = (local_group >= 0) & (local_group < rhs.shape[0]) & (group < group_sizes.shape[0])
+    local_group = jnp.where(inside, local_group, 0)
     compute_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
-    product = jnp.einsum("md,md...f->m...f", lhs, rhs[own], preferred_element_type=compute_dtype)
+    product = jnp.einsum("md,md...f->m...f", lhs, rhs[local_group], preferred_element_type=compute_dtype)
     if rhs_bias is not None:
-        product = product + rhs_bias[own].astype(compute_dtype)
+        product = product + rhs_bias[local_group].astype(compute_dtype)
     out = activated(activation, rhs.ndim == 4)(product)
     return jnp.where(inside[:, None], out, 0).astype(lhs.dtype)
 
@@ -175,10 +175,10 @@ def work(call: Call) -> tuple[Work, Work]:
     matmul = 2 * call.lhs.size * math.prod(weights.shape) // (E * call.dims["D"])
     out = nbytes(call.lhs) // call.dims["D"] * F
     quantised = "rhs_scale" in call.arguments
-    kept = nbytes(call.lhs, weights, call.rhs_bias, call.rhs_scale if quantised else None)
+    read_bytes = nbytes(call.lhs, weights, call.rhs_bias, call.rhs_scale if quantised else None)
     again = 1 if call.activation else 0
     written = nbytes(call.lhs, call.rhs_bias) + (0 if quantised else nbytes(weights))
-    return Work(matmul, kept + out), Work((1 + again + (not quantised)) * matmul, kept + out + written)
+    return Work(matmul, read_bytes + out), Work((1 + again + (not quantised)) * matmul, read_bytes + out + written)
 
 
 def autotune_key(call: Call) -> str:
@@ -227,8 +227,8 @@ def _none(rng: Any, dims: Any) -> None:
 
 def _case(name, sizes, *tags, arrays=(), make=None, shapes=None, activation=None, **dims) -> Case:
     options = {} if activation is None else {"activation": activation}
-    made = _sizes(*sizes) if isinstance(sizes, tuple) else sizes
-    make = {"rhs_transposed": _none, "group_sizes": made, **(make or {})}
+    sizes_of = _sizes(*sizes) if isinstance(sizes, tuple) else sizes
+    make = {"rhs_transposed": _none, "group_sizes": sizes_of, **(make or {})}
     return Case(name, dims, options, arrays, make, shapes or {}, frozenset(tags))
 
 

@@ -309,11 +309,11 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     if activation is not None:
         columns = scales("columns", scale)
         d = _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, d, scale=columns)
-    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, maps, scale=scales("rows", scale))}
+    gradients = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, maps, scale=scales("rows", scale))}
     if rhs_bias is not None:
         sums = _group_sums(d, b.shape[0], rhs_bias.dtype, maps.any())
-        found["rhs_bias"] = sums.reshape(rhs_bias.shape)
-    return found, d, maps
+        gradients["rhs_bias"] = sums.reshape(rhs_bias.shape)
+    return gradients, d, maps
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------

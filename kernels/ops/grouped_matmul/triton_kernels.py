@@ -39,8 +39,8 @@ def tile_map_kernel(
     before = tl.sum(tl.load(sizes_ptr + g, mask=(g < G) & (g < first), other=0), axis=0)
     # Segments are the matrices, the rows after the last of them, and the rows before the first: zeros, with no products.
     e = tl.arange(0, BLOCK_E)
-    mine = (e < E) & (first + e >= 0) & (first + e < G)
-    size = tl.load(sizes_ptr + first + e, mask=mine, other=0)
+    valid = (e < E) & (first + e >= 0) & (first + e < G)
+    size = tl.load(sizes_ptr + first + e, mask=valid, other=0)
     end = tl.minimum(before + tl.cumsum(size, axis=0), ROWS)
     begin = tl.minimum(before + tl.cumsum(size, axis=0) - size, ROWS)
     last = tl.max(end, axis=0)
@@ -65,8 +65,10 @@ def tile_map_kernel(
     tl.store(tiles_ptr + 2 * BOUND + t, row_end, mask=t < BOUND)
     # The rank of matrix t: how many come before it.
     rows = tl.where(e < E, end - begin, -1)
-    own = tl.sum(tl.where(t[:, None] == e[None, :], rows[None, :], 0), axis=1)
-    before_it = (rows[None, :] > own[:, None]) | ((rows[None, :] == own[:, None]) & (e[None, :] < t[:, None]))
+    rows_of_group = tl.sum(tl.where(t[:, None] == e[None, :], rows[None, :], 0), axis=1)
+    before_it = (rows[None, :] > rows_of_group[:, None]) | (
+        (rows[None, :] == rows_of_group[:, None]) & (e[None, :] < t[:, None])
+    )
     tl.store(bounds_ptr + 2 * E + 2 + tl.sum(before_it.to(tl.int32), axis=1), t, mask=t < E)
 
 

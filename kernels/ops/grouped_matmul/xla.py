@@ -192,8 +192,8 @@ def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activ
 def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation):
     w = _weights(lhs, rhs, rhs_transposed, rhs_bias)
     d_lhs, d_rhs, d_bias = _backward(saved.d_out, lhs, w, group_sizes, group_offset, activation, of_weights=True)
-    found = {"lhs": d_lhs, "rhs" if rhs_transposed is None else "rhs_transposed": d_rhs}
-    return found if rhs_bias is None else found | {"rhs_bias": d_bias}
+    gradients = {"lhs": d_lhs, "rhs" if rhs_transposed is None else "rhs_transposed": d_rhs}
+    return gradients if rhs_bias is None else gradients | {"rhs_bias": d_bias}
 
 
 def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation):

@@ -122,11 +122,11 @@ _MAKE = {
 
 
 def _case(name: str, arrays: str, *tags: str, ids=None, options=None, **dims: int) -> Case:
-    given = tuple(arrays.split())
-    make = {n: _MAKE[n] for n in given if n in _MAKE} | ({} if ids is None else {"segment_ids": ids})
+    names = tuple(arrays.split())
+    make = {n: _MAKE[n] for n in names if n in _MAKE} | ({} if ids is None else {"segment_ids": ids})
     dims = {"G": 1, **dims}
     options = dict(options or {}) | ({"num_states": dims["G"]} if dims["G"] > 1 else {})
-    return Case(name, dims, options, given, make, tags=frozenset(tags))
+    return Case(name, dims, options, names, make, tags=frozenset(tags))
 
 
 op = Op(

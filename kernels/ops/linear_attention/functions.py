@@ -18,8 +18,8 @@ from kernels.ops.linear_attention.contract import op
 def _heads(name: str, **arrays: jax.Array) -> tuple[Any, Any, Any]:
     """Returns (N, K, H) of the three arrays, after checking them under the function's names for them."""
     (q, query), (k, key), (v, value) = arrays.items()
-    found = recurrence.sizes(name, {q: (query, "B T N H"), k: (key, "B T K H"), v: (value, "B T K Hv")})
-    N, K, H = (found[d] for d in ("N", "K", "H"))
+    shape = recurrence.sizes(name, {q: (query, "B T N H"), k: (key, "B T K H"), v: (value, "B T K Hv")})
+    N, K, H = (shape[d] for d in ("N", "K", "H"))
     if N % K:
         raise ValueError(f"{name}: argument {q!r} has N = {N} heads, which must be a multiple of the K = {K} of {k!r}")
     return N, K, H

@@ -176,8 +176,8 @@ _PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 def _prepared(query, key, value, g, gk, gv, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg):
     """Returns the arguments of the scans over chunks."""
     B, T, N, H = query.shape
-    given = dict(zip(_PER_TOKEN, (query, key, value, g, gk, gv), strict=True))
-    xs = {n: x for n, x in given.items() if x is not None}
+    tokens = dict(zip(_PER_TOKEN, (query, key, value, g, gk, gv), strict=True))
+    xs = {n: x for n, x in tokens.items() if x is not None}
     shared = {n: x for n, x in (("g_gamma", g_gamma), ("bonus", bonus)) if x is not None}
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
     step = _step_of(H**-0.5 if softmax_scale is None else softmax_scale, precision)

@@ -55,15 +55,15 @@ def mean_pooling(
     """
     if num_segments < 1:
         raise ValueError(f"mean_pooling: argument 'num_segments' must be at least 1, got {num_segments}")
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     def of_row(tokens: jax.Array, ids: jax.Array) -> jax.Array:
         inside = (ids >= 0) & (ids < num_segments)
         # Tokens without a segment go to an extra one that is dropped: multiplying NaN by 0 would not remove it.
-        sums = jnp.zeros((num_segments + 1, tokens.shape[1]), wide.dtype)
+        sums = jnp.zeros((num_segments + 1, tokens.shape[1]), upcast.dtype)
         return sums.at[jnp.where(inside, ids, num_segments)].add(tokens)[:num_segments]
 
-    return jax.vmap(of_row)(wide, segment_ids)
+    return jax.vmap(of_row)(upcast, segment_ids)
 
 
 def work(call: Call) -> tuple[Work, Work]:
@@ -91,10 +91,10 @@ def _packed(num_segments: int):
     def make(rng, dims):
         B, T = dims["B"], dims["T"]
         ids = np.full((B, T), -1)
-        there = [g for g in range(num_segments) if g % 5 != 3]
+        nonempty = [g for g in range(num_segments) if g % 5 != 3]
         for row in ids:
-            cuts = np.sort(rng.integers(0, T + 1, len(there)))
-            for g, begin, end in zip(there, [0, *cuts[:-1]], cuts, strict=True):
+            cuts = np.sort(rng.integers(0, T + 1, len(nonempty)))
+            for g, begin, end in zip(nonempty, [0, *cuts[:-1]], cuts, strict=True):
                 row[begin:end] = g
         return jnp.asarray(ids, jnp.int32)
 

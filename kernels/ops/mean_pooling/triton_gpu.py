@@ -45,8 +45,8 @@ def mean_pooling_fwd_kernel(
     for start in range(begin, end, BLOCK_T):
         at = start + tl.arange(0, BLOCK_T)
         # Tokens between the first and the last of a segment may belong to others.
-        mine = tl.load(ids_ptr + first + at, mask=at < end, other=-1) == g
-        mask = mine[:, None] & (cols < D)[None, :]
+        in_segment = tl.load(ids_ptr + first + at, mask=at < end, other=-1) == g
+        mask = in_segment[:, None] & (cols < D)[None, :]
         total += tl.load(x_ptr + (first + at)[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     out = total_ptr + (part.to(tl.int64) * SEGMENTS + segment) * D + cols
     tl.store(out, tl.sum(total, axis=0), mask=cols < D)
@@ -71,8 +71,8 @@ def mean_pooling_bwd_kernel(
     ids = tl.load(ids_ptr + tokens, mask=at < T, other=-1)
     inside = (ids >= 0) & (ids < G)
     if G == 1:
-        own = tl.load(d_total_ptr + row * D + cols, mask=cols < D, other=0.0)[None, :]
-        dx = tl.where(inside[:, None], own, 0.0)
+        d_row = tl.load(d_total_ptr + row * D + cols, mask=cols < D, other=0.0)[None, :]
+        dx = tl.where(inside[:, None], d_row, 0.0)
     else:
         rows = row.to(tl.int64) * G + ids
         mask = inside[:, None] & (cols < D)[None, :]
@@ -112,9 +112,9 @@ def _splits(call, block_t: int, block_d: int) -> int:
     B, T, D = (call.dims[d] for d in "BTD")
     segments = max(1, call.num_segments)
     programs = B * segments * triton.cdiv(D, block_d)
-    wanted = triton.cdiv(PROGRAMS_EACH * MULTIPROCESSORS, programs)
+    target = triton.cdiv(PROGRAMS_EACH * MULTIPROCESSORS, programs)
     worth = T // (segments * block_t * LEAST_TILES)
-    return max(1, min(wanted, worth))
+    return max(1, min(target, worth))
 
 
 def heuristic(call, platform):
@@ -128,7 +128,7 @@ def heuristic(call, platform):
 
 def candidates(call):
     T, D = call.dims["T"], call.dims["D"]
-    found = [heuristic(call, "cuda")]
+    configs = [heuristic(call, "cuda")]
     for most in (128, 256, 512, 1024):
         block_d = _power(16, D, most)
         for elements in (2048, 4096, 8192, 16384):
@@ -138,10 +138,10 @@ def candidates(call):
                     continue
                 best = _splits(call, block_t, block_d)
                 for splits in (best, 2 * best):
-                    found.append(
+                    configs.append(
                         MeanPoolingConfig(block_t, block_d, num_warps, splits, block_t, block_d, num_warps),
                     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(configs))
 
 
 def rejects(call):

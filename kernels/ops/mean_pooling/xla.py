@@ -32,11 +32,11 @@ def _tree(x, ids, num_segments):
         blocks = -(-count // BLOCK)
         ends = jnp.cumsum(blocks)
         at = jnp.arange(x.shape[0] // BLOCK + num_segments)  # an upper bound on the number of blocks
-        mine = jnp.minimum(jnp.searchsorted(ends, at, side="right"), num_segments - 1)
-        skip = (at - (ends - blocks)[mine])[:, None] * BLOCK + jnp.arange(BLOCK)
-        rows = (first[mine][:, None] + skip).clip(0, x.shape[0] - 1)
+        segment = jnp.minimum(jnp.searchsorted(ends, at, side="right"), num_segments - 1)
+        skip = (at - (ends - blocks)[segment])[:, None] * BLOCK + jnp.arange(BLOCK)
+        rows = (first[segment][:, None] + skip).clip(0, x.shape[0] - 1)
         rows = rows if order is None else order[rows]
-        x = jnp.sum(jnp.where((skip < count[mine][:, None])[..., None], x[rows].astype(jnp.float32), 0), axis=1)
+        x = jnp.sum(jnp.where((skip < count[segment][:, None])[..., None], x[rows].astype(jnp.float32), 0), axis=1)
         first, count, order = ends - blocks, blocks, None
         longest = -(-longest // BLOCK)
         if longest == 1:
@@ -46,17 +46,17 @@ def _tree(x, ids, num_segments):
 
 def forward(x, segment_ids, num_segments):
     if num_segments == 1:
-        mine = (segment_ids == 0)[..., None]
-        return jnp.sum(jnp.where(mine, x.astype(jnp.float32), 0), axis=1, keepdims=True)
+        in_segment = (segment_ids == 0)[..., None]
+        return jnp.sum(jnp.where(in_segment, x.astype(jnp.float32), 0), axis=1, keepdims=True)
     return jax.vmap(functools.partial(_tree, num_segments=num_segments))(x, segment_ids)
 
 
 def backward(saved, x, segment_ids, num_segments):
     inside = (segment_ids >= 0) & (segment_ids < num_segments)
-    own = saved.d_total
+    d_x = saved.d_total
     if num_segments > 1:
-        own = jnp.take_along_axis(own, segment_ids.clip(0, num_segments - 1)[..., None], axis=1)
-    return {"x": jnp.where(inside[..., None], own, 0).astype(x.dtype)}
+        d_x = jnp.take_along_axis(d_x, segment_ids.clip(0, num_segments - 1)[..., None], axis=1)
+    return {"x": jnp.where(inside[..., None], d_x, 0).astype(x.dtype)}
 
 
 op.register(

@@ -131,8 +131,8 @@ def multi_latent_ragged_page_attention(
 def check_rope(query_rope: Any, key_rope: Any) -> None:
     """Raises ValueError if only one of the two is given."""
     if (query_rope is None) != (key_rope is None):
-        given, lacks = ("query_rope", "key_rope") if key_rope is None else ("key_rope", "query_rope")
-        raise ValueError(f"flash_mla: argument {given!r} is given without {lacks!r}; pass both or neither")
+        passed, lacks = ("query_rope", "key_rope") if key_rope is None else ("key_rope", "query_rope")
+        raise ValueError(f"flash_mla: argument {passed!r} is given without {lacks!r}; pass both or neither")
 
 
 def check_cache(name: str, width: int, rank: int, rope: int) -> None:

@@ -41,14 +41,14 @@ class _Rows:
         """Returns (first entry, entries [B, block, R + Hr], logits [B, T N, block], which of them are visible)."""
         start = jnp.minimum(j * self.block, self.cache.shape[1] - self.block)
         at = start + jnp.arange(self.block, dtype=jnp.int32)
-        there = (at >= j * self.block) & (at < self.length[:, None])
+        valid = (at >= j * self.block) & (at < self.length[:, None])
         # Unwritten entries, which may be NaN, must not be multiplied by weight 0.
         entries = jax.lax.dynamic_slice_in_dim(self.cache, start, self.block, axis=1)
-        entries = jnp.where(there[..., None], entries, 0)
+        entries = jnp.where(valid[..., None], entries, 0)
         logits = dot("bqw,bkw->bqk", self.query, entries) * self.scale
         if self.cap is not None:
             logits = self.cap * jnp.tanh(logits / self.cap)
-        seen = there[:, None] & visible(KeyRange(self.position, at[None], *self.sees))
+        seen = valid[:, None] & visible(KeyRange(self.position, at[None], *self.sees))
         return start, entries, logits, seen
 
 
@@ -95,11 +95,11 @@ def backward(saved, query, query_rope, kv_cache, kv_lens, softmax_scale, sliding
             d = d * (1 - (logits / logits_soft_cap) ** 2)
         d = (d * softmax_scale).astype(kv_cache.dtype)
         d_query = d_query + dot("bqk,bkw->bqw", d, entries)
-        own = dot("bqk,bqw->bkw", d, rows.query)
-        own = own.at[..., :R].add(dot("bqk,bqr->bkr", p.astype(kv_cache.dtype), d_out))
+        d_keys = dot("bqk,bqw->bkw", d, rows.query)
+        d_keys = d_keys.at[..., :R].add(dot("bqk,bqr->bkr", p.astype(kv_cache.dtype), d_out))
         # The last block may overlap the previous one: its gradient there is 0.
         old = jax.lax.dynamic_slice_in_dim(d_cache, start, rows.block, axis=1)
-        return d_query, jax.lax.dynamic_update_slice_in_dim(d_cache, old + own, start, axis=1)
+        return d_query, jax.lax.dynamic_update_slice_in_dim(d_cache, old + d_keys, start, axis=1)
 
     start = jnp.zeros(rows.query.shape, jnp.float32), jnp.zeros(kv_cache.shape, jnp.float32)
     d_query, d_cache = jax.lax.fori_loop(rows.first, rows.last, block, start)

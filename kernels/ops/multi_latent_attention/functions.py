@@ -49,8 +49,8 @@ def _options(name: str, softmax_scale: Any, logits_soft_cap: Any) -> dict[str, f
         raise ValueError(
             f"{name}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; use None for no cap"
         )
-    given = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
-    return {n: float(x) for n, x in given.items() if x is not None}
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
+    return {n: float(x) for n, x in options.items() if x is not None}
 
 
 @public(op)
@@ -147,8 +147,8 @@ def _masks(
             "flash_mla: arguments 'cum_seqlens' and 'cu_seqlens' are two names for the same argument; pass only one"
         )
     cuts = cum_seqlens if cu_seqlens is None else cu_seqlens
-    given = "cum_seqlens" if cu_seqlens is None else "cu_seqlens"
-    for name, x in ((given, cuts), ("segment_ids", segment_ids)):
+    passed = "cum_seqlens" if cu_seqlens is None else "cu_seqlens"
+    for name, x in ((passed, cuts), ("segment_ids", segment_ids)):
         if x is not None and queries != keys:
             raise ValueError(
                 f"flash_mla: argument {name!r} applies to queries and keys alike, but there are {queries} queries and "
@@ -156,7 +156,7 @@ def _masks(
             )
     if cuts is not None and batch != 1:
         raise ValueError(
-            f"flash_mla: argument {given!r} splits one packed axis, so the batch must be 1, got {batch}; use 'segment_ids'"
+            f"flash_mla: argument {passed!r} splits one packed axis, so the batch must be 1, got {batch}; use 'segment_ids'"
         )
     parts = [] if mask_info is None else [mask_info]
     if segment_ids is not None:

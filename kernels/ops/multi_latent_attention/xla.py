@@ -102,10 +102,10 @@ def _tiles(kv_lens, query_start_loc, M, block_q, block_k, room, sliding_window):
     length = jnp.minimum(kv_lens[request], room)
     last = jnp.minimum(position + tokens, length)
     blocks = jnp.where(tokens > 0, jnp.maximum(-(-last // block_k) - first, 0), 0)
-    found = {"request": request, "token": query_start_loc[request] + before, "tokens": tokens, "position": position}
+    tiles = {"request": request, "token": query_start_loc[request] + before, "tokens": tokens, "position": position}
     order = jnp.argsort(-blocks, stable=True)
-    found |= {"length": length, "first": first, "blocks": blocks}
-    return {n: x[order].reshape(-1, TILES) for n, x in found.items()}
+    tiles |= {"length": length, "first": first, "blocks": blocks}
+    return {n: x[order].reshape(-1, TILES) for n, x in tiles.items()}
 
 
 op.register(*mla("xla"), name="xla", symbolic={"B"}, **EVERYWHERE)

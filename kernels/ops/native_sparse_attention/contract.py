@@ -117,17 +117,19 @@ def _chosen(weights, block, i, of_query, block_size, num_blocks):
     c = jnp.arange(count)
     of_block = (block[..., None] == c).astype(weights.dtype)  # [B, T, S, blocks]
     importance = _dot("btks,btsc->btkc", jnp.mean(weights, axis=3), of_block)
-    own = ((i[:, None] - of_query) // block_size)[:, :, None]  # [B, T, 1, 1]
-    score = ranked(importance, c, jnp.where(of_query[..., None] >= 0, own, -1))
-    best, found = jax.lax.top_k(score, min(num_blocks, count))
-    return jnp.where(best >= 0, found, -1)
+    own_block = ((i[:, None] - of_query) // block_size)[:, :, None]  # [B, T, 1, 1]
+    score = ranked(importance, c, jnp.where(of_query[..., None] >= 0, own_block, -1))
+    best, indices = jax.lax.top_k(score, min(num_blocks, count))
+    return jnp.where(best >= 0, indices, -1)
 
 
-def ranked(importance: jax.Array, block: jax.Array, own: jax.Array) -> jax.Array:
+def ranked(importance: jax.Array, block: jax.Array, own_block: jax.Array) -> jax.Array:
     """Returns the score for choosing blocks: the weight, at most 1; more for blocks that are always chosen; -1 for
     blocks after the query's own."""
-    forced = jnp.where(block == own, 4.0, jnp.where(block == 0, 3.0, jnp.where(block == own - 1, 2.0, importance)))
-    return jnp.where((block >= 0) & (block <= own), forced, -1.0)
+    forced = jnp.where(
+        block == own_block, 4.0, jnp.where(block == 0, 3.0, jnp.where(block == own_block - 1, 2.0, importance))
+    )
+    return jnp.where((block >= 0) & (block <= own_block), forced, -1.0)
 
 
 def check_sizes(N: int, K: int, T: int, S: int, block_size: int, num_blocks: int, window: int) -> None:
@@ -142,9 +144,9 @@ def check_sizes(N: int, K: int, T: int, S: int, block_size: int, num_blocks: int
             f"{what} 'query' has {T} tokens and 'key' has {S}: the queries are the last tokens of the keys, so there "
             "cannot be more of them"
         )
-    for name, given, least in (("block_size", block_size, 1), ("num_blocks", num_blocks, 1), ("window", window, 0)):
-        if given < least:
-            raise ValueError(f"{what} {name!r} must be at least {least}, got {given}")
+    for name, value, least in (("block_size", block_size, 1), ("num_blocks", num_blocks, 1), ("window", window, 0)):
+        if value < least:
+            raise ValueError(f"{what} {name!r} must be at least {least}, got {value}")
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

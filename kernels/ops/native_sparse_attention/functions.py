@@ -16,15 +16,15 @@ from kernels.ops.native_sparse_attention.contract import check_sizes, op
 _WHAT = "native_sparse_attention: argument"
 
 
-def _one_of(**given: Any) -> tuple[str, Any]:
+def _one_of(**aliases: Any) -> tuple[str, Any]:
     """Returns the name and value of an argument that has two names, under the one that was used."""
-    named = [(n, x) for n, x in given.items() if x is not None]
+    named = [(n, x) for n, x in aliases.items() if x is not None]
     if len(named) > 1:
         names = " and ".join(repr(n) for n, _ in named)
         raise ValueError(
             f"native_sparse_attention: arguments {names} are two names for the same argument; pass only one"
         )
-    return named[0] if named else (next(iter(given)), None)
+    return named[0] if named else (next(iter(aliases)), None)
 
 
 def _is_int(value: Any) -> bool:
@@ -41,9 +41,9 @@ def _integers(name: str, value: Any, shapes: tuple[tuple[int, ...], ...], meanin
     """Returns int32 [B, T, K, ...]; values per block of queries are repeated for its tokens."""
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape[:3] not in shapes:
-        wanted = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))
+        expected = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))
         raise ValueError(
-            f"{_WHAT} {name!r} must be integers of dims {wanted}{meaning}, got {array.dtype} of shape {array.shape}"
+            f"{_WHAT} {name!r} must be integers of dims {expected}{meaning}, got {array.dtype} of shape {array.shape}"
         )
     return array.astype(jnp.int32)
 
@@ -118,9 +118,9 @@ def native_sparse_attention(
             )
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
     size = _integer("block_size", block_size, 1)
-    name, given = _one_of(sliding_window=sliding_window, window_size=window_size)
+    name, width = _one_of(sliding_window=sliding_window, window_size=window_size)
     # By convention 0 means no window. A window longer than the keys is clipped to them, since it determines what is read.
-    window = 0 if given is None else min(_integer(name, given, 0), S)
+    window = 0 if width is None else min(_integer(name, width, 0), S)
     if g_swa is not None and window == 0:
         raise ValueError(f"{_WHAT} 'g_swa' is the gate of the sliding branch, which requires 'sliding_window'")
     check_sizes(N, K, T, S, size, 1, window)
@@ -145,7 +145,7 @@ def native_sparse_attention(
 
 def _selection(block_indices: Any, block_counts: Any, B: int, T: int, K: int, size: int) -> dict[str, Any]:
     """Returns the contract's arguments that select blocks."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if block_indices is not None:
         blocks = -(-T // size)
         meaning = ", then the number of blocks selected, per query or per block of queries"
@@ -154,12 +154,12 @@ def _selection(block_indices: Any, block_counts: Any, B: int, T: int, K: int, si
             raise ValueError(
                 f"{_WHAT} 'block_indices' must be [B, T, K, n] with at least one block, got shape {indices.shape}"
             )
-        found["block_indices"] = indices if indices.shape[1] == T else jnp.repeat(indices, size, axis=1)[:, :T]
+        arguments["block_indices"] = indices if indices.shape[1] == T else jnp.repeat(indices, size, axis=1)[:, :T]
     if block_counts is None or _is_int(block_counts):
         count = 16 if block_counts is None else _integer("block_counts", block_counts, 1)
         if block_indices is None:
             return {"num_blocks": count}
-        return found if block_counts is None else {"block_indices": found["block_indices"][..., :count]}
+        return arguments if block_counts is None else {"block_indices": arguments["block_indices"][..., :count]}
     counts = _integers("block_counts", block_counts, ((B, T, K),), ", or one integer")
     if counts.ndim != 3:
         raise ValueError(f"{_WHAT} 'block_counts' must be [B, T, K] or one integer, got shape {counts.shape}")
@@ -169,8 +169,8 @@ def _selection(block_indices: Any, block_counts: Any, B: int, T: int, K: int, si
                 f"{_WHAT} 'block_counts' is traced, but the maximum number of blocks is compiled into the program: "
                 "pass one integer, or also 'block_indices'"
             )
-        found["num_blocks"] = max(1, int(np.max(np.asarray(block_counts))))
-    return found | {"block_counts": counts}
+        arguments["num_blocks"] = max(1, int(np.max(np.asarray(block_counts))))
+    return arguments | {"block_counts": counts}
 
 
 def _documents(name: str, cuts: Any, segment_ids: Any, B: int, T: int, S: int) -> jax.Array | None:

@@ -156,7 +156,7 @@ def _blocks_of(x: dict[str, Any], keys: _Keys, sees_means: jax.Array, static: _S
     """Returns the selected blocks of a chunk, int32 [B, K, chunk, blocks], without duplicates, -1 for none."""
     size = static.block_size
     if "block_indices" in x:
-        found = x["block_indices"].transpose(0, 2, 1, 3)
+        indices = x["block_indices"].transpose(0, 2, 1, 3)
     else:
         p = _compressed_weights(x["query"], keys.means[0], sees_means, static.scale)
         # One extra slot: the query's own block may end past all complete blocks.
@@ -164,17 +164,19 @@ def _blocks_of(x: dict[str, Any], keys: _Keys, sees_means: jax.Array, static: _S
         start = x["start"][:, None, :, None]
         # Block c of a document is stored alone in slot c + first.
         block = jnp.arange(importance.shape[-1], dtype=jnp.int32) - (start + size - 1) // size
-        own = jnp.where(start >= 0, (x["at"][:, None] - start) // size, -1)
-        best, slot = jax.lax.top_k(ranked(importance, block, own), min(static.num_blocks, importance.shape[-1] - 1))
-        found = jnp.where(best >= 0, slot - (start + size - 1) // size, -1)
+        own_block = jnp.where(start >= 0, (x["at"][:, None] - start) // size, -1)
+        best, slot = jax.lax.top_k(
+            ranked(importance, block, own_block), min(static.num_blocks, importance.shape[-1] - 1)
+        )
+        indices = jnp.where(best >= 0, slot - (start + size - 1) // size, -1)
     if "block_counts" in x:
         counts = x["block_counts"].swapaxes(1, 2)[..., None]
-        found = jnp.where(jnp.arange(found.shape[-1]) < counts, found, -1)
+        indices = jnp.where(jnp.arange(indices.shape[-1]) < counts, indices, -1)
     if "block_indices" in x:  # those from the caller may contain duplicates
-        found = jnp.sort(found, axis=-1)
-        again = found[..., 1:] == found[..., :-1]
-        found = jnp.where(jnp.pad(again, ((0, 0), (0, 0), (0, 0), (1, 0))), -1, found)
-    return found.astype(jnp.int32)
+        indices = jnp.sort(indices, axis=-1)
+        again = indices[..., 1:] == indices[..., :-1]
+        indices = jnp.where(jnp.pad(again, ((0, 0), (0, 0), (0, 0), (1, 0))), -1, indices)
+    return indices.astype(jnp.int32)
 
 
 def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.Array, jax.Array]:
@@ -215,15 +217,15 @@ def _chunks(static: _Static, starts, q_start, **arrays) -> dict[str, jax.Array]:
     count = -(-T // static.chunk)
     first = jnp.asarray(static.length - T if q_start is None else q_start, jnp.int32)
     at = first + jnp.arange(count * static.chunk, dtype=jnp.int32)
-    there = jnp.arange(count * static.chunk) < T
-    start = jnp.where(there, jnp.take(starts, jnp.clip(at, 0, static.length - 1), axis=1), -1)
+    valid = jnp.arange(count * static.chunk) < T
+    start = jnp.where(valid, jnp.take(starts, jnp.clip(at, 0, static.length - 1), axis=1), -1)
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, count * static.chunk - x.shape[1] if d == 1 else 0) for d in range(x.ndim)])
         return jnp.moveaxis(x.reshape(x.shape[0], count, static.chunk, *x.shape[2:]), 1, 0)
 
-    found = {name: split(x) for name, x in arrays.items() if x is not None}
-    return found | {"at": at.reshape(count, static.chunk), "start": split(start)}
+    chunks = {name: split(x) for name, x in arrays.items() if x is not None}
+    return chunks | {"at": at.reshape(count, static.chunk), "start": split(start)}
 
 
 def _joined(x: jax.Array, length: int) -> jax.Array:
@@ -248,9 +250,9 @@ def _prepared(query, key, value, starts, q_start, block_size, num_blocks, window
 
 def _floats(x: dict[str, jax.Array], keys: _Keys, read: _Read, static: _Static) -> dict[str, Any]:
     """Returns the arrays that the output of a chunk is differentiated with respect to."""
-    found: dict[str, Any] = {n: x[n] for n in ("query", *GATES) if n in x} | {"selected": read.selected}
-    found |= {"means": keys.means} if "g_cmp" in x else {}
-    return found | ({"sliding": read.sliding} if static.window > 0 else {})
+    arrays: dict[str, Any] = {n: x[n] for n in ("query", *GATES) if n in x} | {"selected": read.selected}
+    arrays |= {"means": keys.means} if "g_cmp" in x else {}
+    return arrays | ({"sliding": read.sliding} if static.window > 0 else {})
 
 
 def forward(

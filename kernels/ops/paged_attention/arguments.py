@@ -49,14 +49,14 @@ def integers(function: str, name: str, x: Any, *ndims: int, form: str) -> jax.Ar
 
 def either(function: str, *, needed: bool = True, **arguments: Any) -> Named:
     """Returns the argument that is given, of several names for it."""
-    found = [Named(name, x) for name, x in arguments.items() if x is not None]
-    if len(found) > 1:
+    passed = [Named(name, x) for name, x in arguments.items() if x is not None]
+    if len(passed) > 1:
         names = " and ".join(map(repr, arguments))
         raise ValueError(f"{function}: arguments {names} are names for the same argument; pass only one")
     first = next(iter(arguments))
-    if not found and needed:
+    if not passed and needed:
         raise ValueError(f"{function}: argument {first!r} is missing")
-    return found[0] if found else Named(first, None)
+    return passed[0] if passed else Named(first, None)
 
 
 def check_caches(function: str, key_cache: Any, value_cache: Any) -> None:
@@ -78,7 +78,7 @@ def check_pages(function: str, query: Any, key_cache: Any, value_cache: Any, blo
     check_caches(function, key_cache, value_cache)
     N, H = query.shape[-2:]
     a, b, c, width = key_cache.shape
-    said = f"of shape {key_cache.shape} must be {PAGES}"
+    subject = f"of shape {key_cache.shape} must be {PAGES}"
     heads_first = "; it looks like [num_blocks, kv_heads, block_size, head_dim]: pass {0}.swapaxes(1, 2)"
     heads_outermost = "; it looks like [kv_heads, num_blocks, block_size, head_dim]: pass {0}.transpose(1, 2, 0, 3)"
     hint = ""
@@ -88,14 +88,14 @@ def check_pages(function: str, query: Any, key_cache: Any, value_cache: Any, blo
         hint = heads_outermost
     if block_size is not None and b != block_size:
         hint = heads_first if c == block_size and N % b == 0 else heads_outermost if c == block_size else ""
-        raise wrong(function, "key_cache", f"{said} with block_size = {block_size}{hint.format('key_cache')}")
+        raise wrong(function, "key_cache", f"{subject} with block_size = {block_size}{hint.format('key_cache')}")
     if width != H:
-        raise wrong(function, "key_cache", f"{said} with head_dim = {H}, that of 'query'")
+        raise wrong(function, "key_cache", f"{subject} with head_dim = {H}, that of 'query'")
     if N % c:
         raise wrong(
             function,
             "key_cache",
-            f"{said}, its kv_heads = {c} a divisor of the {N} heads of 'query'{hint.format('key_cache')}",
+            f"{subject}, its kv_heads = {c} a divisor of the {N} heads of 'query'{hint.format('key_cache')}",
         )
 
 
@@ -126,9 +126,9 @@ def of_requests(
         count = jnp.asarray(num_seqs)
         if not jnp.issubdtype(count.dtype, jnp.integer) or count.size != 1:
             raise wrong(function, "num_seqs", f"must be one integer, got {count.dtype} of shape {count.shape}")
-        said = known(num_seqs)
-        if said is not None and not 0 <= int(said.reshape(())) <= lens.shape[0]:
-            raise wrong(function, "num_seqs", f"must be between 0 and the {lens.shape[0]} requests, got {said}")
+        known_count = known(num_seqs)
+        if known_count is not None and not 0 <= int(known_count.reshape(())) <= lens.shape[0]:
+            raise wrong(function, "num_seqs", f"must be between 0 and the {lens.shape[0]} requests, got {known_count}")
         last = cuts[jnp.clip(count.reshape(()), 0, lens.shape[0])]
         cuts = jnp.where(jnp.arange(cuts.shape[0]) <= count.reshape(()), cuts, last)
     check_cuts(function, query_start_loc.name, query_start_loc.value, rows, num_seqs)
@@ -147,10 +147,10 @@ def lengths(function: str, name: str, x: Any, batch: Any) -> jax.Array:
 def check_new(function: str, key: Any, value: Any, key_cache: Any, value_cache: Any, rows: Any) -> None:
     """Raises ValueError unless `key` and `value` are `rows` new tokens that fit the caches."""
     for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        wanted = (rows, *cache.shape[2:])
-        array(function, name, x, 3, form=f"[M, kv_heads, head_dim] = {wanted}; pass 'key' and 'value' together")
-        if x.shape != wanted:
-            raise wrong(function, name, f"must be [M, kv_heads, head_dim] = {wanted}, got {x.shape}")
+        expected = (rows, *cache.shape[2:])
+        array(function, name, x, 3, form=f"[M, kv_heads, head_dim] = {expected}; pass 'key' and 'value' together")
+        if x.shape != expected:
+            raise wrong(function, name, f"must be [M, kv_heads, head_dim] = {expected}, got {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise wrong(
                 function, name, f"must be floats, got {x.dtype}; the cache's scale converts them to {cache.dtype}"

@@ -74,8 +74,8 @@ def slots_of_new(
     number = block_tables.astype(jnp.int32)[r, jnp.clip(page, 0, last)]
     # The slot of an invalid page could overflow int32 and wrap to that of a valid one.
     known = (number >= 0) & (number < 2**31 // block_size)
-    there = (request >= 0) & (position >= 0) & (page <= last) & known
-    return jnp.where(there, number * block_size + position % block_size, -1)
+    valid = (request >= 0) & (position >= 0) & (page <= last) & known
+    return jnp.where(valid, number * block_size + position % block_size, -1)
 
 
 def written(cache: jax.Array, rows: jax.Array, slots: jax.Array, scale: jax.Array | None) -> jax.Array:

@@ -82,11 +82,11 @@ def paged_attention(
             whole = dequantised(cache, scale, query.dtype)[jnp.clip(table, 0, pages - 1)]
             return jnp.where((j < kv_len)[:, None, None], whole.reshape(-1, *whole.shape[2:]), 0)[None]
 
-        own = (place >= begin) & (place < end)
+        in_request = (place >= begin) & (place < end)
         mask = MaskInfo(
             causal=causal,
             window=window,
-            q_segment_ids=jnp.where(own, 0, -1)[None],
+            q_segment_ids=jnp.where(in_request, 0, -1)[None],
             kv_segment_ids=jnp.where(j < kv_len, 0, -1)[None],
             q_positions=(kv_len - (end - begin) + place - begin)[None],
             kv_positions=j[None],
@@ -94,7 +94,7 @@ def paged_attention(
         key, value = gathered(key_cache, k_scale), gathered(value_cache, v_scale)
         options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
         out, _ = ATTENTION(query[None], key, value, mask, None, softmax_aux, slopes, **options)
-        return jnp.where(own[:, None, None], out[0], 0)
+        return jnp.where(in_request[:, None, None], out[0], 0)
 
     every = jax.vmap(of_request)(query_start_loc[:-1], query_start_loc[1:], kv_lens, block_tables)
     return jnp.sum(every, axis=0)
@@ -147,16 +147,16 @@ def decode_attention(
     S = key_cache.shape[1]
     j = jnp.arange(S)
     starts = jnp.zeros_like(kv_lens) if kv_starts is None else kv_starts
-    there = (j >= starts[:, None]) & (j < kv_lens[:, None])
+    valid = (j >= starts[:, None]) & (j < kv_lens[:, None])
     key, value = (
-        jnp.where(there[..., None, None], dequantised(cache, scale, query.dtype), 0)
+        jnp.where(valid[..., None, None], dequantised(cache, scale, query.dtype), 0)
         for cache, scale in ((key_cache, k_scale), (value_cache, v_scale))
     )
     mask = MaskInfo(
         causal=causal,
         window=window,
         q_segment_ids=jnp.zeros((B, T), jnp.int32),
-        kv_segment_ids=jnp.where(there, 0, -1),
+        kv_segment_ids=jnp.where(valid, 0, -1),
         q_positions=kv_lens[:, None] - T + jnp.arange(T),
         kv_positions=jnp.broadcast_to(j, (B, S)),
     )

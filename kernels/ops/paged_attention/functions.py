@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kernels.framework.public import Prepared
 from kernels.framework.requests import check_lengths, check_tables
-from kernels.ops.paged_attention import arguments as given
+from kernels.ops.paged_attention import arguments as check
 from kernels.ops.paged_attention.arguments import Named
 from kernels.ops.paged_attention.contract import decode_op, page_op
 from kernels.ops.paged_attention.options import attending, options
@@ -40,34 +40,34 @@ def _over_pages(
     how: Any,
     block_size: Any = None,
 ) -> Prepared:
-    given.array(f, "query", query, 3, 4, form=_ROWS)
-    given.check_pages(f, query, key_cache, value_cache, block_size)
+    check.array(f, "query", query, 3, 4, form=_ROWS)
+    check.check_pages(f, query, key_cache, value_cache, block_size)
     B = query.shape[0]
-    tables = given.integers(f, "block_tables", block_tables, 2, form="[B, pages of the longest]")
+    tables = check.integers(f, "block_tables", block_tables, 2, form="[B, pages of the longest]")
     if tables.shape[0] != B:
-        raise given.wrong(f, "block_tables", f"has {tables.shape[0]} rows, but 'query' has {B}")
-    lengths = given.lengths(f, *lens, B)
+        raise check.wrong(f, "block_tables", f"has {tables.shape[0]} rows, but 'query' has {B}")
+    lengths = check.lengths(f, *lens, B)
     check_tables(f, lens, ("block_tables", block_tables), *key_cache.shape[:2])
     return _of_rows(query, page_op, key_cache, lengths, tables, value_cache, **options(f, query, key_cache, **how))
 
 
 def _over_rows(f: str, query: Any, key: Named, value: Named, lens: Named, starts: Named | None, how: Any) -> Prepared:
-    given.array(f, "query", query, 3, 4, form=_ROWS)
+    check.array(f, "query", query, 3, 4, form=_ROWS)
     B, N, H = query.shape[0], *query.shape[-2:]
     cache = key.value
     for name, x in (key, value):
-        given.array(f, name, x, 4, form=_DENSE)
+        check.array(f, name, x, 4, form=_DENSE)
         if x.shape[0] != B or x.shape[:3] != cache.shape[:3] or x.dtype != cache.dtype:
-            said = f"must be {_DENSE} of {B} rows, keys and values alike, got {x.shape} of {x.dtype}"
-            raise given.wrong(f, name, said)
+            message = f"must be {_DENSE} of {B} rows, keys and values alike, got {x.shape} of {x.dtype}"
+            raise check.wrong(f, name, message)
     if cache.shape[3] != H:
-        raise given.wrong(f, key.name, f"of shape {cache.shape} must have the head_dim {H} of 'query'")
+        raise check.wrong(f, key.name, f"of shape {cache.shape} must have the head_dim {H} of 'query'")
     K = cache.shape[2]
     if N % K:
         hint = f"; it looks like [B, kv_heads, S, head_dim]: pass {key.name}.swapaxes(1, 2)"
         hint = hint if N % cache.shape[1] == 0 else ""
-        raise given.wrong(f, key.name, f"has {K} heads, which must divide the {N} of 'query'{hint}")
-    lengths = [None if x is None else given.lengths(f, *x, B) for x in (lens, starts)]
+        raise check.wrong(f, key.name, f"has {K} heads, which must divide the {N} of 'query'{hint}")
+    lengths = [None if x is None else check.lengths(f, *x, B) for x in (lens, starts)]
     check_lengths(f, *lens, cache.shape[1], f"a row of {key.name!r}", starts)
     return _of_rows(query, decode_op, cache, value.value, *lengths, **options(f, query, cache, **how))
 
@@ -107,9 +107,9 @@ def page_attention(
     (2, 4, 16)
     """
     f = "page_attention"
-    lens = given.either(f, context_lens=context_lens, kv_lens=kv_lens)
-    how["softmax_scale"] = given.either(f, softmax_scale=softmax_scale, scale=scale, needed=False).value
-    tables = given.either(f, block_tables=block_tables).value
+    lens = check.either(f, context_lens=context_lens, kv_lens=kv_lens)
+    how["softmax_scale"] = check.either(f, softmax_scale=softmax_scale, scale=scale, needed=False).value
+    tables = check.either(f, block_tables=block_tables).value
     return _over_pages(f, query, key_cache, value_cache, lens, tables, how, block_size)
 
 
@@ -138,9 +138,9 @@ def prefill_page_attention(
     (5, 4, 16)
     """
     f = "prefill_page_attention"
-    given.array(f, "query", query, 3, 4, form="[T, N, H] or [B, T, N, H]")
-    lens = given.integers(f, "context_lens", context_lens, 0, 1, form="of one number, or [B]")
-    tables = given.integers(f, "block_tables", block_tables, 1, 2, form="[pages], or [B, pages]")
+    check.array(f, "query", query, 3, 4, form="[T, N, H] or [B, T, N, H]")
+    lens = check.integers(f, "context_lens", context_lens, 0, 1, form="of one number, or [B]")
+    tables = check.integers(f, "block_tables", block_tables, 1, 2, form="[pages], or [B, pages]")
     rows = query[None] if query.ndim == 3 else query
     lens = Named("context_lens", jnp.atleast_1d(lens))
     tables = jnp.atleast_2d(tables)

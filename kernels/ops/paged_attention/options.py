@@ -44,7 +44,7 @@ def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any, ro
       rows: the argument name of the queries, for messages.
     """
     dims = tuple(cache.shape[:3])
-    found: dict[str, Any] = {}
+    scale_options: dict[str, Any] = {}
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         if x is None:
             continue
@@ -61,13 +61,13 @@ def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any, ro
                 name,
                 f"must be one number, one per head {dims[2:]}, or one per slot and head {dims}, got {x.shape}",
             )
-        found[name] = x.reshape(shapes[x.shape])
-    if np.dtype(cache.dtype) == np.int8 and len(found) < 2:
-        missing = next(n for n in ("k_scale", "v_scale") if n not in found)
+        scale_options[name] = x.reshape(shapes[x.shape])
+    if np.dtype(cache.dtype) == np.int8 and len(scale_options) < 2:
+        missing = next(n for n in ("k_scale", "v_scale") if n not in scale_options)
         raise wrong(function, missing, "is missing: an int8 cache needs a scale")
     if not is_quantised(cache):
-        if found:
-            name = next(iter(found))
+        if scale_options:
+            name = next(iter(scale_options))
             raise wrong(
                 function, name, f"applies to an int8 or 8-bit float cache, but this one is {cache.dtype}; omit it"
             )
@@ -84,7 +84,7 @@ def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any, ro
             rows,
             f"is {query.dtype}, but the cache is {cache.dtype}; it must be int8, 8-bit floats, or the same",
         )
-    return found
+    return scale_options
 
 
 def options(
@@ -103,7 +103,7 @@ def options(
 ) -> dict[str, Any]:
     """Returns the options and scales that are set, by the contracts' names."""
     N = query.shape[-2]
-    found = scales(function, query, cache, k_scale, v_scale)
+    op_options = scales(function, query, cache, k_scale, v_scale)
     plain: dict[str, Any] = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal}
     for name, x in plain.items():
         if isinstance(x, jax.Array):
@@ -114,26 +114,26 @@ def options(
         raise wrong(function, "logits_soft_cap", f"must be positive, got {logits_soft_cap}; use None for no cap")
     for name in ("softmax_scale", "logits_soft_cap"):
         if plain[name] is not None:
-            found[name] = float(plain[name])
+            op_options[name] = float(plain[name])
     try:
         window = window_of(sliding_window)
     except ValueError as error:
         raise ValueError(f"{function}: {error}") from None
     if window is not None:
-        found["window"] = window
+        op_options["window"] = window
     if not causal:
-        found["causal"] = False
+        op_options["causal"] = False
     if softmax_aux is not None:
         x = array(function, "softmax_aux", softmax_aux, 1, 2, form=f"[{N}] or [{N}, sinks]")
         if x.shape[0] != N:
             raise wrong(function, "softmax_aux", f"must be [N] or [N, sinks] with N = {N}, got {x.shape}")
-        found["softmax_aux"] = x[:, None] if x.ndim == 1 else x
+        op_options["softmax_aux"] = x[:, None] if x.ndim == 1 else x
     if alibi_slopes is not None:
         x = array(function, "alibi_slopes", alibi_slopes, 1, form=f"[{N}]")
         if x.shape[0] != N:
             raise wrong(function, "alibi_slopes", f"must be [N] with N = {N}, got {x.shape}")
-        found["alibi_slopes"] = x
-    return found
+        op_options["alibi_slopes"] = x
+    return op_options
 
 
 _SHARED = [
@@ -149,8 +149,8 @@ def attending(*ops: Op) -> Callable[[Callable[..., Prepared]], PublicFunction]:
 
     def declare(prepare: Callable[..., Prepared]) -> PublicFunction:
         declared = inspect.signature(prepare)
-        own = {n: p for n, p in declared.parameters.items() if p.kind is not p.VAR_KEYWORD}
-        parameters = [*own.values(), *(p for p in _SHARED if p.name not in own)]
+        own_parameters = {n: p for n, p in declared.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        parameters = [*own_parameters.values(), *(p for p in _SHARED if p.name not in own_parameters)]
         known = {p.name for p in parameters}
 
         @functools.wraps(prepare)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.framework.public import Prepared, public
 from kernels.framework.requests import known
-from kernels.ops.paged_attention import arguments as given
+from kernels.ops.paged_attention import arguments as check
 from kernels.ops.paged_attention.cache import slots_of_new
 from kernels.ops.paged_attention.contract import append_and_attend_op, append_op, op
 from kernels.ops.paged_attention.options import attending, options, scales
@@ -53,16 +53,16 @@ def ragged_page_attention_v2(
     (6, 4, 16)
     """
     f = "ragged_page_attention_v2"
-    lens = given.either(f, context_lens=context_lens, kv_lens=kv_lens)
-    tables = given.either(f, block_tables=block_tables, page_indices=page_indices)
-    cuts = given.either(f, query_start_loc=query_start_loc, cu_q_lens=cu_q_lens)
-    given.array(f, "query", query, 3, form=_TOKENS)
+    lens = check.either(f, context_lens=context_lens, kv_lens=kv_lens)
+    tables = check.either(f, block_tables=block_tables, page_indices=page_indices)
+    cuts = check.either(f, query_start_loc=query_start_loc, cu_q_lens=cu_q_lens)
+    check.array(f, "query", query, 3, form=_TOKENS)
     form = "[num_blocks, block_size, 2 * kv_heads, head_dim], keys at the even heads and values at the odd ones"
-    given.array(f, "kv_pages", kv_pages, 4, form=form)
+    check.array(f, "kv_pages", kv_pages, 4, form=form)
     pages, C, both, H = kv_pages.shape
     N = query.shape[1]
     if both % 2 or N % (both // 2) or H != query.shape[2]:
-        raise given.wrong(
+        raise check.wrong(
             f,
             "kv_pages",
             f"must be {form}, its kv_heads a divisor of {N} and its head_dim {query.shape[2]}, those of 'query', got "
@@ -70,7 +70,7 @@ def ragged_page_attention_v2(
         )
     # The key and the value of a head are adjacent, so this moves nothing.
     cache = kv_pages.reshape(pages, C, both // 2, 2 * H)
-    requests = given.of_requests(f, query.shape[0], cache, cuts, lens, tables, num_seqs)
+    requests = check.of_requests(f, query.shape[0], cache, cuts, lens, tables, num_seqs)
     return Prepared(op.bind(query, cache, **requests, **options(f, query, cache, **how)))
 
 
@@ -116,38 +116,38 @@ def ragged_page_attention_v3(
     [1. 1. 1. 0.] [0. 0. 1. 1.] [0. 1. 0. 0.]
     """
     f = "ragged_page_attention_v3"
-    cuts = given.either(f, cu_seqlens_q=cu_seqlens_q, query_start_loc=query_start_loc)
-    lens = given.either(f, kv_lens=kv_lens, cu_seqlens_k=cu_seqlens_k)
-    tables = given.either(f, page_indices=page_indices, block_tables=block_tables)
+    cuts = check.either(f, cu_seqlens_q=cu_seqlens_q, query_start_loc=query_start_loc)
+    lens = check.either(f, kv_lens=kv_lens, cu_seqlens_k=cu_seqlens_k)
+    tables = check.either(f, page_indices=page_indices, block_tables=block_tables)
     if lens.name == "cu_seqlens_k":
-        lens = lens._replace(value=jnp.diff(given.integers(f, *lens, 1, form="[0, n1, n1 + n2, ...]")))
+        lens = lens._replace(value=jnp.diff(check.integers(f, *lens, 1, form="[0, n1, n1 + n2, ...]")))
     return _ragged(f, query, key, value, key_pages, value_pages, (cuts, lens, tables, num_seqs), how)
 
 
-def _named(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> list[given.Named]:
+def _named(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> list[check.Named]:
     """Returns the requests as arguments of `given.of_requests`, under the names that most functions use."""
     arguments = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
-    return [given.Named(*x) for x in arguments.items()]
+    return [check.Named(*x) for x in arguments.items()]
 
 
 def _check_once(f: str, name: str, values: np.ndarray | None) -> None:
     """Raises ValueError, naming the argument that gives the destinations of new rows, if known slots contain
     duplicates."""
-    found, times = np.unique([] if values is None else values[values >= 0], return_counts=True)
+    unique_values, times = np.unique([] if values is None else values[values >= 0], return_counts=True)
     if np.any(times > 1):
-        raise given.wrong(f, name, f"has slot {found[times > 1][0]} twice; slots must be distinct")
+        raise check.wrong(f, name, f"has slot {unique_values[times > 1][0]} twice; slots must be distinct")
 
 
 def _ragged(
     f: str, query: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, requests: Any, how: Any
 ) -> Prepared:
     """Returns the call of ragged queries; with new keys and values, the one that writes them first."""
-    given.array(f, "query", query, 3, form=_TOKENS)
-    given.check_pages(f, query, key_cache, value_cache)
-    more = given.of_requests(f, query.shape[0], key_cache, *requests) | options(f, query, key_cache, **how)
+    check.array(f, "query", query, 3, form=_TOKENS)
+    check.check_pages(f, query, key_cache, value_cache)
+    more = check.of_requests(f, query.shape[0], key_cache, *requests) | options(f, query, key_cache, **how)
     if key is None and value is None:
         return Prepared(op.bind(query, key_cache, value_cache=value_cache, **more))
-    given.check_new(f, key, value, key_cache, value_cache, query.shape[0])
+    check.check_new(f, key, value, key_cache, value_cache, query.shape[0])
     where = {name: more[name] for name in ("query_start_loc", "kv_lens", "block_tables")}
     if all(known(x) is not None for x in where.values()):  # otherwise the slots are unknown
         slots = slots_of_new(**where, block_size=key_cache.shape[1], num_rows=query.shape[0])
@@ -215,8 +215,8 @@ def chunked_prefill_paged_decode(
     [(6, 4, 16), (8, 4, 2, 16), (8, 4, 2, 16)]
     """
     f = "chunked_prefill_paged_decode"
-    given.either(f, key=key)
-    given.either(f, value=value)
+    check.either(f, key=key)
+    check.either(f, value=value)
     requests = _named(query_start_loc, kv_lens, block_tables)
     return _ragged(f, query, key, value, key_cache, value_cache, requests, how)
 
@@ -258,29 +258,31 @@ def append_to_cache(
      [0. 0. 1. 0.]]
     """
     f = "append_to_cache"
-    given.check_caches(f, key_cache, value_cache)
-    given.check_new(f, key, value, key_cache, value_cache, getattr(key, "shape", (0,))[0])
+    check.check_caches(f, key_cache, value_cache)
+    check.check_new(f, key, value, key_cache, value_cache, getattr(key, "shape", (0,))[0])
     where = (query_start_loc, kv_lens, block_tables)
     # Exactly one of the two: `slots`, or all of the others.
     if any((x is None) == (slots is None) for x in where):
-        raise given.wrong(
+        raise check.wrong(
             f, "slots", "or all of 'query_start_loc', 'kv_lens' and 'block_tables' determine the slots; pass either"
         )
     name = "block_tables" if slots is None else "slots"
     if slots is None:
-        requests = given.of_requests(f, key.shape[0], key_cache, *_named(*where))
+        requests = check.of_requests(f, key.shape[0], key_cache, *_named(*where))
         slots = slots_of_new(**requests, block_size=key_cache.shape[1], num_rows=key.shape[0])
     values = known(slots)  # before the cast to int32, in which a large slot could wrap
-    slots = given.integers(f, "slots", slots, 1, form="[M]")
+    slots = check.integers(f, "slots", slots, 1, form="[M]")
     if slots.shape != key.shape[:1]:
-        raise given.wrong(
+        raise check.wrong(
             f, "slots", f"must have one slot for each of the {key.shape[0]} rows of 'key', got {slots.shape}"
         )
     _check_once(f, name, values)
     taken = () if values is None else values[values >= 0]
     if len(taken) and np.max(taken) >= key_cache.shape[0] * key_cache.shape[1]:
-        raise given.wrong(
+        raise check.wrong(
             f, "slots", f"has slot {np.max(taken)}, past the {key_cache.shape[0]} pages; -1 writes nothing"
         )
-    found = scales(f, key, key_cache, k_scale, v_scale, rows="key")
-    return Prepared(append_op.bind(key, value, slots, key_cache, value_cache, **found), returns=append_op.outputs)
+    scale_options = scales(f, key, key_cache, k_scale, v_scale, rows="key")
+    return Prepared(
+        append_op.bind(key, value, slots, key_cache, value_cache, **scale_options), returns=append_op.outputs
+    )

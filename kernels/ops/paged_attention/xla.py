@@ -59,8 +59,8 @@ def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
     each, rows, keys = _shape(call)
     block_q, block_k = min(tile, power_of_two(each)), min(block, power_of_two(keys))
     fits = max(1, logits // (block_q * block_k * call.dims["N"]))
-    there = (rows // block_q + _known(call.kv_lens.shape[0])) * -(-keys // block_k)
-    return PagedAttentionConfig(block_q, block_k, max(1, min(pairs, fits, there)))
+    num_pairs = (rows // block_q + _known(call.kv_lens.shape[0])) * -(-keys // block_k)
+    return PagedAttentionConfig(block_q, block_k, max(1, min(pairs, fits, num_pairs)))
 
 
 def _candidates(call: Call) -> list[PagedAttentionConfig]:
@@ -127,7 +127,7 @@ def _flat(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _taken(slots, there, caches, scales, width, dtype) -> list[jax.Array]:
+def _taken(slots, valid, caches, scales, width, dtype) -> list[jax.Array]:
     """Returns keys and values [pairs, block_k, K, H and Hv], with 0 in slots that are not keys, which may hold NaN."""
 
     def rows(x: jax.Array) -> jax.Array:
@@ -136,7 +136,7 @@ def _taken(slots, there, caches, scales, width, dtype) -> list[jax.Array]:
     def meant(x: jax.Array, scale: Any) -> jax.Array:
         if scale is not None and scale.shape[0] > 1:  # otherwise all slots share one
             scale = rows(scale)
-        return jnp.where(there[..., None, None], dequantised(x, scale, dtype), 0)
+        return jnp.where(valid[..., None, None], dequantised(x, scale, dtype), 0)
 
     keys = rows(caches[0])
     values = keys[..., width:] if caches[1] is None else rows(caches[1])
@@ -172,15 +172,15 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         real = item < total
         local = jnp.sum(jax.lax.dynamic_slice_in_dim(ends, tile, W)[None] <= item[:, None], axis=1)
         local = jnp.minimum(local, W - 1)
-        mine = jax.tree.map(lambda x: x[jnp.minimum(tile + local, x.shape[0] - 1)], t)
-        begin, count, kv_start, kv_end, kv_len = (x[mine.request] for x in requests[:-1])
-        j = (mine.block + item - mine.begin)[:, None] * o.block_k + jnp.arange(o.block_k, dtype=jnp.int32)
+        tiles = jax.tree.map(lambda x: x[jnp.minimum(tile + local, x.shape[0] - 1)], t)
+        begin, count, kv_start, kv_end, kv_len = (x[tiles.request] for x in requests[:-1])
+        j = (tiles.block + item - tiles.begin)[:, None] * o.block_k + jnp.arange(o.block_k, dtype=jnp.int32)
         page = jnp.clip(j // C, 0, requests.tables.shape[1] - 1)
-        number = requests.tables[mine.request[:, None], page]
+        number = requests.tables[tiles.request[:, None], page]
         slots = jnp.clip(number, 0, pages - 1) * C + j % C
-        there = (j >= kv_start[:, None]) & (j < kv_end[:, None]) & real[:, None]
-        key, value = _taken(slots, there, flat, scales, H, query.dtype)
-        row = mine.first[:, None] + place
+        valid = (j >= kv_start[:, None]) & (j < kv_end[:, None]) & real[:, None]
+        key, value = _taken(slots, valid, flat, scales, H, query.dtype)
+        row = tiles.first[:, None] + place
         q = query[jnp.clip(begin[:, None] + row, 0, M - 1)].reshape(W, o.block_q, K, G, H)
         i = (kv_len - count)[:, None] + row
         x = dot("wqkgh,wskh->wkgqs", q, key) * o.scale
@@ -188,7 +188,7 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
             x = o.cap * jnp.tanh(x / o.cap)
         if slopes is not None:
             x = x - slopes * jnp.abs(i[:, :, None] - j[:, None]).astype(jnp.float32)[:, None, None]
-        seen = visible(KeyRange(i, j, *interval_of(o.mask, i))) & there[:, None] & (row < count[:, None])[:, :, None]
+        seen = visible(KeyRange(i, j, *interval_of(o.mask, i))) & valid[:, None] & (row < count[:, None])[:, :, None]
         x = jnp.where(seen[:, None, None], x, -jnp.inf)
         m = jnp.max(x, axis=-1)
         p = jnp.exp(x - _finite(m)[..., None])
@@ -199,11 +199,11 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         tile, *sums = carry
         local, real, m, weight, out = pairs_of_step(index, tile)
         old = [jax.lax.dynamic_slice_in_dim(x, tile, W) for x in sums]
-        own = (local[None] == jnp.arange(W)[:, None]) & real[None]  # [tile, pair]
+        in_tile = (local[None] == jnp.arange(W)[:, None]) & real[None]  # [tile, pair]
 
         def gathered(x, reduce, nothing):
             # By selection, not a matmul: 0 times NaN would spread it from one request to another.
-            return reduce(jnp.where(own.reshape(W, W, *[1] * (x.ndim - 1)), x[None], nothing), axis=1)
+            return reduce(jnp.where(in_tile.reshape(W, W, *[1] * (x.ndim - 1)), x[None], nothing), axis=1)
 
         largest = jnp.maximum(old[0], gathered(m, jnp.max, -jnp.inf))
         before, after = jnp.exp(old[0] - _finite(largest)), jnp.exp(m - _finite(largest)[local])

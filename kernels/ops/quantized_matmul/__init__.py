@@ -120,11 +120,11 @@ def _check_packed(function: str, w: Any, scales: Any) -> None:
 
 def _measured(function: str, D: int, w: Any, scales: Any, bits: Any, group_size: Any) -> tuple[int, int]:
     """Returns (bits, group_size), inferred from the shapes; explicit values must agree."""
-    found = {"bits": (32 * w.shape[-2], D, bits, "w"), "group_size": (D, scales.shape[-2], group_size, "scales")}
+    checks = {"bits": (32 * w.shape[-2], D, bits, "w"), "group_size": (D, scales.shape[-2], group_size, "scales")}
     result = []
-    for name, (a, b, given, argument) in found.items():
-        if a % b or (given is not None and given != a // b):
-            of = "" if given is None else f" with {name} = {given}"
+    for name, (a, b, passed, argument) in checks.items():
+        if a % b or (passed is not None and passed != a // b):
+            of = "" if passed is None else f" with {name} = {passed}"
             x = w if argument == "w" else scales
             raise ValueError(f"{function}: argument {argument!r} of shape {x.shape} does not fit D = {D}{of}")
         result.append(a // b)
@@ -138,12 +138,12 @@ def _biases(function: str, scales: Any, biases: Any, zeros: Any, mode: str) -> A
     if (mode == "affine") != (biases is not None or zeros is not None):
         what = "needs 'biases', or 'zeros'" if mode == "affine" else "has neither 'biases' nor 'zeros'"
         raise ValueError(f"{function}: argument 'biases': mode {mode!r} {what}")
-    name, given = ("zeros", zeros) if biases is None else ("biases", biases)
-    if given is not None and (not is_array(given) or given.shape != scales.shape):
+    name, offsets = ("zeros", zeros) if biases is None else ("biases", biases)
+    if offsets is not None and (not is_array(offsets) or offsets.shape != scales.shape):
         raise ValueError(f"{function}: argument {name!r} must have the shape of 'scales', {scales.shape}")
-    wanted = "uint8" if FORMATS[mode].exponents else "float"
-    if (scales.dtype == jnp.uint8) != FORMATS[mode].exponents or (wanted == "float" and not is_float_array(scales)):
-        raise ValueError(f"{function}: argument 'scales' of mode {mode!r} must be {wanted}, got {scales.dtype}")
+    expected = "uint8" if FORMATS[mode].exponents else "float"
+    if (scales.dtype == jnp.uint8) != FORMATS[mode].exponents or (expected == "float" and not is_float_array(scales)):
+        raise ValueError(f"{function}: argument 'scales' of mode {mode!r} must be {expected}, got {scales.dtype}")
     if zeros is None:
         return biases
     # In float32, like the products with codes: rounded to the dtype of scales, the code for zero would not give 0.

@@ -35,8 +35,8 @@ def quantized_matmul(
     if mode not in FORMATS:
         raise ValueError(f"quantized_matmul: argument 'mode' = {mode!r} is unknown; use one of {', '.join(FORMATS)}")
     weights = dequantized(w, scales, biases, mode=mode, bits=bits, group_size=group_size).astype(x.dtype)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.dot(x, weights, preferred_element_type=wide).astype(x.dtype)
+    compute_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dot(x, weights, preferred_element_type=compute_dtype).astype(x.dtype)
 
 
 def work(call: Call) -> tuple[Work, Work]:

@@ -90,8 +90,8 @@ def dequantized(
         values = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32)
     else:
         values = jnp.asarray(NF4 if mode == "nf4" else FP4, jnp.float32)[codes]
-    wide = exponents(scales) if FORMATS[mode].exponents else scales.astype(jnp.float32)
-    weights = values * jnp.repeat(wide, group_size, axis=-2)
+    scale = exponents(scales) if FORMATS[mode].exponents else scales.astype(jnp.float32)
+    weights = values * jnp.repeat(scale, group_size, axis=-2)
     return weights if biases is None else weights + jnp.repeat(biases.astype(jnp.float32), group_size, axis=-2)
 
 

@@ -58,12 +58,12 @@ def _cell(
     **options: Any,
 ) -> Case:
     """Returns a case; `rows` is the number of rows of its initial state, 0 for no state."""
-    given = {**({} if cell_type == "lstm" else {"cell_type": cell_type}), **options}
+    arguments = {**({} if cell_type == "lstm" else {"cell_type": cell_type}), **options}
     make = {"weights": _weights(cell_type, options.get("bidirectional", False), biases)}
     make |= {} if ids is None else {"segment_ids": ids}
     shape = (dims["B"], dims.get("G", 1), rows, dims["F"])
     arrays, shapes = (("initial_state",), {"initial_state": shape}) if rows else ((), {})
-    return Case(name, dims, given, arrays, make, shapes, frozenset(tags))
+    return Case(name, dims, arguments, arrays, make, shapes, frozenset(tags))
 
 
 _SMALL = {"B": 2, "T": 5, "D": 6, "F": 4}

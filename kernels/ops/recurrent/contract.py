@@ -136,9 +136,9 @@ def recurrent(
 
         way = -1 if end else 1
         ids = None if segment_ids is None else segment_ids[:, ::way]
-        own = None if initial_state is None else initial_state[:, :, i * n : (i + 1) * n]
+        layer_state = None if initial_state is None else initial_state[:, :, i * n : (i + 1) * n]
         start = jnp.zeros((inputs.shape[0], n, F), compute_dtype)
-        out, final = loop(step, inputs[:, ::way].astype(compute_dtype), start, ids, own, num_states)
+        out, final = loop(step, inputs[:, ::way].astype(compute_dtype), start, ids, layer_state, num_states)
         outs.append(out[:, ::way])
         finals.append(final)
     return jnp.concatenate(outs, axis=-1).astype(inputs.dtype), jnp.concatenate(finals, axis=2)
@@ -167,11 +167,11 @@ def rwkv4(
     def step(state: jax.Array, at: Any) -> tuple[jax.Array, jax.Array]:
         (a, b, p), (k, v) = (state[:, 0], state[:, 1], state[:, 2]), at
         q = jnp.maximum(p, bonus + k)
-        before, own = jnp.exp(p - q), jnp.exp(bonus + k - q)
-        out = (before * a + own * v) / (before * b + own)
+        before, weight = jnp.exp(p - q), jnp.exp(bonus + k - q)
+        out = (before * a + weight * v) / (before * b + weight)
         q = jnp.maximum(p + decay, k)
-        before, own = jnp.exp(p + decay - q), jnp.exp(k - q)
-        return jnp.stack([before * a + own * v, before * b + own, q], axis=1), out
+        before, weight = jnp.exp(p + decay - q), jnp.exp(k - q)
+        return jnp.stack([before * a + weight * v, before * b + weight, q], axis=1), out
 
     zeros = jnp.zeros((k.shape[0], k.shape[2]), compute_dtype)
     start = jnp.stack([zeros, zeros, zeros + EMPTY], axis=1)

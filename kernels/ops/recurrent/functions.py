@@ -32,13 +32,13 @@ def _stacked(hidden: Any, cell_type: str, bidirectional: bool, count: Any, F: in
         return None
     n = CELLS[cell_type][1]
     parts = list(hidden) if isinstance(hidden, (tuple, list)) else [hidden]
-    wanted = (2, count, F) if bidirectional else (count, F)
-    if not 1 <= len(parts) <= n or any(not is_array(x) or not is_float_array(x) or x.shape != wanted for x in parts):
+    expected = (2, count, F) if bidirectional else (count, F)
+    if not 1 <= len(parts) <= n or any(not is_array(x) or not is_float_array(x) or x.shape != expected for x in parts):
         got = ", ".join(str(getattr(x, "shape", type(x).__name__)) for x in parts)
         form = "(h, c), or h alone for c = 0," if n == 2 else "h"
         raise ValueError(
             f"recurrent: argument 'hidden' of {cell_type} must be {form} of float arrays "
-            f"{'[2, B, F]' if bidirectional else '[B, F]'} = {list(wanted)} (B sequences, where they are packed), got {got}"
+            f"{'[2, B, F]' if bidirectional else '[B, F]'} = {list(expected)} (B sequences, where they are packed), got {got}"
         )
     parts += [jnp.zeros_like(parts[0])] * (n - len(parts))
     ways = [[x[i] for x in parts] for i in range(2)] if bidirectional else [parts]

@@ -86,8 +86,8 @@ def _run(inputs, w, tokens, initial, cell, keep):
 
     several = G > 1
     first = (jnp.zeros_like(initial[:, 0]) if several else initial[:, 0], initial if several else None)
-    (state, finals), kept = jax.lax.scan(step, first, (of_inputs, tokens))
-    return (finals if several else state[:, None]), kept
+    (state, finals), states = jax.lax.scan(step, first, (of_inputs, tokens))
+    return (finals if several else state[:, None]), states
 
 
 def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
@@ -138,11 +138,11 @@ def _directions(inputs, weights, segment_ids, initial_state, cell_type, activati
         way, rows = -1 if end else 1, slice(i * n, (i + 1) * n)
         ids = None if segment_ids is None else segment_ids[:, ::way]
         zeros = jnp.zeros((inputs.shape[0], num_states, n, F), jnp.float32)
-        own = zeros if initial_state is None else initial_state[:, :, rows]
+        layer_state = zeros if initial_state is None else initial_state[:, :, rows]
         tokens = _tokens(ids, num_states)
         x = inputs[:, ::way]
         x = x if ids is None else jnp.where((ids >= 0)[..., None], x, 0)
-        yield end, way, (x, of_direction(weights, end), tokens, own.astype(jnp.float32), cell)
+        yield end, way, (x, of_direction(weights, end), tokens, layer_state.astype(jnp.float32), cell)
 
 
 def forward(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
@@ -169,8 +169,8 @@ def backward(saved, inputs, weights, segment_ids, initial_state, cell_type, acti
         d_initial.append(d_state)
     if segment_ids is not None:
         d_inputs = jnp.where((segment_ids >= 0)[..., None], d_inputs, 0)
-    given = {"inputs": d_inputs, "weights": d_weights}
-    return given | ({} if initial_state is None else {"initial_state": jnp.concatenate(d_initial, axis=2)})
+    gradients = {"inputs": d_inputs, "weights": d_weights}
+    return gradients | ({} if initial_state is None else {"initial_state": jnp.concatenate(d_initial, axis=2)})
 
 
 op.register(forward, backward, name="xla", **EVERYWHERE)
@@ -232,8 +232,8 @@ def _read(shared, parts, state):
     if parts["resets"] is not None:
         p = jnp.where(parts["resets"], EMPTY, p)
     top = jnp.maximum(p, u + k)
-    before, own = jnp.exp(p - top), jnp.exp(u + k - top)
-    out = (before * a + own * v) / (before * b + own)
+    before, weight = jnp.exp(p - top), jnp.exp(u + k - top)
+    out = (before * a + weight * v) / (before * b + weight)
     return out.astype(parts["k"].dtype)
 
 
@@ -259,8 +259,8 @@ def rwkv4_backward(saved, w, u, k, v, segment_ids, initial_state, num_states, cf
     d_initial, (dk, dv), (dw, du) = chunks.backward(
         _STEP, layout, initial, (k, v), saved.d_final_state, saved.d_out, (w, u)
     )
-    given = {"w": dw, "u": du, "k": dk, "v": dv}
-    return given | ({} if initial_state is None else {"initial_state": d_initial})
+    gradients = {"w": dw, "u": du, "k": dk, "v": dv}
+    return gradients | ({} if initial_state is None else {"initial_state": d_initial})
 
 
 rwkv4_op.register(

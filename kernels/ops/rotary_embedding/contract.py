@@ -36,10 +36,10 @@ class RotaryConfig(Tunables):
     num_warps: int | None = None
 
 
-def _check_types(what: str, given: Any) -> None:
+def _check_types(what: str, source: Any) -> None:
     """Raises ValueError for a field that does not have its declared type, or is NaN."""
-    for name, kind in typing.get_type_hints(type(given)).items():
-        if not fits(value := getattr(given, name), kind):
+    for name, kind in typing.get_type_hints(type(source)).items():
+        if not fits(value := getattr(source, name), kind):
             raise ValueError(f"{what} {name} must be {declared(kind)}, got {value!r}")
 
 

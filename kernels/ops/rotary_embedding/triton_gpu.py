@@ -25,9 +25,9 @@ def _cos_sin(angle):
     """Returns (cos, sin) of float32 angles of any size: reduces them by multiples of a quarter turn in float64, and
     evaluates the polynomials of Cephes. The hardware's sine is accurate only up to pi."""
     turns = tl.floor(angle * 0.6366197723675814 + 0.5)
-    wide, quarter = angle.to(tl.float64), turns.to(tl.float64)
+    angle64, quarter = angle.to(tl.float64), turns.to(tl.float64)
     # pi / 2 as the sum of two numbers that are exact in float32.
-    rest = (wide - quarter * 1.57079637050628662109375 + quarter * 4.371138828673793e-08).to(tl.float32)
+    rest = (angle64 - quarter * 1.57079637050628662109375 + quarter * 4.371138828673793e-08).to(tl.float32)
     z = rest * rest
     sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * rest + rest
     cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
@@ -182,7 +182,7 @@ def _turned(query, key, positions, options, back, cfg, cost):
     angles, factor = frequencies(width, base, scaling)
     K = 1 if key is None else key.shape[2]
     chunks = triton.cdiv(N, cfg.block_heads)
-    given = [query] if key is None else [query, key]
+    arrays = [query] if key is None else [query, key]
     unused: dict[str, Any] = {"key_out_ptr": None} if key is None else {}
     out = triton_launch(
         rotary_embedding_kernel,
@@ -191,7 +191,7 @@ def _turned(query, key, positions, options, back, cfg, cost):
         positions,
         jnp.asarray(angles, jnp.float32),
         None if xpos is None else jnp.asarray(xpos.exponent(width), jnp.float32),
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
         grid=(triton.cdiv(B * T, cfg.block_tokens), chunks),
         num_warps=cfg.num_warps,
         work=cost,
@@ -245,11 +245,11 @@ def heuristic(call, platform):
 def candidates(call):
     N, _, H = _shape(call)
     best = _block_heads(N, H)
-    found = [heuristic(call, "cuda")]
+    configs = [heuristic(call, "cuda")]
     for heads in dict.fromkeys((best, max(1, best // 2), max(1, best // 4))):
         for elements in (ELEMENTS // 2, ELEMENTS, 2 * ELEMENTS):
-            found += [_config(call, heads, elements, more) for more in (1, 2)]
-    return list(dict.fromkeys(found))
+            configs += [_config(call, heads, elements, more) for more in (1, 2)]
+    return list(dict.fromkeys(configs))
 
 
 def rejects(call):

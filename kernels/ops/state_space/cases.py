@@ -35,11 +35,11 @@ def packed(count: int) -> Callable:
 
     def make(rng: Any, sizes: Mapping[str, int]) -> Any:
         B, T = sizes["B"], sizes["T"]
-        there = [g for g in range(count) if g != 1]
+        nonempty = [g for g in range(count) if g != 1]
         ids = np.full((B, T), -1)
         for row in ids:
-            cuts = np.sort(rng.integers(0, T, len(there)))
-            for g, begin, end in zip(there, [0, *cuts[:-1]], cuts, strict=True):
+            cuts = np.sort(rng.integers(0, T, len(nonempty)))
+            for g, begin, end in zip(nonempty, [0, *cuts[:-1]], cuts, strict=True):
                 row[begin:end] = g
         return jnp.asarray(ids, jnp.int32)
 

@@ -74,8 +74,13 @@ def _prepare_v2(shared, xs, tokens):
     scores = _einsum("btkh,bskh->bkts", C, B)[:, :, None] * pair
     out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), dt_x.astype(x.dtype))
     out = out if D is None else out + (D.astype(jnp.float32)[:, None] * x).reshape(dt_x.shape)
-    given = _einsum("bskh,bskrp->bkrhp", B, (dt_x * leaving[..., None]).astype(x.dtype))
-    return {"out": out, "C": C, "incoming": incoming, "given": given.reshape(rows, heads, *given.shape[3:])}
+    contribution = _einsum("bskh,bskrp->bkrhp", B, (dt_x * leaving[..., None]).astype(x.dtype))
+    return {
+        "out": out,
+        "C": C,
+        "incoming": incoming,
+        "given": contribution.reshape(rows, heads, *contribution.shape[3:]),
+    }
 
 
 def _advance_v2(parts, state):
@@ -85,8 +90,8 @@ def _advance_v2(parts, state):
 
 def _read_v2(_, parts, state):
     C, incoming = parts["C"], parts["incoming"]
-    own = state.reshape(state.shape[0], *incoming.shape[2:], *state.shape[2:]).astype(C.dtype)
-    out = parts["out"] + _einsum("btkh,bkrhp->btkrp", C, own) * incoming[..., None]
+    chunk_state = state.reshape(state.shape[0], *incoming.shape[2:], *state.shape[2:]).astype(C.dtype)
+    out = parts["out"] + _einsum("btkh,bkrhp->btkrp", C, chunk_state) * incoming[..., None]
     return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(C.dtype)
 
 
@@ -143,9 +148,9 @@ def _both_ways(step, state_shape):
         d_initial, (dx, ddt, dB, dC), (dA, dD) = chunks.backward(
             step, layout, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
         )
-        given = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC}
-        given |= {} if D is None else {"D": dD}
-        return given | ({} if initial_state is None else {"initial_state": d_initial})
+        gradients = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC}
+        gradients |= {} if D is None else {"D": dD}
+        return gradients | ({} if initial_state is None else {"initial_state": d_initial})
 
     return forward, backward
 
@@ -223,14 +228,14 @@ def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
 
 def _of_state(state, weight, begin, count, length):
     """Returns [B, T, F]: the contribution of a state [B, G, W - 1, F] to the first W - 1 tokens after it."""
-    rows, states, kept, width = state.shape
-    padded = jnp.pad(state, ((0, 0), (0, 0), (0, kept), (0, 0)))
+    rows, states, num_taps, width = state.shape
+    padded = jnp.pad(state, ((0, 0), (0, 0), (0, num_taps), (0, 0)))
     seen = jnp.zeros_like(state)
-    for j in range(kept):  # token i sees state[i:], so its tap j is state[i + j]
-        seen += padded[:, :, j : j + kept] * weight[:, j]
-    at = jnp.arange(kept)
+    for j in range(num_taps):  # token i sees state[i:], so its tap j is state[i + j]
+        seen += padded[:, :, j : j + num_taps] * weight[:, j]
+    at = jnp.arange(num_taps)
     where = jnp.where(at < count[..., None], begin[..., None] + at, length)
-    where = jnp.broadcast_to(where, (rows, states, kept)).reshape(rows, -1)
+    where = jnp.broadcast_to(where, (rows, states, num_taps)).reshape(rows, -1)
     seen = seen.reshape(rows, -1, width)
     zeros = jnp.zeros((length, width), jnp.float32)
     return jax.vmap(lambda at, s: zeros.at[at].add(s, mode="drop"))(where, seen)
@@ -239,7 +244,7 @@ def _of_state(state, weight, begin, count, length):
 def _last_inputs(x, state, key, begin, count, num_states):
     """Returns [B, G, W - 1, F]: the last inputs of each sequence, preceded by those of its state if they are fewer."""
     rows, length = x.shape[:2]
-    kept = state.shape[2]
+    num_taps = state.shape[2]
     continues = jnp.ones((1, 1, 1, 1), bool)
     if key is not None and num_states == 1:  # the state is that of the last segment
         end = jnp.sum(key < PADDING, axis=1, keepdims=True)
@@ -247,13 +252,13 @@ def _last_inputs(x, state, key, begin, count, num_states):
         last = jnp.where(end > 0, last, 0)
         begin = jax.vmap(jnp.searchsorted)(key, last)
         count, continues = end - begin, (last == 0)[..., None, None]
-    back = jnp.arange(kept) - kept
-    own = jnp.broadcast_to((count[..., None] + back >= 0), (rows, num_states, kept))
-    at = jnp.broadcast_to((begin + count)[..., None] + back, own.shape).clip(0, length - 1)
-    old = jnp.broadcast_to(count[..., None] + jnp.arange(kept), own.shape).clip(0, kept - 1)
+    back = jnp.arange(num_taps) - num_taps
+    in_sequence = jnp.broadcast_to((count[..., None] + back >= 0), (rows, num_states, num_taps))
+    at = jnp.broadcast_to((begin + count)[..., None] + back, in_sequence.shape).clip(0, length - 1)
+    old = jnp.broadcast_to(count[..., None] + jnp.arange(num_taps), in_sequence.shape).clip(0, num_taps - 1)
     tokens = jax.vmap(lambda row, at: row[at])(x, at).astype(jnp.float32)
     before = jnp.where(continues, jnp.take_along_axis(state, old[..., None], axis=2), 0)
-    return jnp.where(own[..., None], tokens, before)
+    return jnp.where(in_sequence[..., None], tokens, before)
 
 
 conv_op.register(_conv, backward_of(conv_op, _conv), **EVERYWHERE)

@@ -134,9 +134,9 @@ class CudaKernel:
             ("spill_stores", r"(\d+) bytes spill stores"),
             ("spill_loads", r"(\d+) bytes spill loads"),
         ):
-            found = re.search(pattern, run.stderr)
-            assert found, run.stderr
-            numbers[key] = int(found[1])
+            match = re.search(pattern, run.stderr)
+            assert match, run.stderr
+            numbers[key] = int(match[1])
         return numbers | {"serialized": int("wgmma.mma_async instructions are serialized" in run.stderr)}
 
 
@@ -171,18 +171,18 @@ def _triton_kernels(exported: Any) -> Iterator[CudaKernel]:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
-    found: list[bytes] = []
+    modules: list[bytes] = []
     target = custom_call_target()
 
     def visit(operation: Any) -> Any:
         attributes = operation.attributes
         if operation.name == "stablehlo.custom_call" and target in str(attributes["call_target_name"]):
-            found.append(ir.StringAttr(ir.DictAttr(attributes["mhlo.backend_config"])["opaque"]).value_bytes)
+            modules.append(ir.StringAttr(ir.DictAttr(attributes["mhlo.backend_config"])["opaque"]).value_bytes)
         return ir.WalkResult.ADVANCE
 
     with mlir.make_ir_context():
         ir.Module.parse(exported.mlir_module()).operation.walk(visit)
-    for opaque in found:
+    for opaque in modules:
         call = _message(zlib.decompress(opaque))
         kernel = _message(_first_message_with(call, b".version"))
         yield CudaKernel(
@@ -307,9 +307,9 @@ def compile_tpu(fn: Callable, *args: Any, topology: str = "v5e:2x4", **jit_optio
     """
     devices = tpu_topology(topology).devices
     leaves, tree = jax.tree.flatten(args)
-    given = [x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None for x in leaves]
-    alone = None if any(given) else jax.sharding.SingleDeviceSharding(devices[0])
-    shapes = jax.tree.unflatten(tree, [_shape(x, s or alone) for x, s in zip(leaves, given, strict=True)])
+    shardings = [x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None for x in leaves]
+    alone = None if any(shardings) else jax.sharding.SingleDeviceSharding(devices[0])
+    shapes = jax.tree.unflatten(tree, [_shape(x, s or alone) for x, s in zip(leaves, shardings, strict=True)])
     return jax.jit(lambda *a: fn(*a), **jit_options).trace(*shapes).lower().compile()
 
 

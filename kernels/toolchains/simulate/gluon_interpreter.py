@@ -43,16 +43,16 @@ __all__ = ["run_grid"]
 def run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
     """Runs every program of a kernel; arrays, and the arrays of descriptors, among its arguments are changed in
     place."""
-    given = {}
+    bindings = {}
     for name, value in arguments.items():
         if isinstance(value, triton_lib.TensorDescriptor):
             value = Descriptor(value)
         elif isinstance(value, np.ndarray):
             value = Pointer(name, value)
-        given[name] = value
+        bindings[name] = value
     count = math.prod(grid)
     for index in range(count):
-        Program(index, count).run([(functools.partial(_interpretable(kernel.fn), **given), ())])
+        Program(index, count).run([(functools.partial(_interpretable(kernel.fn), **bindings), ())])
 
 
 # -- the language ------------------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ def run_interpreted(
     operands = [p.name for p in kernel.params if not p.is_constexpr]
     inputs = [name for name in operands if bound.get(name) is not None]
     descriptors = {name: bound[name] for name in inputs if isinstance(bound[name], triton_lib.TensorDescriptor)}
-    given = {name: descriptors[name].base if name in descriptors else bound[name] for name in inputs}
-    arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
+    input_values = {name: descriptors[name].base if name in descriptors else bound[name] for name in inputs}
+    arrays = {name: x for name, x in input_values.items() if hasattr(x, "shape")}
     aliased = {output: inputs[i] for i, output in aliases.items()}
     fresh = [i for i in range(len(outputs)) if i not in aliased]
     missing = [name for name in operands if name not in bound]

@@ -236,11 +236,11 @@ class Barrier:
 class Descriptor:
     """An array in blocks, as TMA copies them: zeros where a block extends past its ends."""
 
-    def __init__(self, given: triton_lib.TensorDescriptor):
-        self._array = np.asarray(given.base).reshape(given.shape, copy=False)
-        self.block_type = types.SimpleNamespace(shape=list(given.block_shape))
-        self.dtype, self.layout = self._array.dtype, given.layout
-        self.nbytes_per_cta = math.prod(given.block_shape) * self.dtype.itemsize
+    def __init__(self, descriptor: triton_lib.TensorDescriptor):
+        self._array = np.asarray(descriptor.base).reshape(descriptor.shape, copy=False)
+        self.block_type = types.SimpleNamespace(shape=list(descriptor.block_shape))
+        self.dtype, self.layout = self._array.dtype, descriptor.layout
+        self.nbytes_per_cta = math.prod(descriptor.block_shape) * self.dtype.itemsize
 
     def _places(self, at: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the slices (of the array, of the block) that are within bounds."""
@@ -255,9 +255,9 @@ class Descriptor:
 
     def read(self, at: Sequence[Any]) -> np.ndarray:
         array, block = self._places(at)
-        found = np.zeros(self.block_type.shape, self.dtype)
-        found[block] = self._array[array]
-        return found
+        tile = np.zeros(self.block_type.shape, self.dtype)
+        tile[block] = self._array[array]
+        return tile
 
     def check(self, tile: Shared) -> None:
         if tile.shape != self.block_type.shape or tile.dtype != self.dtype:

@@ -90,8 +90,8 @@ def _interpreted_language() -> Iterator[None]:
 
     def convert(self: Any, value: Any, dtype: Any, rounding: Any) -> Any:
         kinds = {value.dtype.scalar, dtype.scalar}
-        narrow = any(kind.primitive_bitwidth == 8 for kind in kinds)
-        if tl.bfloat16 not in kinds or narrow or rounding == ir.ROUNDING_MODE.RTZ:
+        has_8_bit = any(kind.primitive_bitwidth == 8 for kind in kinds)
+        if tl.bfloat16 not in kinds or has_8_bit or rounding == ir.ROUNDING_MODE.RTZ:
             return plain_convert(self, value, dtype, rounding)
         return cast(self, value, dtype)
 
