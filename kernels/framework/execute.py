@@ -69,11 +69,11 @@ def _run_forward(
 
         return branch
 
-    def meant(arrays: dict[str, Any]) -> Any:
+    def contract_outputs(arrays: dict[str, Any]) -> Any:
         extra = op.extra_residuals(**static, **arrays) if with_residuals and op.extra_residuals is not None else {}
         return op.function(**static, **arrays), extra
 
-    result = jax.eval_shape(meant, traced)
+    result = jax.eval_shape(contract_outputs, traced)
 
     def batched(size: int, is_batched: Any, operands: Any) -> Any:
         return None if with_residuals else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])

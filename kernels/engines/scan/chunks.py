@@ -236,10 +236,10 @@ def _group(step: Step, chunks: Chunks, shared: Any, state: jax.Array, begun: Any
     parts = by_chunk(rows)
 
     def body(state: jax.Array, now: Any) -> tuple[jax.Array, Any]:
-        parts, begun, own = now
-        state = state if own is None else _where(own.begins, begun, state)
+        parts, begun, owner = now
+        state = state if owner is None else _where(owner.begins, begun, state)
         after = step.advance(parts, state)
-        return after, (state, None if own is None else after)
+        return after, (state, None if owner is None else after)
 
     state, (before, after) = _scan(body, state, (parts, begun, owners), chunks.together)
     return state, after, by_chunk(step.read(shared, rows, as_rows(before)))

@@ -320,9 +320,9 @@ def loop(
     """
     B, T = jax.tree.leaves(xs)[0].shape[:2]
     ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
-    own = jnp.repeat(start[:, None], num_states, axis=1) if initial_state is None else initial_state
-    own = own.astype(start.dtype)
-    xs, own, start, ids = vary_alike((xs, own, start, ids))
+    initial = jnp.repeat(start[:, None], num_states, axis=1) if initial_state is None else initial_state
+    initial = initial.astype(start.dtype)
+    xs, initial, start, ids = vary_alike((xs, initial, start, ids))
     new = resets(ids) if num_states == 1 else jnp.zeros(ids.shape, bool)
 
     def at(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -338,5 +338,5 @@ def loop(
         return states.at[jnp.arange(B), g].set(after), out
 
     over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (xs, ids, new))
-    final, outs = jax.lax.scan(one, own, over_time)
+    final, outs = jax.lax.scan(one, initial, over_time)
     return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), outs), final

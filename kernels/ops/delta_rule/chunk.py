@@ -133,8 +133,8 @@ def inverse(A: jax.Array) -> jax.Array:
     multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     while size < C:
         m, w = C // (2 * size), 2 * size
-        own = jnp.eye(m, dtype=bool)[:, None, :, None]
-        diagonal = jnp.sum(jnp.where(own, A.reshape(-1, m, w, m, w), 0), axis=-2)
+        on_diagonal = jnp.eye(m, dtype=bool)[:, None, :, None]
+        diagonal = jnp.sum(jnp.where(on_diagonal, A.reshape(-1, m, w, m, w), 0), axis=-2)
         P, Q = inverted[..., 0::2, :, :], inverted[..., 1::2, :, :]
         between = multiply(multiply(Q, diagonal[..., size:, :size]), P)
         upper = jnp.concatenate([P, jnp.zeros_like(P)], axis=-1)

@@ -42,10 +42,10 @@ def _check_arrays(lhs: Any, rhs: Any, transposed: bool, bias: Any) -> tuple[tupl
     if any(isinstance(n, int) and n == 0 for n in (experts, *columns)):
         raise _refuse("rhs", f"of shape {rhs.shape} has no elements; every dim of it but D must be at least 1")
     if width != lhs.shape[1]:
-        turned = (
+        hint = (
             "; 'transpose_rhs' must be " + str(not transposed) if rest[0 if transposed else -1] == lhs.shape[1] else ""
         )
-        raise _refuse("rhs", f"must be {expected} with D = {lhs.shape[1]} of 'lhs', got {_shape(rhs)}{turned}")
+        raise _refuse("rhs", f"must be {expected} with D = {lhs.shape[1]} of 'lhs', got {_shape(rhs)}{hint}")
     quantised = str(rhs.dtype) in QUANTIZED
     if not quantised and rhs.dtype != lhs.dtype:
         kinds = f"that dtype, or with 'rhs_scale' one of {', '.join(QUANTIZED)}"

@@ -84,13 +84,13 @@ def register(
 
     def run_backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
         weights = matrices(rhs, rhs_transposed)
-        found, d, where = backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, None)
+        gradients, d, where = backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, None)
         if rhs_transposed is None:
-            name, given, left, right = "rhs", rhs, lhs, d
+            name, weight, left, right = "rhs", rhs, lhs, d
         else:
-            name, given, left, right = "rhs_transposed", rhs_transposed, d, lhs
-        d_rhs = contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, where)
-        return found | {name: d_rhs.reshape(given.shape)}
+            name, weight, left, right = "rhs_transposed", rhs_transposed, d, lhs
+        d_rhs = contraction(left, right, weight.shape[0], weight.dtype, cfg.d_rhs, where)
+        return gradients | {name: d_rhs.reshape(weight.shape)}
 
     def quantized(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
         weights = matrices(rhs, rhs_transposed)

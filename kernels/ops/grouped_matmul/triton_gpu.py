@@ -415,8 +415,8 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
         specialised = "none"
     short = "none" if rows < SPECIALISED_ROWS else "tall"
 
-    def product(columns, depth, turned, halves=1):
-        large = () if turned or depth < LONG_PRODUCT else (LARGE,)
+    def product(columns, depth, transposed_rhs, halves=1):
+        large = () if transposed_rhs or depth < LONG_PRODUCT else (LARGE,)
         shapes = (shape,) if shape else PRODUCTS + large
         tile = _tile(rows, columns, depth, itemsize, shapes, halves=halves, widened=widened)
         return replace(tile, specialised=specialised or ("wide" if halves == 2 and short != "none" else short))

@@ -95,8 +95,8 @@ def _step_of(softmax_scale, precision):
             before, after = (None, None) if decay_k is None else decay_k.halves(m)
             before_v, after_v = (None, None) if decay_v is None else decay_v.halves(m)
             scores = mm("...qh,...kh->...qk", _faded(_half(q, m, 1), before), _faded(_half(k, m, 0), after))
-            given = _faded(mm("...qk,...kv->...qv", scores, _faded(_half(v, m, 0), after_v)), before_v)
-            out = out + jnp.stack([jnp.zeros_like(given), given], axis=-3).reshape(*q.shape[:-1], v.shape[-1])
+            from_keys = _faded(mm("...qk,...kv->...qv", scores, _faded(_half(v, m, 0), after_v)), before_v)
+            out = out + jnp.stack([jnp.zeros_like(from_keys), from_keys], axis=-3).reshape(*q.shape[:-1], v.shape[-1])
             m *= 2
         return out
 
@@ -107,8 +107,8 @@ def _step_of(softmax_scale, precision):
         q = x["query"] * softmax_scale
         k, v = (jnp.repeat(x[n], N // x[n].shape[1], axis=1) for n in ("key", "value"))
         bonus = shared.get("bonus")
-        own = k if bonus is None else k * bonus.astype(jnp.float32)[:, None]
-        out = jnp.sum(q * own, axis=-1, keepdims=True) * v
+        bonus_key = k if bonus is None else k * bonus.astype(jnp.float32)[:, None]
+        out = jnp.sum(q * bonus_key, axis=-1, keepdims=True) * v
         decay_k, decay_v = _decays(shared, x, tokens, reads_after=bonus is None)
         if decay_v is None and (decay_k is None or decay_k.passing.shape[-1] == 1):
             out = out + by_matrix(q, k, v, decay_k)
