@@ -214,8 +214,8 @@ def lightning_attention(
     N, K, H = _heads(name, query=query, key=key, value=value)
     if (layer_idx is None) != (num_layers is None) or (layer_idx is None) == (decay is None):
         raise ValueError(
-            f"{name}: pass either argument 'decay' [N], the rate at which heads forget, or 'layer_idx' and "
-            "'num_layers', which determine it"
+            f"{name}: argument 'decay' [N], the rate at which heads forget, or 'layer_idx' and 'num_layers', which "
+            "determine it, must be given; pass one of the two"
         )
     gamma = _constant(name, "decay", decay, N)
     if gamma is None:
