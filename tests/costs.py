@@ -190,11 +190,8 @@ def strings(sources: Sources, word: str, *beside: str, where: str, but: str = "$
     return frozenset(found)
 
 
-def sharded(s: Sources) -> Cost:
-    # What a function on a mesh needs beside the operation: once a function of its own, now facts of the contract.
-    facts = r"^ +(local_dims|sum_dims|tied_dims|see_also|offset_of|weights)="
-    before = body(s, "ejdist/faces.py", "gated_mlp")
-    return before if before.files else naming(s, facts, r"ops/gated_mlp/contract\.py$")
+MLP = r"^kernels/ops/gated_mlp/"
+ATTENTION = r"^kernels/(_core/|engines/attention/|ops/flash_attention/)|^ejdist/(sequence/|placement|training/flops)"
 
 
 def operation(s: Sources) -> Lines:

@@ -5,9 +5,9 @@ from faults import Fault
 FAULTS = (
     Fault(
         "differential attention adds",
-        "kernels/ops/attention_variants/composed.py",
-        "upcast = first.astype(jnp.float32) - lambda_",
-        "upcast = first.astype(jnp.float32) + lambda_",
+        "differential.forward",
+        "$first.astype(jnp.float32) - $lambda_.astype(jnp.float32)[:, None] * $second.astype(jnp.float32)",
+        "$first.astype(jnp.float32) + $lambda_.astype(jnp.float32)[:, None] * $second.astype(jnp.float32)",
         "tests/test_ops.py -k differential_attention-small-float32",
     ),
     Fault(

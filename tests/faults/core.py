@@ -33,9 +33,9 @@ FAULTS = (
     ),
     Fault(
         "padding: values of it are multiplied by weights of 0",
-        "kernels/framework/execute.py",
-        "inputs = padding.of_forward(op, arrays)",
-        "inputs = arrays",
+        "_run_forward.make.branch",
+        "padding.of_forward($op, $arrays)",
+        "$arrays",
         "tests/test_padding.py -k xla",
     ),
     Fault(
@@ -270,9 +270,9 @@ FAULTS = (
     ),
     Fault(
         "measured: what is asked for by name is ranked",
-        "kernels/framework/contract.py",
-        "if toolchain is None:  # a backend requested by name is not ranked",
-        "if True:",
+        "Op._choices",
+        "if $toolchain is None:\n    $$body",
+        "if True:\n    $$body",
         "tests/test_measured.py -k by_name",
     ),
     Fault(

@@ -273,9 +273,9 @@ FAULTS = (
     ),
     Fault(
         "Hopper: no turns in windows",
-        "kernels/engines/attention/gluon_kernels.py",
-        "return _consumers(O) > 2 or (_consumers(O) == 2 and O.LOW is not None and O.BLOCK_H == 128)",
-        "return _consumers(O) > 2",
+        "_in_turns",
+        "_consumers($O) > 2 or (_consumers($O) == 2 and $O.LOW is not None and ($O.BLOCK_H == 128))",
+        "_consumers($O) > 2",
         f"{HOPPER} -k turns_in_windows",
     ),
     Fault(

@@ -158,9 +158,9 @@ FAULTS = (
     ),
     Fault(
         "sink tokens of a short segment end in the next one",
-        RANGES,
-        "same_segment & (index < k.shape[1])",
-        "index < k.shape[1]",
+        "_sinks_of_segments",
+        "$own & ($index < $k.shape[1])",
+        "$index < $k.shape[1]",
         "tests/test_masks.py -k first_tokens",
     ),
     Fault(

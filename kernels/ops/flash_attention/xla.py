@@ -133,12 +133,6 @@ def _pair_start(x: jax.Array, blocks: _Blocks, i: jax.Array, j: jax.Array) -> tu
     return start, (x.shape[0], x.shape[1], rows, columns)
 
 
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # float32 means true float32: no silent tf32 or bfloat16 passes.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """Returns [B|1, K|1, G|1, ...] of x [B|1, N|1, ...]."""
     groups = (1, 1) if x.shape[1] == 1 else (num_kv_heads, x.shape[1] // num_kv_heads)
@@ -154,7 +148,7 @@ class _Logits(NamedTuple):
 def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
     """Returns the logits of one pair of blocks. q is [B, block_q, K, G, H]; limits is (T, S)."""
     num_kv_heads = q.shape[2]
-    x = _dot("btkgh,bskh->bkgts", q, column["key"]) * scale
+    x = dot("btkgh,bskh->bkgts", q, column["key"]) * scale
     softcap_grad = None
     if cap is not None:
         capped = jnp.tanh(x / cap)

@@ -34,11 +34,6 @@ from kernels.ops.paged_attention.contract import (
 _LAST = jnp.iinfo(jnp.int32).max
 
 
-def _ceil_power(n: int) -> int:
-    """Returns the smallest power of two that is at least n, and at least 1."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def _known(size: Any) -> int:
     return size if isinstance(size, int) else NOMINAL_SIZE
 

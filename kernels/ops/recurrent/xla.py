@@ -21,8 +21,6 @@ EVERYWHERE: dict[str, Any] = {
     "symbolic": {"B"},
 }
 CHUNK = 64
-# Added to an exponent, it makes the weight 0; the sum over a chunk is still far from overflowing.
-FORGET = -1e30
 
 
 def _dot(subscripts, a, b):
