@@ -22,7 +22,7 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 CELLS = {"lstm": (4, 2), "gru": (3, 1), "rnn": (1, 1)}
 # Exponent of an empty sum: far below any other, but finite, so that differences of two are not NaN.
 EMPTY = -1e38
-# Added to an exponent, it makes a weight 0; a chunk of them together is far from the least float.
+# Added to an exponent, it makes a weight 0; the sum over a chunk is still far from overflowing.
 FORGET = -1e30
 
 
