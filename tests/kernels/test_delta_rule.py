@@ -285,7 +285,7 @@ def test_a_wrong_call_of_a_pool_is_a_value_error(at, value, said):
 
 def test_states_and_their_number_go_together():
     a = {n: x for n, x in D.items() if n != "g"}
-    with pytest.raises(ValueError, match=r"'num_states' = 3 must be G = 1"):
+    with pytest.raises(ValueError, match=r"'num_states' = 3 must equal the size G = 1"):
         op(**a, initial_state=jnp.zeros((2, 1, 2, 4, 3)), segment_ids=IDS, num_states=3)
     with pytest.raises(ValueError, match="'segment_ids' must say"):
         rwkv7_op(**R, num_states=2)

@@ -285,7 +285,7 @@ def test_what_dequantize_refuses(said, args, options):
 def test_affine_codes_of_unknown_width_are_not_guessed(options):
     """8 bits were read as 4, of twice as many rows."""
     packed = quantize(W, **options)
-    with pytest.raises(ValueError, match=r"dequantize: argument 'bits' is missing: .* give 'bits' or 'group_size'"):
+    with pytest.raises(ValueError, match=r"dequantize: argument 'bits' is missing: .* pass 'bits' or 'group_size'"):
         dequantize(*packed)
     bits, group_size = options.get("bits", 4), options.get("group_size", 64)
     want = numpy_weights(*packed, "affine", bits)
