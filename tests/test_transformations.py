@@ -288,7 +288,7 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
     close(exported.call(arrays), plain(op, None)(floats), 1e-6)
     for backend in op.backends.values():
         if not backend.symbolic and "float32" in backend.dtypes:
-            with pytest.raises(Unsupported, match=r"needs the size of .* when it is compiled"):
+            with pytest.raises(Unsupported, match=r"needs the size of .* at compile time"):
                 jax.export.export(jax.jit(lambda a: op(**a, **rest, platform=backend.name)))(  # noqa: B023
                     {n: symbolic(n, x) for n, x in arrays.items()}
                 )
